@@ -19,7 +19,7 @@ from interrupted_lines import interrupted
 
 from transport import SharedRingBuffer
 from transport.client.takes.link import TakeLink
-from transport.errors import RingFullError
+from transport.errors import RingBusyError, RingFullError
 from transport.queue import Claim, FoundRings
 from transport.queue.places import OnThisHost
 from transport.queue.rings import RingQueue
@@ -348,3 +348,23 @@ def test_a_batch_whose_consumption_was_interrupted_is_consumed_with_the_same_ans
     del brought
     gc.collect()
     assert not queue._elsewhere._finishing
+
+
+def test_what_a_ring_elsewhere_accepted_before_one_here_failed_has_its_answer_when_it_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with here_and_elsewhere() as (here, elsewhere, queue):
+        here.write_raw(b"one")
+        elsewhere.write_raw(b"other")
+        claims = some(queue, 2)
+        own = queue._here.queue
+
+        def fail(*_: object, **__: object) -> None:
+            raise RingBusyError("for once")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(own, "ack_many", fail)
+            with pytest.raises(RingBusyError):
+                queue.ack_many(claims)
+        assert queue.ack_many(claims) == claims
+        assert queue.ack_many(claims) == []

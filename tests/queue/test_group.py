@@ -14,7 +14,7 @@ from queue_harness import LEASE_S, ids, tickets
 from queue_waits import in_thread, ticket
 from redis_server import WHY_NOT, RedisServer, needs_redis, redis_server
 
-from transport.errors import ConfigurationError, GroupBrokenError, RankError
+from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreUnavailableError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
@@ -115,6 +115,30 @@ def test_the_leader_consumes_once_and_a_follower_keeps_its_answer(place: Place) 
     assert not group[0].retry(claims[0][0])
     assert group[1].ack_many(claims[1]) == claims[1]
     assert place.queue.depth() == QueueDepth(done=1)
+
+
+def test_a_decision_that_the_store_did_not_take_is_made_by_the_repeated_call(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.queue.publish(tickets(2))
+    leader, follower = place.group()
+    claims, theirs = (member.claim(2, rank=rank, consumer="g") for rank, member in enumerate((leader, follower)))
+    answers, thread = in_thread(lambda: follower.ack_many(theirs))
+    assert all(None not in votes for votes in leader._votes(claims, "ack"))  # it waits for them
+
+    def fail(*_: object) -> None:
+        raise StoreUnavailableError("for once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place.store, "put_many", fail)
+        with pytest.raises(GroupBrokenError, match="did not take the decision"):
+            leader.ack_many(claims)
+        assert not leader.retry(claims[0])  # it is done
+    assert leader.ack_many(claims) == claims
+    assert leader.ack_many(claims) == []
+    thread.join()
+    assert answers == [theirs]
+    assert place.queue.depth() == QueueDepth(done=2)
 
 
 @pytest.mark.parametrize("who", [0, 1])

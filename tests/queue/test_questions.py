@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import eventually
 from out_of_reach import LONG_S, NUMBERED, Host
+from queue_waits import in_thread
 
 from transport import SharedRingBuffer
+from transport.errors import GroupBrokenError
 from transport.queue import Claim, FoundRings, open_queue
+from transport.queue.group import GroupQueue
+from transport.store.memory import MemoryStore
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
@@ -89,3 +94,44 @@ def test_a_closed_queue_has_no_questions(host: Host) -> None:
         assert queue.ack_many(claims) == []
         elsewhere = queue._elsewhere
     assert elsewhere.ack_many(claims, trained=True) == []
+
+
+def claimed_by_both(leader: GroupQueue, follower: GroupQueue, n: int) -> tuple[list[Claim], list[Claim]]:
+    ours: list[Claim] = []
+    theirs: list[Claim] = []
+    while len(ours) < n:
+        ours += leader.claim(n - len(ours), LONG_S, consumer="test")
+        theirs += follower.claim(n, LONG_S, rank=1, consumer="test")
+    return ours, theirs
+
+
+def test_a_group_asks_again_for_what_its_ring_had_accepted(host: Host, queue: FoundRings) -> None:
+    with MemoryStore() as store:
+        leader, follower = (GroupQueue(queue, store, "g", rank, 2, patience_s=LONG_S) for rank in range(2))
+        claims, theirs = claimed_by_both(leader, follower, 3)
+        host.ends_between(queue, claims)
+        calls = [in_thread(lambda: leader.ack_many(claims)), in_thread(lambda: follower.ack_many(theirs))]
+        eventually(lambda: queue.in_question(claims) == claims, "the answers are out of reach")
+        host.serve()
+        for _, thread in calls:
+            thread.join()
+        assert [answers for answers, _ in calls] == [[claims], [theirs]]
+
+
+def test_a_group_decides_nothing_on_claims_whose_ring_stays_out_of_reach(host: Host, queue: FoundRings) -> None:
+    with MemoryStore() as store:
+        leader, follower = (GroupQueue(queue, store, "g", rank, 2, patience_s=(0.2, LONG_S)[rank]) for rank in range(2))
+        claims, theirs = claimed_by_both(leader, follower, 3)
+        answers, thread = in_thread(lambda: follower.ack_many(theirs))
+        eventually(lambda: all(None not in votes for votes in leader._votes(claims, "ack")), "the votes are there")
+        host.ends_between(queue, claims)
+        with pytest.raises(GroupBrokenError, match="out of reach"):
+            leader.ack_many(claims)
+        assert leader.in_question(claims) == claims
+        assert not leader.retry(claims[0])
+        assert thread.is_alive()
+        host.serve()
+        assert leader.ack_many(claims) == claims
+        thread.join()
+        assert answers == [theirs]
+        assert leader.in_question(claims) == []

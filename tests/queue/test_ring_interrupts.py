@@ -16,6 +16,8 @@ from ring_queues import Both, some
 from transport import SharedRingBuffer, UCXXServer
 from transport.queue import Claim, FoundRings, RingQueue
 from transport.queue.base import TicketQueue
+from transport.queue.group import GroupQueue, _Vote
+from transport.store.memory import MemoryStore
 
 pytestmark = [
     pytest.mark.ucx,
@@ -69,9 +71,27 @@ def here_and_elsewhere() -> Iterator[Claimed]:
         yield queue, claimed
 
 
+@contextlib.contextmanager
+def elsewhere_alone() -> Iterator[Claimed]:
+    prefix = f"instants-{secrets.token_hex(4)}-"
+    with (
+        SharedRingBuffer.create(prefix=prefix, slots=8, slot_bytes=64) as ring,
+        UCXXServer(ring, mode="thread"),
+        FoundRings(Both("none-", prefix)) as queue,
+    ):
+
+        def claimed() -> list[Claim]:
+            for number in range(2):
+                eventually(lambda: ring.statistics().free, "there is room")
+                ring.write_raw(bytes([number]))
+            return some(queue, 2)
+
+        yield queue, claimed
+
+
 @WAYS
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("made", [one_ring, here_and_elsewhere])
+@pytest.mark.parametrize("made", [one_ring, here_and_elsewhere, elsewhere_alone])
 def test_an_end_that_is_interrupted_anywhere_has_its_answer_when_it_is_repeated(
     made: Callable[[], Any], end: str, interrupted: Interrupting
 ) -> None:
@@ -98,9 +118,16 @@ def test_an_end_that_is_interrupted_anywhere_has_its_answer_when_it_is_repeated(
             for claim in queue.claim(8, consumer="test"):
                 queue.ack(claim)
         assert at > 5
+
+        def all_ended() -> bool:
+            for claim in queue.claim(8, 0.2, consumer="test"):  # what was given back may be on its way
+                queue.ack(claim)
+            depth = queue.depth()
+            return depth.done + depth.discarded == 2 * at
+
+        eventually(all_ended, "each ended once")
         depth = queue.depth()
         assert (depth.claimed, depth.arrived) == (0, 0)
-        assert depth.done + depth.discarded == 2 * at
         print(f"{end}: interrupted at {at - 1} places")
 
 
@@ -149,3 +176,58 @@ def test_a_batch_whose_consumption_is_interrupted_anywhere_is_consumed_with_the_
                 verdicts.append(queue.consume(brought))
             assert verdicts[0].tolist() == [True], f"interrupted at {at}"
         assert at > 5
+
+
+@WAYS
+@pytest.mark.parametrize("end", ["claim", "ack_many", "arrived", "finish", "retry", "discard"])
+def test_a_call_of_a_groups_leader_that_is_interrupted_anywhere_has_its_answer_when_it_is_repeated(
+    end: str, interrupted: Interrupting
+) -> None:
+    with one_ring() as (queue, _), MemoryStore() as store:
+        assert isinstance(queue, RingQueue)
+        [ring] = queue._rings.values()
+        at, goes_on = 0, True
+        while goes_on:
+            at += 1
+            leader, follower = (GroupQueue(queue, store, f"group{at}", rank, 2, patience_s=15.0) for rank in range(2))
+            for number in range(2):
+                ring.write_raw(bytes([number]))
+            answers: list[Any] = []
+            claims = [] if end == "claim" else leader.claim(2, consumer="test")
+            if end == "claim":
+                goes_on = interrupted(
+                    at, lambda leader=leader, answers=answers: answers.append(leader.claim(2, consumer="test"))
+                )  # type: ignore[misc]
+                if goes_on and not answers:
+                    answers.append(leader.claim(2, consumer="test"))
+                [claims] = answers
+                assert len(claims) == 2, f"interrupted at {at}"
+            theirs = follower.claim(2, rank=1, consumer="test")
+            assert [each.token for each in theirs] == [each.token for each in claims], f"interrupted at {at}"
+            for phase in ("ack", "arrive", "finish"):
+                for each in theirs:
+                    follower._vote(each, phase, _Vote(True))  # type: ignore[arg-type]
+            if end == "claim":
+                assert leader.ack_many(claims) == claims
+                continue
+            if end == "finish":
+                assert leader.ack_many(claims, trained=False) == claims
+            goes_on = interrupted(
+                at, lambda leader=leader, claims=claims, answers=answers: answers.append(ENDS[end](leader, claims))
+            )  # type: ignore[misc]
+            if goes_on and not answers:
+                answers.append(ENDS[end](leader, claims))
+            assert answers == [True if end in ("retry", "discard") else claims], f"interrupted at {at}"
+            assert not ENDS[end](leader, claims), "it ends twice"
+            told = {"ack_many": theirs, "arrived": theirs, "finish": theirs}.get(end, theirs[1:])
+            if end in ("retry", "discard"):
+                assert leader.ack_many(claims) == claims[1:], f"interrupted at {at}"
+            assert follower._follow(theirs, {"arrived": "arrive", "finish": "finish"}.get(end, "ack")) == told  # type: ignore[arg-type]
+            if end == "arrived":
+                assert leader.finish(claims) == claims
+            for left in queue.claim(8, consumer="test"):
+                queue.ack(left)
+        assert at > 5
+        depth = queue.depth()
+        assert (depth.claimed, depth.arrived) == (0, 0)
+        assert depth.done + depth.discarded == 2 * at

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -14,11 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from queue_model import ARRIVED, CLAIMED, DEAD, DONE, LOST, READY, QueueMachine
 from queue_waits import in_thread
-from ring_queues import RingConformance, RingHarness
+from ring_queues import RingConformance, RingHarness, some
 
-from transport import SharedRingBuffer
-from transport.errors import RankError, RingNotFoundError, UsageError
-from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RingQueue
+from transport import SharedRingBuffer, _ring
+from transport.errors import RankError, RingError, RingNotFoundError, UsageError
+from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RingQueue, ends, looks
+from transport.queue.ends import in_order
 
 
 @pytest.fixture
@@ -203,3 +208,113 @@ with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, RingQueue([r
 
 TestModel = RingMachine.TestCase
 TestModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def two_rings_with_a_claim_each(stack: contextlib.ExitStack) -> tuple[RingQueue, SharedRingBuffer, list[Claim]]:
+    """The queue of two rings, the second one, and one claim of each, in this order."""
+    rings = [stack.enter_context(SharedRingBuffer.create(slots=8, slot_bytes=64)) for _ in range(2)]
+    queue = RingQueue(rings)
+    for ring in rings:
+        ring.write_raw(b"one")
+    claims = sorted(some(queue, 2), key=lambda claim: looks.ring_of(claim) != rings[0].ring_id)
+    return queue, rings[1], claims
+
+
+def misfits(claim: Claim) -> list[Claim]:
+    """Claims that the ring of ``claim`` cannot have."""
+    ring = looks.ring_of(claim)
+    ids = [ring, f"{ring}/99/1", f"{ring}/x/1", f"{ring}/1/2/3", f"{ring}/1/{1 << 70}"]
+    return [
+        *(msgspec.structs.replace(claim, ticket_id=each) for each in ids),
+        *(msgspec.structs.replace(claim, rank=rank) for rank in (16, -1)),
+        *(msgspec.structs.replace(claim, attempts=attempts) for attempts in (-1, 1 << 70)),
+    ]
+
+
+@pytest.mark.parametrize("end", ["ack_many", "arrived", "finish", "retry", "discard", "renew"])
+def test_a_claim_that_fits_no_ring_is_not_owned_and_costs_the_others_nothing(end: str) -> None:
+    with contextlib.ExitStack() as stack:
+        queue, _, [first, second] = two_rings_with_a_claim_each(stack)
+        for misfit in misfits(second):
+            if end == "ack_many":
+                assert queue.ack_many([misfit]) == []
+            elif end == "arrived":
+                assert queue.ack_many([misfit], trained=False) == []
+            elif end == "finish":
+                assert queue.finish([misfit]) == []
+            elif end == "renew":
+                assert queue.renew([first, misfit]) == [first]
+            else:
+                assert not (queue.retry(misfit) if end == "retry" else queue.discard(misfit, "because"))
+        assert queue.ack_many([first, *misfits(second), second]) == [first, second]
+        assert queue.depth().done == 2
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_one_ring_accepted_before_another_failed_has_its_answer_when_it_is_asked_again(trained: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        queue, ring, claims = two_rings_with_a_claim_each(stack)
+        native = ring.native
+        ring.native = Failing(native)  # type: ignore[assignment]
+        with pytest.raises(RingError, match="for once"):
+            queue.ack_many(claims, trained=trained)
+        ring.native = native
+        assert queue.ack_many(claims, trained=trained) == claims
+        assert queue.ack_many(claims, trained=trained) == []
+        assert not trained or queue.depth().done == 2
+
+
+def test_a_ring_that_is_closed_while_it_ends_claims_does_not_own_them() -> None:
+    with contextlib.ExitStack() as stack:
+        queue, ring, claims = two_rings_with_a_claim_each(stack)
+        native = ring.native
+        ring.native = Closing(native)  # type: ignore[assignment]
+        assert queue.ack_many(claims) == claims[:1]
+        ring.native = native
+        assert not queue.retry(claims[1])
+
+
+class Failing:
+    """A ring whose calls fail."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return self._fail if name in ("finish", "finish_all") else getattr(self._native, name)
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        raise _ring.RingFault(_ring.FAULT_SYSTEM, "for once")
+
+
+class Closing(Failing):
+    """A ring that another thread closes as it is called."""
+
+    def _fail(self, *arguments: Any, **_: Any) -> Any:
+        self._native.leave(give_up_unread=True, only_empty=True)
+        return self._native.finish(arguments[0][0] if isinstance(arguments[0], list) else arguments[0])
+
+
+def test_of_two_threads_that_repeat_an_interrupted_call_one_has_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SharedRingBuffer.create(slots=8, slot_bytes=64) as ring:
+        queue = RingQueue([ring])
+        ring.write_raw(b"one")
+        claims = queue.claim(1, consumer="test")
+        monkeypatch.setattr(ends, "in_order", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue.ack_many(claims)
+        both = threading.Barrier(2)
+
+        def at_the_same_time(*arguments: Any) -> list[Claim]:
+            both.wait(30)
+            return in_order(*arguments)
+
+        monkeypatch.setattr(ends, "in_order", at_the_same_time)
+        repeated = [in_thread(lambda: queue.ack_many(claims)) for _ in range(2)]
+        for _, thread in repeated:
+            thread.join()
+        assert sorted(len(answers[0]) for answers, _ in repeated) == [0, 1]  # type: ignore[arg-type]
+
+
+def interrupted(*_: object) -> NoReturn:
+    raise KeyboardInterrupt

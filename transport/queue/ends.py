@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -156,10 +157,13 @@ class Answers:
 
 
 class Unsaid:
-    """Ends that were accepted, and whose callers were interrupted before they knew. Any thread."""
+    """Ends that were accepted, and whose callers were interrupted, or got an error, before they knew. Any thread."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[str, str], None] = {}  # token, and what it became; the oldest first
+        self._ends: dict[tuple[str, str], bool] = {}  # token, and what it became; the oldest first
+
+    def __contains__(self, end: tuple[str, str]) -> bool:
+        return end in self._ends
 
     def ended(
         self,
@@ -171,26 +175,27 @@ class Unsaid:
         """Those of ``claims`` that became ``what``, each once, in their order. To be called last, without a decorator.
 
         Args:
-            end: gets those that no interrupted call has ended already, and adds what was accepted to its second
-                argument: in one call of what is not Python, so that no interrupt comes between an end and its record.
+            end: gets those that no such call has ended already, and adds what was accepted to its second argument,
+                which has the others: in one call of what is not Python, so that no interrupt comes between an end and
+                its record.
             then: gets all that were accepted; may be called twice with the same.
         """
         accepted: list[Claim] = []
         try:
-            known = {claim.token: claim for claim in claims if (claim.token, what) in self._ends} if self._ends else {}
-            accepted += known.values()
-            end([claim for claim in claims if claim.token not in known] if known else list(claims), accepted)
+            if self._ends:
+                known = {claim.token: claim for claim in claims if (claim.token, what) in self._ends}
+                # Of several threads one has each. One call, not of Python, takes it out and keeps it.
+                taken = map(self._ends.pop, [(token, what) for token in known], itertools.repeat(False))
+                accepted.extend(itertools.compress(known.values(), taken))
+            ours = {claim.token for claim in accepted}
+            end([claim for claim in claims if claim.token not in ours] if ours else list(claims), accepted)
             then(accepted)
-            ordered = in_order(claims, accepted)
-            for token in known:
-                self._ends.pop((token, what), None)
-            return ordered
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt: the call that is repeated gets them
-                self._ends.update(dict.fromkeys((claim.token, what) for claim in accepted))
-                while len(self._ends) > _MOST_UNSAID:
-                    del self._ends[next(iter(self._ends))]
-                then(accepted)
+            return in_order(claims, accepted)
+        except BaseException:  # the call that is repeated gets them
+            self._ends.update(dict.fromkeys(((claim.token, what) for claim in accepted), True))
+            while len(self._ends) > _MOST_UNSAID:
+                self._ends.pop(next(iter(self._ends)), None)
+            then(accepted)
             raise
 
 

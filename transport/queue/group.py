@@ -9,13 +9,14 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
                one voted no, or is silent ──► gives back  ──► decided no: no rank trains on it
 
-A decision is made once and stored, so ranks never differ in what they train on. The claims of a group that died are
-claimed by another group when the leader's lease ends. A rank that cannot read a decision raises GroupBrokenError: the
-group must be restarted under another name.
+A decision is made once and stored, so ranks never differ in what they train on. A call that was interrupted has the
+same answer when it is repeated. The claims of a group that died are claimed by another group when the leader's lease
+ends. A rank that cannot read a decision raises GroupBrokenError: the group must be restarted under another name.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ import msgspec
 
 from transport.config import lease_or_configured
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
+from transport.queue import arguments
 from transport.queue.base import (
     Came,
     Claim,
@@ -37,8 +39,9 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
+from transport.queue.ends import Unsaid
 from transport.runtime.decoders import ready
-from transport.runtime.explaining import explained_calls
+from transport.runtime.explaining import checked, explained_calls
 from transport.store.base import ABSENT, Change, Store, check_key
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 
 LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
-
+_AGAIN_S = 0.1  # interval of questions to a ring out of reach
 _MOST_TOKEN = 200
 
 Phase = Literal["ack", "arrive", "finish"]
@@ -91,8 +94,8 @@ class GroupQueue(TicketQueue):
         store: shared by the ranks, not closed either.
         group: name of this start of the group; another one at each start.
         rank, ranks: which one this is, of how many.
-        patience_s: how long the leader waits for a vote; a follower waits twice that for the decision. None: the
-            lease of claims that the operator configured.
+        patience_s: how long the leader waits for a vote, and then for a ring that is out of reach; a follower waits
+            three times that for the decision. None: the lease of claims that the operator configured.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class GroupQueue(TicketQueue):
         self._ranks = ranks
         self._patience_s = lease_or_configured(patience_s)
         self._step = 0
+        self._made: list[Claim] = []  # claims of the leader whose caller was interrupted before it had them
+        self._unsaid = Unsaid()  # accepted by the queue: the leader decides, and returns them
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
             raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")
 
@@ -130,6 +135,7 @@ class GroupQueue(TicketQueue):
         return self._rank == LEADER
 
     # --- claiming ------------------------------------------------------------------------------
+    @checked
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
@@ -141,75 +147,115 @@ class GroupQueue(TicketQueue):
             raise RankError(
                 f"rank {rank!r:.80} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
             )
-        key = self._key("claims", self._step)
-        if self.leads:
-            claims = self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
-            if not claims:
-                return []
+        arguments.claimed_by_name(n, timeout_s, 0, consumer, oldest_version)
+        step, made = self._step, self._made
+        try:
+            if self.leads and not made:
+                made += self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
+            claims = self._tell(step, made) if self.leads else self._told(step, timeout_s)
+            if claims:
+                self._step = step + 1
+                self._made = []
+            return claims
+        except BaseException:  # an interrupt: the next call has the same claims, which others may have
+            self._step, self._made = step, made
+            raise
+
+    def _tell(self, step: int, claims: list[Claim]) -> list[Claim]:
+        """Give the leader's claims to the others."""
+        if claims:
             try:
-                self._store.put(key, msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
+                self._store.put(self._key("claims", step), msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
             except StoreError:
                 for claim in claims:  # the other ranks will not get them
                     self._queue.retry(claim, reason="the store did not take the group's claim")
+                claims.clear()
                 raise
-        else:
-            entry = self._store.watch(key, ABSENT, timeout_s)
-            if entry is None:
-                return []
-            claims = [
-                msgspec.structs.replace(claim, rank=self._rank)
-                for claim in msgspec.msgpack.decode(entry.value, type=list[Claim])
-            ]
-        self._step += 1
         return claims
+
+    def _told(self, step: int, timeout_s: float) -> list[Claim]:
+        """The leader's claims, as of this rank."""
+        entry = self._store.watch(self._key("claims", step), ABSENT, timeout_s)
+        if entry is None:
+            return []
+        claims = msgspec.msgpack.decode(entry.value, type=list[Claim])
+        return [msgspec.structs.replace(claim, rank=self._rank) for claim in claims]
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """The leader renews; a follower's claims are the group's until a decision says otherwise."""
         return self._queue.renew(claims) if self.leads else list(claims)
 
     # --- consuming -----------------------------------------------------------------------------
+    @checked
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """Consume what every rank could; returns the same claims at every rank. Waits for the other ranks.
 
         Asked again, the leader is refused as by any queue, and a follower gets the same answer. Raises GroupBrokenError
         when the decision cannot be learned, or cannot be told: these deliveries are done then, and trained on by none.
+        The leader raises it, too, for claims `in_question`; the repeated call asks their ring again.
         """
-        return self._agree(claims, "ack" if trained else "arrive")
+        return self._agree(arguments.held(claims, "ack"), "ack" if trained else "arrive")
 
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.in_question`; the leader alone asks."""
+        return self._queue.in_question(claims) if self.leads else []
+
+    @checked
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Arrived deliveries were trained on by every rank."""
-        return self._agree(claims, "finish")
+        return self._agree(arguments.held(claims, "finish"), "finish")
 
     def _agree(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
         if not claims:
             return []
         if self.leads:
-            return self._lead(claims, phase)
+            return self._unsaid.ended(claims, phase, functools.partial(self._lead, phase=phase))
         for claim in claims:
             self._vote(claim, phase, _Vote(True))
         return self._follow(claims, phase)
 
-    def _lead(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
-        before = self._store.get_many([self._key("decided", phase, _part(claim)) for claim in claims])
+    def _lead(self, claims: list[Claim], accepted: list[Claim], phase: Phase) -> None:
+        """Decide on claims. ``accepted`` grows; what it has at first, the queue accepted in a call that did not end."""
+        keys = [self._key("decided", phase, _part(claim)) for claim in claims]
+        before = self._store.get_many(keys) if keys else []
         claims = [claim for claim, decision in zip(claims, before, strict=True) if decision is None]
-        if not claims:
-            return []
-        votes = self._votes(claims, phase)
-        decisions = [decide([_Vote(True), *each]) for each in votes]
+        decisions = [decide([_Vote(True), *each]) for each in self._votes(claims, phase)]
         wanted = [claim for claim, decision in zip(claims, decisions, strict=True) if decision.yes]
-        if phase == "finish":
-            accepted = self._queue.finish(wanted)
-        else:
-            accepted = self._queue.ack_many(wanted, trained=phase == "ack")
-        mine = {claim.token for claim in accepted}
-        self._decided([(claim, claim.token in mine) for claim in claims], phase)
+        asked = self._consume(wanted, accepted, phase)
+        self._decided([(claim, True) for claim in accepted], phase)
+        # Given back before it is decided: after an interrupt the repeated call finds what is not.
         for claim, decision in zip(claims, decisions, strict=True):
             if not decision.yes:
                 self._give_up(claim, decision)
-        return accepted
+        known = {claim.token for claim in (*accepted, *asked)}
+        self._decided([(claim, False) for claim in claims if claim.token not in known], phase)
+        if asked:
+            raise GroupBrokenError(
+                f"the ring of {len(asked)} claims of {self._prefix} is out of reach, and may have accepted them: "
+                "repeat the call, or restart the group under another name"
+            )
+
+    def _consume(self, claims: list[Claim], accepted: list[Claim], phase: Phase) -> list[Claim]:
+        """Have the queue end claims; returns those that it may have accepted."""
+        if not claims:
+            return []
+        if phase == "finish":
+            accepted += self._queue.finish(claims)
+            return []
+        accepted += self._queue.ack_many(claims, trained=phase == "ack")
+        give_up_at = time.monotonic() + self._patience_s
+        while asked := self._queue.in_question(claims):
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                break
+            time.sleep(min(left_s, _AGAIN_S))
+            accepted += self._queue.ack_many(asked, trained=phase == "ack")
+        return asked
 
     def _votes(self, claims: Sequence[Claim], phase: Phase) -> list[list[_Vote | None]]:
         """Of the followers, by claim; waits for them until the patience is over."""
+        if not claims:
+            return []
         keys = [self._key("vote", phase, _part(claim), rank) for claim in claims for rank in range(1, self._ranks)]
         give_up_at = time.monotonic() + self._patience_s
         while True:
@@ -224,6 +270,8 @@ class GroupQueue(TicketQueue):
         return [votes[at * each : (at + 1) * each] for at in range(len(claims))]
 
     def _decided(self, outcomes: Sequence[tuple[Claim, bool]], phase: Phase) -> None:
+        if not outcomes:
+            return
         changes = [
             Change(self._key("decided", phase, _part(claim)), b"yes" if yes else b"no", None, _KEEP_S)
             for claim, yes in outcomes
@@ -243,26 +291,30 @@ class GroupQueue(TicketQueue):
 
     def _follow(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
         accepted = []
-        give_up_at = time.monotonic() + 2 * self._patience_s
+        give_up_at = time.monotonic() + 3 * self._patience_s
         for claim in claims:
             key = self._key("decided", phase, _part(claim))
             entry = self._store.watch(key, ABSENT, max(0.0, give_up_at - time.monotonic()))
             if entry is None:
                 raise GroupBrokenError(
                     f"the leader of {self._prefix} did not decide on {claim.ticket_id} within "
-                    f"{2 * self._patience_s:g} s: restart the group under another name"
+                    f"{3 * self._patience_s:g} s: restart the group under another name"
                 )
             if entry.value == b"yes":
                 accepted.append(claim)
         return accepted
 
     # --- giving up -----------------------------------------------------------------------------
+    @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """This rank can never read it: no rank will train on it, and the leader discards it."""
+        arguments.given_back(claim, 0.0, reason, "discard")
         return self._refuse(claim, _Vote(False, final=True, reason=self._said(reason)))
 
+    @checked
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """This rank could not read it: no rank trains on it now, and the leader gives it back."""
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         return self._refuse(claim, _Vote(False, reason=self._said(reason), delay_s=delay_s))
 
     def _said(self, reason: str) -> str:
@@ -271,10 +323,14 @@ class GroupQueue(TicketQueue):
     def _refuse(self, claim: Claim, vote: _Vote) -> bool:
         if not self.leads:
             return self._vote(claim, "ack", vote) and self._vote(claim, "arrive", vote)
-        outcomes = [
-            Change(self._key("decided", phase, _part(claim)), b"no", ABSENT, _KEEP_S) for phase in ("ack", "arrive")
-        ]
-        return self._store.put_many(outcomes) is not None and self._give_up(claim, vote)
+        phases = ("ack", "arrive")
+        if any((claim.token, phase) in self._unsaid for phase in phases) or self._queue.in_question([claim]):
+            return False  # the queue has accepted it, or may have
+        keys = [self._key("decided", phase, _part(claim)) for phase in phases]
+        fresh = self._store.put_many([Change(key, b"no", ABSENT, _KEEP_S) for key in keys]) is not None
+        if not fresh and b"yes" in [entry.value for entry in self._store.get_many(keys) if entry is not None]:
+            return False
+        return self._give_up(claim, vote)  # also what was refused before: an interrupt may have come between
 
     def _vote(self, claim: Claim, phase: Phase, vote: _Vote) -> bool:
         """False when this rank has voted before."""

@@ -107,11 +107,11 @@ class HeldElsewhere(ABC):
     def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
         """Give back; what was claimed for the last time is dead."""
         end = End("dead", reason) if claim.attempts >= self._most_attempts else End("retried", delay_s=delay_s)
-        return bool(self._end([claim], end))
+        return self._end([claim], end) != []  # bool() would be a call, after which an interrupt may come
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """End the delivery; its ring records the reason."""
-        return bool(self._end([claim], End("discarded", reason)))
+        return self._end([claim], End("discarded", reason)) != []
 
     def renew(self, claim: Claim) -> bool:
         """Whether it is held; the connection says that this process is alive, from the client's loop."""

@@ -8,8 +8,11 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 from transport import _ring as _native
+from transport.errors import RingError
 from transport.queue.base import Claim, DeliveryState, Failure, QueueDepth
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
+from transport.ring.claimed import ClaimedPayload
+from transport.ring.states import named
 
 _ENDINGS: Final = {
     "discarded": DeliveryState.DISCARDED,
@@ -37,10 +40,33 @@ def ring_of(claim: Claim) -> str:
     return claim.ticket_id.partition("/")[0]
 
 
-def id_of(claim: Claim) -> _native.ClaimId:
-    """Of the claim in its ring."""
-    _, slot, generation = claim.ticket_id.split("/")
-    return _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
+def claimed_of(rings: Mapping[str, SharedRingBuffer], claim: Claim) -> tuple[SharedRingBuffer, _native.ClaimId] | None:
+    """The ring of a claim, and its id there; None: none of these rings, which are open, can have made it."""
+    try:
+        ring_id, slot, generation = claim.ticket_id.split("/")
+        found = _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
+    except (TypeError, ValueError, AttributeError):
+        return None
+    ring = rings.get(ring_id)
+    if ring is None or ring.native.closed or found.slot >= ring.slot_count or found.rank >= MAX_READERS:
+        return None
+    return ring, found
+
+
+def claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
+    """The claim of a queue for one of a ring."""
+    try:
+        data = claimed.encoded
+    except RingError:  # consumed by ticket meanwhile, which the ack will be told
+        data = b""
+    token = token_of(claimed.name, claimed.rank, claimed.attempts, consumer)
+    return Claim(claimed.name, data, claimed.rank, claimed.attempts, token, claimed.policy_version)
+
+
+def failed(ring: SharedRingBuffer, fault: _native.RingFault) -> None:
+    """Raise what a call of the ring failed with; a ring that another thread has closed meanwhile has no claims."""
+    if not ring.native.closed:
+        raise named(fault) from None
 
 
 def delivery_of(claim: Claim) -> tuple[str, int, int]:

@@ -30,7 +30,6 @@ from transport import _ring as _native
 from transport.errors import (
     ClosedError,
     QueueUnsuitableError,
-    RingError,
     RingNotFoundError,
     TransportError,
     UsageError,
@@ -53,6 +52,7 @@ from transport.runtime.arguments import expect
 from transport.runtime.explaining import checked, explained_calls
 from transport.settings import DEFAULTS
 
+_How = Callable[[SharedRingBuffer], Callable[[_native.ClaimId], bool]]  # claims of a ring end
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 
 
@@ -215,7 +215,7 @@ class RingQueue(TicketQueue):
                     consumer=consumer,
                     most_held_s=self._most_held_s,
                 )
-                claims += [_claim_of(each, consumer) for each in taken]
+                claims += [looks.claim_of(each, consumer) for each in taken]
                 taken = []
             except TransportError:
                 if not claims:
@@ -249,15 +249,7 @@ class RingQueue(TicketQueue):
         claims = arguments.held(claims, "ack")
 
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
-            by_ring: dict[str, list[Claim]] = {}
-            for claim in claims:
-                by_ring.setdefault(looks.ring_of(claim), []).append(claim)
-            for ring_id, of_ring in by_ring.items():
-                ring = self._rings.get(ring_id)
-                if ring is not None and not ring.native.closed:
-                    finish = functools.partial(ring.native.finish_all, arrived=not trained)
-                    answers = map(finish, ([looks.id_of(claim) for claim in of_ring],))
-                    accepted.extend(itertools.compress(of_ring, itertools.chain.from_iterable(answers)))
+            self._each(claims, accepted, lambda ring: functools.partial(ring.native.finish, arrived=not trained))
 
         if trained:
             return self._unsaid.ended(claims, "done", end)
@@ -269,7 +261,7 @@ class RingQueue(TicketQueue):
             for claim in claims:
                 ring = self._rings.get(looks.ring_of(claim))
                 if ring is not None:
-                    change(_arrived_of(ring), looks.delivery_of(claim))
+                    change(ring.arrived, looks.delivery_of(claim))
 
     @checked
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -280,12 +272,16 @@ class RingQueue(TicketQueue):
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             with self._lock:
                 for claim in claims:
-                    ring = self._rings.get(looks.ring_of(claim))
-                    if ring is None or ring.native.closed or looks.delivery_of(claim) not in _arrived_of(ring):
+                    found = looks.claimed_of(self._rings, claim)
+                    if found is None or looks.delivery_of(claim) not in (ring := found[0]).arrived:
                         continue
                     counted = map(operator.is_, map(ring.native.trained, (claim.rank,), (1,)), (None,))
-                    accepted.extend(itertools.compress((claim,), counted))
-                    _arrived_of(ring).discard(looks.delivery_of(claim))
+                    try:
+                        accepted.extend(itertools.compress((claim,), counted))
+                    except _native.RingFault as fault:
+                        looks.failed(ring, fault)
+                        continue
+                    ring.arrived.discard(looks.delivery_of(claim))
 
         return self._unsaid.ended(claims, "finished", end, functools.partial(self._note, set.discard))
 
@@ -293,29 +289,39 @@ class RingQueue(TicketQueue):
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
+        consumer = looks.consumer_of(claim)
         if claim.attempts >= self._max_deliveries:
-            return self._end(claim, "dead", lambda ring: ring.native.end, "dead", reason, looks.consumer_of(claim))
-        return self._end(claim, "retried", lambda ring: ring.native.give_back, delay_s)
+            return self._end(claim, "dead", lambda ring: _ending(ring, "dead", reason, consumer))
+        return self._end(claim, "retried", lambda ring: functools.partial(ring.native.give_back, delay_s=delay_s))
 
     @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""
         arguments.given_back(claim, 0.0, reason, "discard")
-        return self._end(
-            claim, "discarded", lambda ring: ring.native.end, "discarded", reason, looks.consumer_of(claim)
-        )
+        consumer = looks.consumer_of(claim)
+        return self._end(claim, "discarded", lambda ring: _ending(ring, "discarded", reason, consumer))
 
-    def _end(
-        self, claim: Claim, what: str, how: Callable[[SharedRingBuffer], Callable[..., bool]], *arguments: Any
-    ) -> bool:
-        ring = self._ring(claim)
+    def _end(self, claim: Claim, what: str, how: _How) -> bool:
+        self._check_open()
 
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
-            if ring is not None:
-                answers = map(how(ring), map(looks.id_of, claims), *((each,) for each in arguments))
-                accepted.extend(itertools.compress(claims, answers))
+            self._each(claims, accepted, how)
 
         return self._unsaid.ended([claim], what, end) != []  # bool() would be a call, after which an interrupt may come
+
+    def _each(self, claims: list[Claim], accepted: list[Claim], how: _How) -> None:
+        """Have their rings end them. All are looked at before one ends, and those that fit no ring are not owned."""
+        by_ring: dict[str, tuple[SharedRingBuffer, list[Claim], list[_native.ClaimId]]] = {}
+        for claim in claims:
+            if (found := looks.claimed_of(self._rings, claim)) is not None:
+                _, fitting, ids = by_ring.setdefault(found[0].ring_id, (found[0], [], []))
+                fitting.append(claim)
+                ids.append(found[1])
+        for ring, fitting, ids in by_ring.values():
+            try:
+                accepted.extend(itertools.compress(fitting, map(how(ring), ids)))
+            except _native.RingFault as fault:
+                looks.failed(ring, fault)
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.renew`. What has arrived stays so without it."""
@@ -323,10 +329,15 @@ class RingQueue(TicketQueue):
         return [claim for claim in claims if self._renew(claim)]
 
     def _renew(self, claim: Claim) -> bool:
-        ring = self._ring(claim)
-        if ring is None:
+        found = looks.claimed_of(self._rings, claim)
+        if found is None:
             return False
-        return ring.native.renew(looks.id_of(claim)) or looks.delivery_of(claim) in _arrived_of(ring)
+        ring, held = found
+        try:
+            return ring.native.renew(held) or looks.delivery_of(claim) in ring.arrived
+        except _native.RingFault as fault:
+            looks.failed(ring, fault)
+            return False
 
     # --- looking -----------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
@@ -374,25 +385,10 @@ class RingQueue(TicketQueue):
     def _open_rings(self) -> list[SharedRingBuffer]:
         return [ring for ring in self._rings.values() if not ring.native.closed]
 
-    def _ring(self, claim: Claim) -> SharedRingBuffer | None:
-        self._check_open()
-        ring = self._rings.get(looks.ring_of(claim))
-        return None if ring is None or ring.native.closed else ring
-
     def place(self, ticket_id: str) -> looks.Place | None:
         """(ring, slot, generation) of a ticket; None: it is of no ring of this queue."""
         return looks.place_of(self._rings, ticket_id)
 
 
-def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
-    try:
-        data = claimed.encoded
-    except RingError:  # consumed by ticket meanwhile, which the ack will be told
-        data = b""
-    token = looks.token_of(claimed.name, claimed.rank, claimed.attempts, consumer)
-    return Claim(claimed.name, data, claimed.rank, claimed.attempts, token, claimed.policy_version)
-
-
-def _arrived_of(ring: SharedRingBuffer) -> set[tuple[str, int, int]]:
-    """Deliveries that arrived at this attachment and were not yet trained on; they end with it."""
-    return ring.arrived
+def _ending(ring: SharedRingBuffer, how: str, reason: str, consumer: str) -> Callable[[_native.ClaimId], bool]:
+    return functools.partial(ring.native.end, how=how, reason=reason, consumer=consumer)
