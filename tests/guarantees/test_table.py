@@ -136,7 +136,7 @@ TESTS: dict[str, dict[str, list[str]]] = {
     "the same, and the ring's writer, supervisor and listeners are killed at once": {
         "guarantees/test_listeners.py": [
             "test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment",
-            "test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume",
+            "test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume_tells_once_another_writer_has_it",
         ],
     },
     "the network between a trainer and a ring is away": {
