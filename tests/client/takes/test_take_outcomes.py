@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
-from takes import LONG_S, SLOTS, addresses, tcp
+from takes import LONG_S, SLOTS, addresses, broken_between, link_of, tcp
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.takes.link import TakeLink
 from transport.queue.arrivals import Arrivals
 from transport.queue.base import Claim
 from transport.taking.batch import TakenBatch
@@ -24,30 +23,9 @@ from transport.wire.frames import MOST_UNANSWERED, Ended, Kind
 pytestmark = pytest.mark.ucx
 
 
-def link_of(batch: TakenBatch) -> TakeLink:
-    link = batch.link
-    assert isinstance(link, TakeLink)
-    return link
-
-
 def kill_listener(ring: SharedRingBuffer, address: str) -> None:
     [doomed] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
     os.kill(doomed, signal.SIGKILL)
-
-
-def broken_between(batch: TakenBatch, *then: Callable[[], object]) -> None:
-    """The client's loop stands still after the batch's next FINISH, and the answer is lost."""
-    link = link_of(batch)
-    outcome = link._outcome
-
-    async def lost(*arguments: Any) -> Any:
-        link._outcome = outcome  # type: ignore[method-assign]
-        for each in then:
-            each()
-        link.link.abort()
-        return await outcome(*arguments)
-
-    link._outcome = lost  # type: ignore[method-assign]
 
 
 class Taken(NamedTuple):

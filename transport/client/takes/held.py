@@ -160,14 +160,18 @@ class HeldClaims(Finishing):
 
     def let_go(self, rows: Rows, delay_s: float = 0.0) -> None:
         """`give_back` without waiting for the answer. Any thread; nothing in a forked child."""
+        self._soon(self._return, rows, delay_s)
+
+    def _soon(self, what: Callable[..., object], *arguments: object) -> None:
+        """Call it in the loop, at once if this is the loop; nothing in a forked child."""
         loop = self.link.worker.loop
         if os.getpid() != self._process or loop.is_closed():
             return
         if asyncio._get_running_loop() is loop:
-            self._return(rows, delay_s)
+            what(*arguments)
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed meanwhile, and every claim has ended
-            loop.call_soon_threadsafe(self._return, rows, delay_s)
+            loop.call_soon_threadsafe(what, *arguments)
 
     def renew(self) -> None:
         """Say that the holder is alive: from here on ``ack_timeout_s`` of silence count anew. Does not wait."""
