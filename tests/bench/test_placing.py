@@ -8,11 +8,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from helpers import eventually, free
+from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.bench.job.placing import placed
 from transport.queue import FoundRings, open_queue
 from transport.ring.batch_shape import Shape
+from transport.taking.outcomes import Outcomes
 
 pytestmark = pytest.mark.ucx
 LONG_S = 30.0
@@ -55,3 +58,27 @@ def test_a_padded_batch_that_is_dropped_gives_its_payloads_back(monkeypatch: pyt
         again = queue.take(1, LONG_S)
         assert again is not None
         assert again.batch[0].attempts == 2
+
+
+def test_a_padded_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with SharedRingBuffer.create(slots=8, schema=SCHEMA) as ring:
+        ring.write_many([{"tokens": np.zeros(3, np.int32)}])
+        with contextlib.ExitStack() as later, UCXXServer(ring, mode="thread") as server:
+            port = ring.native.ports()[0]
+            queue = later.enter_context(open_queue(f"rings://127.0.0.1:{port}"))  # not found on this host
+            assert isinstance(queue, FoundRings)
+            brought = queue.take(1, LONG_S)
+            assert brought is not None
+            batch = placed(brought, Shape(layout="padded"), SCHEMA)
+            broken_between(
+                brought.link, lambda: eventually(lambda: free(ring), "the ring has consumed it"), server.close
+            )
+            monkeypatch.setattr(Outcomes, "patience_s", 0.3)
+            assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [False]
+            monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
+            later.enter_context(UCXXServer(ring, ports=(port,), mode="thread"))
+            assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [True]
+            assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [False]

@@ -110,3 +110,74 @@ async def test_two_calls_that_have_found_the_same_claim_tell_its_ring_once() -> 
     arrivals.end(one, {})
     await arrivals.tell(two)
     assert link.asked == 1
+
+
+class Broken(Link):
+    """A connection that was lost before it said whether it had counted; ``faults``: of the next questions."""
+
+    def __init__(self, ring: str, *, counted: bool, faults: int = 0) -> None:
+        super().__init__(ring)
+        self.counted = counted
+        self.faults = faults
+        self.lost = True
+        self.uses_in_question: dict[int, tuple[int, int]] = {}
+
+    async def used(self, rank: int, count: int) -> Any:
+        self.asked += 1
+        self.uses_in_question[self.asked] = rank, count
+        await self.answered.wait()
+
+    async def not_counted(self) -> list[tuple[int, int]]:
+        if self.faults:
+            self.faults -= 1
+            raise OSError("no thread")
+        asked = list(self.uses_in_question.values())
+        self.uses_in_question.clear()
+        return [] if self.counted else asked
+
+
+@asynchronous
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("how", ["before", "meanwhile", "cancelled"])
+async def test_a_use_that_may_have_been_counted_is_asked_about_before_it_is_told_anew(counted: bool, how: str) -> None:
+    links: list[Any] = []
+    arrivals, broken = Arrivals(lambda _: links), Broken("ring", counted=counted)
+    used = arrivals.of([arrived(arrivals, broken)])
+    asking = asyncio.create_task(arrivals.tell(used))
+    await until(lambda: broken.asked == 1, "it is asked")
+    opened: Any = Link("ring")
+    opened.lost = False
+    opened.answered.set()
+    if how == "meanwhile":
+        links.append(opened)
+        await arrivals.tell_late(opened)
+        assert opened.asked == 0
+    if how == "cancelled":
+        [telling] = [each.telling for each in used.values()]
+        assert telling is not None
+        telling.cancel()
+    broken.answered.set()
+    await asking
+    if how != "meanwhile":
+        await arrivals.tell_late(opened)
+    assert opened.asked == (0 if counted else 1)
+    await arrivals.tell_late(opened)
+    assert opened.asked == (0 if counted else 1)
+
+
+@asynchronous
+async def test_an_error_while_a_ring_is_asked_what_it_has_counted_keeps_nothing_else_from_it() -> None:
+    links: list[Any] = []
+    arrivals, broken = Arrivals(lambda _: links), Broken("ring", counted=False, faults=1)
+    broken.answered.set()
+    await arrivals.tell(arrivals.of([arrived(arrivals, broken)]))
+    failing = Link("ring", OSError("gone"))
+    failing.answered.set()
+    arrivals._arrived.clear()
+    await arrivals.tell(arrivals.of([arrived(arrivals, failing)]))
+    opened: Any = Link("ring")
+    opened.answered.set()
+    await arrivals.tell_late(opened)
+    assert opened.asked == 1  # what was late
+    await arrivals.tell_late(opened)
+    assert opened.asked == 2  # and what was in question

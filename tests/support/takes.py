@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transport import SharedRingBuffer, UCXXClient
+from transport.client.takes.link import TakeLink
 from transport.taking.batch import TakenBatch
 
 LONG_S = 60.0
@@ -28,3 +30,26 @@ def depth(ring: SharedRingBuffer) -> tuple[int, int]:
 
 def contents(batch: TakenBatch) -> list[bytes]:
     return [bytes(payload.data) for payload in batch]
+
+
+def link_of(batch: TakenBatch) -> TakeLink:
+    link = batch.link
+    assert isinstance(link, TakeLink)
+    return link
+
+
+def broken_between(batch: TakenBatch | TakeLink, *then: Callable[[], object]) -> None:
+    """The client's loop stands still after the next FINISH of the batch, or connection, and the answer is lost."""
+    link = batch if isinstance(batch, TakeLink) else link_of(batch)
+    outcome = link._outcome
+
+    async def lost(future: Any, limit_s: float, what: str) -> Any:
+        if what == "a demand":  # another one goes on meanwhile
+            return await outcome(future, limit_s, what)
+        link._outcome = outcome  # type: ignore[method-assign]
+        for each in then:
+            each()
+        link.link.abort()
+        return await outcome(future, limit_s, what)
+
+    link._outcome = lost  # type: ignore[method-assign]

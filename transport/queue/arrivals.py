@@ -46,6 +46,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._arrived: dict[str, Arrived] = {}  # by token
         self._late: Counter[tuple[str, int]] = Counter()  # used, by ring and rank, when no connection could say so
+        self._unsettled: list[TakeLink] = []  # that broke before their rings had said whether they had counted a use
 
     def __contains__(self, token: str) -> bool:
         return token in self._arrived
@@ -100,23 +101,42 @@ class Arrivals:
 
         Also through one that was opened while this was going on: it had nothing to say when it was opened.
         """
-        told = False
+        told: bool | None = False
         tried: list[TakeLink] = []
         through: TakeLink | None = link
         try:
-            while through is not None and not told:
+            while through is not None and told is False:
                 tried.append(through)
+                told = None  # what is cancelled may have been counted
                 try:
                     told = await through.used(rank, count)
                 except Exception as error:
+                    told = False
                     log.error("ring %s was not told of %d payloads, and is later", link.ring[:8], count, exc_info=error)
                 through = next((each for each in self._links(link.ring) if each not in tried), None)
         finally:
-            if not told:
+            if told is None and tried[-1] not in self._unsettled:
+                self._unsettled.append(tried[-1])
+            elif told is False:
                 self._late[link.ring, rank] += count
+        if told is None:
+            opened = (each for each in self._links(link.ring) if each not in tried and not each.lost)
+            if (through := next(opened, None)) is not None:  # while the ring was asked: it found nothing to ask about
+                await self.tell_late(through)
 
     async def tell_late(self, link: TakeLink) -> None:
-        """There is a new connection: its ring hears what could not be said before."""
+        """There is a new connection: its ring hears what could not be said before.
+
+        It is asked before about what it may have counted: told anew it would take another trainer's payloads for these.
+        """
+        for old in [each for each in self._unsettled if each.ring == link.ring and each.lost]:
+            try:
+                for rank, count in await old.not_counted():
+                    self._late[link.ring, rank] += count
+            except Exception as error:
+                log.error("ring %s is asked later what it has counted", link.ring[:8], exc_info=error)
+            if not old.uses_in_question and old in self._unsettled:
+                self._unsettled.remove(old)
         for ring, rank in list(self._late):
             if ring == link.ring and (count := self._late.pop((ring, rank), 0)):
                 await self._tell(link, rank, count)

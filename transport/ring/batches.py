@@ -53,6 +53,8 @@ class PayloadBatch(Batch):
         """Say that the payloads were used, once: which were still held by this consumer, and only those count.
 
         Slots of padded and packed batches are free then; those of a mapped list when the batch is released or gone.
+        Of payloads that came over the network, what is False may still count where the ring went out of reach before
+        its answer came; asked again, the ring says so.
         """
         accepted = b"".join(self._call(part.finish, self.layout == "list") for part in self._parts)
         return np.frombuffer(accepted, np.bool_)

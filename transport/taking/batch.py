@@ -6,7 +6,7 @@ The batch is columns (`TakenBatch.rows`); an object for one payload is made only
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,7 +50,14 @@ class Holder(Protocol):
     @property
     def lost(self) -> bool: ...
 
+    @property
+    def in_question(self) -> Collection[bytes]:
+        """Rows of claims that the ring may have consumed: it was not reached yet. `finish` asks it again."""
+
     def renew(self) -> None: ...
+
+    def changed(self, count: int) -> None:
+        """So many payloads came with bytes that had changed. Any thread."""
 
     async def finish(self, rows: Rows) -> Verdicts: ...
 

@@ -35,7 +35,8 @@ class TakenPayloads(Batch):
     async def consume(self) -> npt.NDArray[np.bool_]:
         """Say that the payloads were used, once: which were still held by this consumer, and only those count.
 
-        As `TakenBatch.consume`: what is False may still count where the connection was lost before its answer came.
+        As `TakenBatch.consume`: what is False may still count where the ring went out of reach before its answer came;
+        asked again, the ring says so.
         """
         keep = self.layout == "list"
         answers = await asyncio.gather(*(self._finish(part, keep) for part in self._parts))

@@ -62,11 +62,16 @@ class TakenPart:
         self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:
         """See `Part`."""
-        return self._received.gather(fields, targets, verify)
+        return self._counted(self._received.gather(fields, targets, verify))
 
     def verify(self) -> list[int]:
         """See `Part`."""
-        return self._received.verify()
+        return self._counted(self._received.verify())
+
+    def _counted(self, wrong: list[int]) -> list[int]:
+        if wrong:
+            self._link.changed(len(wrong))
+        return wrong
 
     def note(self, index: int) -> bytes:
         """See `Part`."""
@@ -87,7 +92,10 @@ class TakenPart:
         self._held = np.delete(self._held, index)
 
     async def finish(self, keep: bool = False) -> bytes:
-        """Consume what was not consumed before: 1 or 0 for each. In the connection's loop."""
+        """Consume what was not consumed before: 1 or 0 for each. In the connection's loop.
+
+        What is in question then is not ended: the next call asks the ring again.
+        """
         del keep  # the memory is this process's own
         asked, self._held = self._held, np.zeros(len(self), np.bool_)
         accepted = np.zeros(len(self), np.bool_)
@@ -97,6 +105,9 @@ class TakenPart:
             except BaseException:  # cancelled, say: asked again, the connection has the same answer
                 self._held |= asked
                 raise
+            if questions := self._link.in_question:
+                for at in np.flatnonzero(asked).tolist():
+                    self._held[at] = self._rows[at].tobytes() in questions
         return accepted.tobytes()
 
     def renew(self) -> int:

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import Child, asynchronous, until
+from helpers import Child, asynchronous, eventually, free, until
 from take_batches import SCHEMA, SLOTS, address, given_back, payload, tcp
-from takes import depth
+from takes import LONG_S, broken_between, depth
 
-from transport import SharedRingBuffer, UCXXServer
+from transport import BlockingClient, SharedRingBuffer, UCXXServer
+from transport.client.takes.link import TakeLink
 from transport.errors import (
     ClosedError,
 )
+from transport.taking.outcomes import Outcomes
 
 pytestmark = pytest.mark.ucx
 
@@ -143,3 +145,53 @@ async def test_a_forked_child_ends_no_claims_of_its_parents_connection(ring: Sha
             assert os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1]) == 0
             assert depth(ring) == (0, 1)
             assert (await batch.consume()).tolist() == [True]
+
+
+# --- a ring that is out of reach while a batch is consumed --------------------------------------------
+@pytest.mark.parametrize("layout", ["list", "packed"])
+@asynchronous
+async def test_a_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_again(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    ring.write_many([payload(4), payload(5)])
+    async with tcp() as client:
+        with UCXXServer(ring, mode="thread") as server:
+            at = address(ring)
+            batch = await client.take_batch(at, 2, layout=layout)
+            [link] = client._taking._links.values()
+            out_of_reach_after_the_end(ring, link, server)
+            monkeypatch.setattr(Outcomes, "patience_s", 0.3)
+            assert (await batch.consume()).tolist() == [False, False]
+            assert (await batch.consume()).tolist() == [False, False]  # it is still away
+            monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
+        with UCXXServer(ring, ports=(int(at.rpartition(":")[2]),), mode="thread"):
+            assert (await batch.consume()).tolist() == [True, True]
+            assert (await batch.consume()).tolist() == [False, False]
+            batch.release()
+            assert ring.native.state_counts() == (SLOTS, 0, 0, 0)
+
+
+@asynchronous
+async def test_a_blocking_clients_batch_asks_again_too(ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring.write_many([payload(4)])
+
+    def consume() -> None:
+        with BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
+            with UCXXServer(ring, mode="thread") as server:
+                at = address(ring)
+                batch = client.take_batch(at, 1, layout="packed")
+                [link] = client._client._taking._links.values()
+                out_of_reach_after_the_end(ring, link, server)
+                monkeypatch.setattr(Outcomes, "patience_s", 0.3)
+                assert batch.consume().tolist() == [False]
+                monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
+            with UCXXServer(ring, ports=(int(at.rpartition(":")[2]),), mode="thread"):
+                assert batch.consume().tolist() == [True]
+                assert batch.consume().tolist() == [False]
+
+    await asyncio.to_thread(consume)
+
+
+def out_of_reach_after_the_end(ring: SharedRingBuffer, link: TakeLink, server: UCXXServer) -> None:
+    """The ring consumes what it is told next, and nothing serves it any more before it answers."""
+    broken_between(link, lambda: eventually(lambda: free(ring), "the ring has consumed them"), server.close)

@@ -198,11 +198,30 @@ async def test_one_payload_with_wrong_bytes_goes_back_and_the_others_come(ring: 
             batch = await client.take_batch(address(ring), 3, layout=layout, max_deliveries=2)
             assert [int(each["reward"]) for each in batch] == [1, 3]
             assert batch.dropped == 1
+            assert client.statistics().checksum_failures == 1
             assert (await batch.consume()).all()
             await given_back(ring, 1)
             spoil(ring, 1)  # the bytes that were written, again
             [found] = await client.take_batch(address(ring), 3, layout=layout, max_deliveries=2)
             assert int(found["reward"]) == 2
+
+
+@pytest.mark.parametrize("layout", ["list", "padded", "packed"])
+@asynchronous
+async def test_wrong_bytes_in_a_batch_of_a_blocking_client_are_counted(ring: SharedRingBuffer, layout: Any) -> None:
+    ring.write_many([payload(1), payload(2), payload(3)])
+    spoil(ring, 0)
+    spoil(ring, 1)
+
+    def take() -> tuple[int, int]:
+        with (
+            BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client,
+            client.take_batch(address(ring), 3, layout=layout) as batch,
+        ):
+            return batch.dropped, client.statistics().checksum_failures
+
+    with UCXXServer(ring, mode="thread"):
+        assert await asyncio.to_thread(take) == (2, 2)
 
 
 @asynchronous

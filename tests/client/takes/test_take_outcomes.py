@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
-from takes import LONG_S, SLOTS, addresses, tcp
+from takes import LONG_S, SLOTS, addresses, broken_between, link_of, tcp
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.takes.link import TakeLink
@@ -24,30 +24,9 @@ from transport.wire.frames import MOST_UNANSWERED, Ended, Kind
 pytestmark = pytest.mark.ucx
 
 
-def link_of(batch: TakenBatch) -> TakeLink:
-    link = batch.link
-    assert isinstance(link, TakeLink)
-    return link
-
-
 def kill_listener(ring: SharedRingBuffer, address: str) -> None:
     [doomed] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
     os.kill(doomed, signal.SIGKILL)
-
-
-def broken_between(batch: TakenBatch, *then: Callable[[], object]) -> None:
-    """The client's loop stands still after the batch's next FINISH, and the answer is lost."""
-    link = link_of(batch)
-    outcome = link._outcome
-
-    async def lost(*arguments: Any) -> Any:
-        link._outcome = outcome  # type: ignore[method-assign]
-        for each in then:
-            each()
-        link.link.abort()
-        return await outcome(*arguments)
-
-    link._outcome = lost  # type: ignore[method-assign]
 
 
 class Taken(NamedTuple):
@@ -259,6 +238,51 @@ async def test_payloads_that_were_used_are_counted_once_where_the_answer_to_it_i
             assert ring.native.depth(0)["done"] == 2
             await arrivals.tell(arrivals.of(claims[2:4]))  # the connection is gone: the other one says it
             assert (ring.native.depth(0)["done"], ring.native.depth(0)["lost"]) == (4, 1)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@asynchronous
+async def test_a_count_of_used_payloads_in_question_is_asked_about_and_what_another_had_lost_stays_lost(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    for number in range(6):
+        ring.write_raw(bytes([number]))
+    links: list[TakeLink] = []
+    arrivals = Arrivals(lambda _: links)
+    async with tcp() as client, tcp() as other:
+        with UCXXServer(ring, mode="thread") as server:
+            address = addresses(ring)[0]
+            dying, batch = await other.take(address, 2), await client.take(address, 3)
+            for each in (dying, batch):
+                assert (await link_of(each).finish(each.rows, arrived=True)).all()
+            link_of(dying).abort()
+            await until(lambda: ring.native.depth(0)["lost"] == 2, "what the other one had is lost")
+            for claim in (claims := [Claim(each.name, b"", 0, 1, each.name, None) for each in batch]):
+                arrivals.add(claim, link_of(batch))
+            if counted:
+                broken_between(
+                    batch,
+                    lambda: eventually(lambda: ring.native.depth(0)["done"] == 2, "the ring has counted them"),
+                    server.close,
+                )
+            else:
+                ask = link_of(batch).link.ask
+
+                def never_sent(*arguments: Any) -> Any:
+                    server.close()
+                    return ask(*arguments)
+
+                monkeypatch.setattr(link_of(batch).link, "ask", never_sent)
+            monkeypatch.setattr(Outcomes, "patience_s", 0.3)
+            await arrivals.tell(arrivals.of(claims[:2]))
+            assert ring.native.depth(0)["lost"] == (3 if counted else 5)
+            monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
+        with UCXXServer(ring, ports=(int(address.rpartition(":")[2]),), mode="thread"):
+            links.append(link_of(await client.take(address, 1)))
+            await asyncio.gather(arrivals.tell_late(links[0]), arrivals.tell_late(links[0]))
+            assert (ring.native.depth(0)["done"], ring.native.depth(0)["lost"]) == (2, 3)
+            await arrivals.tell_late(links[0])
+            assert (ring.native.depth(0)["done"], ring.native.depth(0)["lost"]) == (2, 3)
 
 
 @pytest.mark.parametrize("then", ["finish", "end", "used"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from transport.queue.demands import Brought
 from transport.ring.batch_shape import Shape
 from transport.schema import Schema
@@ -21,8 +23,15 @@ class _Holder:
     def lost(self) -> bool:
         return self._brought.link.lost
 
+    @property
+    def in_question(self) -> Collection[bytes]:
+        return self._brought.link.in_question
+
     def renew(self) -> None:
         self._brought.link.renew()
+
+    def changed(self, count: int) -> None:
+        self._brought.link.changed(count)
 
     async def finish(self, rows: Rows) -> Verdicts:
         return await self._brought.demands.finish(self._brought, rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -23,9 +24,11 @@ from transport.errors import ConnectionLostError, ReadTimeoutError, TransportErr
 from transport.settings import Settings
 from transport.taking.batch import TAKEN, Rows, Verdicts
 from transport.taking.finishing import Finishing
-from transport.taking.outcomes import Outcomes, Served
+from transport.taking.outcomes import IN_QUESTION, Outcomes, Served
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
+
+log = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
@@ -40,6 +43,7 @@ class HeldClaims(Finishing):
 
     Attributes:
         served: where the ring is at the moment, for who follows it; its ports may change.
+        uses_in_question: rank and count of each USED that has no answer, by its number.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class HeldClaims(Finishing):
         self._outcomes = outcomes
         self._closed = False
         self._used = 0  # the number of the last USED
+        self.uses_in_question: dict[int, tuple[int, int]] = {}
         self._process = os.getpid()
         self.served: Callable[[], Served] = Served
 
@@ -114,23 +119,54 @@ class HeldClaims(Finishing):
             ended[unsaid] = await self._done(rows[unsaid], frames.END_ASKED)
         return ended
 
-    async def used(self, rank: int, count: int) -> bool:
-        """Say that so many payloads that had arrived were used; False: it was not counted."""
-        if not await self._room_for(1):
-            return False
+    async def used(self, rank: int, count: int) -> bool | None:
+        """Say that so many payloads that had arrived were used; False: it was not counted.
+
+        None: it may have been. Then it is in `uses_in_question`, and `not_counted` asks the ring; also if this is
+        cancelled.
+        """
         if not self.tells_why:
             return True  # it has counted them as consumed
         self._used = (self._used + 1) % (1 << 21)
         number = self._used
+        self.uses_in_question[number] = rank, count
         try:
-            _, future = self.link.ask(Record(Kind.USED, generation=number, rank=rank, length=count), [])
-            self._sent(future, 1)
-            return self.link.answer(await self._outcome(future, self._settings.read_timeout(0), "a count")).code == 0
-        except TransportError:
-            self.abort()
-        asked = np.zeros(1, TAKEN)
-        asked["generation"], asked["rank"] = number, rank
-        return bool((await self._done(asked, frames.USED_ASKED))[0])
+            return await self._tell_use(number, rank, count)
+        except Exception as error:
+            log.error("ring %s: it is unknown if it has counted %d used payloads", self.ring[:8], count, exc_info=error)
+            return None
+
+    async def _tell_use(self, number: int, rank: int, count: int) -> bool | None:
+        counted = False
+        if await self._room_for(1):
+            try:
+                _, future = self.link.ask(Record(Kind.USED, generation=number, rank=rank, length=count), [])
+                self._sent(future, 1)
+                answer = await self._outcome(future, self._settings.read_timeout(0), "a count")
+                counted = self.link.answer(answer).code == 0
+            except TransportError:
+                self.abort()
+                not_counted = await self._ask_of_uses([number])
+                return None if number in self.uses_in_question else not not_counted
+        # What is not there any more was returned by `not_counted`, or the ring has counted it.
+        return self.uses_in_question.pop(number, None) is None or counted
+
+    async def not_counted(self) -> list[tuple[int, int]]:
+        """Ask the ring again about `uses_in_question` of this connection, which is lost: (rank, count) of what it has
+        not counted and will not count any more. Each is returned once, and what is still in question stays there.
+        """
+        return await self._ask_of_uses(list(self.uses_in_question), again=True)
+
+    async def _ask_of_uses(self, numbers: list[int], again: bool = False) -> list[tuple[int, int]]:
+        rows = np.zeros(len(numbers), TAKEN)
+        rows["generation"], rows["attempts"] = numbers, frames.USED_ASKED
+        rows["rank"] = [self.uses_in_question[number][0] for number in numbers]
+        said = await self._said_elsewhere(rows, again) if numbers else []
+        codes = [frames.UNKNOWN] * len(numbers) if said is None else said
+        settled = [(number, code) for number, code in zip(numbers, codes, strict=True) if code != IN_QUESTION]
+        # Another call may have asked at the same time.
+        ended = [(self.uses_in_question.pop(number, None), code) for number, code in settled]
+        return [use for use, code in ended if use is not None and code != 0]
 
     async def _done(self, rows: Rows, what: int) -> Verdicts:
         """Whether the ring has done what was asked of it when the connection broke."""
@@ -160,14 +196,18 @@ class HeldClaims(Finishing):
 
     def let_go(self, rows: Rows, delay_s: float = 0.0) -> None:
         """`give_back` without waiting for the answer. Any thread; nothing in a forked child."""
+        self._soon(self._return, rows, delay_s)
+
+    def _soon(self, what: Callable[..., object], *arguments: object) -> None:
+        """Call it in the loop, at once if this is the loop; nothing in a forked child."""
         loop = self.link.worker.loop
         if os.getpid() != self._process or loop.is_closed():
             return
         if asyncio._get_running_loop() is loop:
-            self._return(rows, delay_s)
+            what(*arguments)
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed meanwhile, and every claim has ended
-            loop.call_soon_threadsafe(self._return, rows, delay_s)
+            loop.call_soon_threadsafe(what, *arguments)
 
     def renew(self) -> None:
         """Say that the holder is alive: from here on ``ack_timeout_s`` of silence count anew. Does not wait."""

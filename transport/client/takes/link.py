@@ -166,16 +166,23 @@ class TakeLink(HeldClaims):
             rows, notes, offsets = rows[kept], notes[kept], offsets[kept]
         return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas, len(wrong))
 
+    def changed(self, count: int) -> None:
+        """So many payloads came with bytes that had changed. Any thread."""
+        self._soon(self._count, count)
+
+    def _count(self, count: int) -> None:
+        self.checksum_failures += count
+        if self._counted is not None:
+            self._counted(count)
+
     def _changed(self, count: int) -> None:
         if count:
-            self.checksum_failures += count
+            self._count(count)
             log.warning(
                 "%d payloads from %s:%d arrived with other bytes than were written; they go back and come again",
                 count,
                 *self.link.port,
             )
-            if self._counted is not None:
-                self._counted(count)
 
     def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
         if isinstance(outcome, int):
