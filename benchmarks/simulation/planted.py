@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import members
+import numpy as np
 import ring_trainers
 from plans import Plan
 
@@ -24,6 +25,7 @@ from transport.errors import RetriesExhaustedError
 from transport.queue import ends
 from transport.queue.arrivals import Arrivals
 from transport.queue.ends import Answers
+from transport.queue.questions import Questions
 from transport.rendezvous import decisions, placement
 from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Whereabouts
@@ -135,7 +137,7 @@ def _forgetful() -> None:
 
 
 def _unanswered(code: int) -> Callable[[], None]:
-    async def of(self: Any, broken: Any, rows: Any, served: Any = None) -> list[int]:
+    async def of(self: Any, broken: Any, rows: Any, *more: Any) -> list[int]:
         return [code] * len(rows)
 
     return _set(Outcomes, "of", of)
@@ -250,6 +252,24 @@ def _told_late_again() -> None:
     Arrivals.tell_late = tell_late  # type: ignore[method-assign]
 
 
+def _questions_dropped() -> None:
+    Questions.note = lambda *_: None  # type: ignore[method-assign]
+
+
+def _question_settled_twice() -> None:
+    async def asked(self: Any, link: Any, group: Any) -> None:
+        verdicts = await link.finish(np.concatenate([each.row for each in group]))
+        for each, accepted in zip(group, verdicts.tolist(), strict=True):
+            if each.row.tobytes() not in link.in_question:
+                first = self._open.pop(each.claim.token, None) is not None
+                if accepted:
+                    self._said[each.claim.token] = each.what
+                    if first:
+                        self._accepted(each)
+
+    Questions._asked = asked  # type: ignore[method-assign]
+
+
 def _used_at_once() -> None:
     original = Takers.answered
 
@@ -310,6 +330,7 @@ def _unfenced_epochs() -> None:
 
 RINGS = Plan(faults_per_minute=12.0, rings=True, writes_per_s=0.5)
 KILLS = RINGS._replace(hosts=1, trainers=4, slots=30, writes_per_s=4.0, faults_per_minute=20.0, step_s=2.0)
+ASKED = RINGS._replace(hosts=2, trainers=3, writes_per_s=2.0, slots=16, faults_per_minute=20.0)
 MUCH = RINGS._replace(hosts=2, slots=200, writes_per_s=5.0, step_s=5.0, faults_per_minute=1.0)
 
 PLANTS = {
@@ -338,6 +359,12 @@ PLANTS = {
     "told-again": Plant("an interrupted call tells its ring again of what was used", _told_again, RINGS),
     "never-told-late": Plant("what a lost connection could not say the next one does not say", _never_told_late, KILLS),
     "told-late-again": Plant("each new connection says again what a lost one could not", _told_late_again, KILLS),
+    "questions-dropped": Plant(
+        "a claim whose ring was out of reach is not asked about again", _questions_dropped, ASKED
+    ),
+    "question-settled-twice": Plant(
+        "two calls that ask again at once both have the payload", _question_settled_twice, ASKED
+    ),
     "used-at-once": Plant("what comes counts as used before the trainer has looked at it", _used_at_once, MUCH),
     "lease-for-ever": Plant("claims of a trainer that died do not end", _lease_for_ever),
     "unreachable-is-forgotten": Plant("acknowledgements that cannot be sent are dropped", _unreachable_is_forgotten),

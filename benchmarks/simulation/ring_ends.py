@@ -18,7 +18,7 @@ from transport.queue.arrivals import Arrivals
 from transport.queue.base import Claim
 from transport.queue.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Held, Said
-from transport.queue.questions import Questions
+from transport.queue.questions import Question, Questions
 from transport.wire import frames
 
 _INTERRUPTED: Final = 0.25  # of calls
@@ -29,12 +29,13 @@ class Ends:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.world = trainer, trainer.world
-        self.questions = Questions(contextlib.nullcontext(), lambda _: None)  # no trainer asks again here
+        self.questions = Questions(contextlib.nullcontext(), self._accepted_late)
         self.answers = Answers(contextlib.nullcontext(), self._note, self.questions)
         self.arrivals = Arrivals(lambda ring: [link for link in self._links() if link.ring == ring], self._used)
         self.unconfirmed: Counter[str] = Counter()  # by ring: used, and not counted there yet
         self.over = False
         self._told = set[str]()  # tokens of the batch
+        self._late = set[str]()  # tokens of what was accepted when its ring was asked again
         self._noted: Counter[tuple[int, int]] = Counter()
         self._asked: dict[tuple[int, int], Brought] = {}  # keeps what was brought alive, since keys are of that
 
@@ -51,6 +52,10 @@ class Ends:
             name = _name(brought, row)
             found[at] = Claim(name, b"", 0, int(row["attempts"]), f"{name} {row['attempts']}")
         return found
+
+    def token(self, brought: Brought, at: int) -> str:
+        """Of one claim."""
+        return self.claims(brought, [at])[at].token
 
     async def end(self, brought: Brought, positions: Sequence[int], end: End) -> list[int] | None:
         """Positions for which it was accepted; None: the caller was interrupted, and may call again."""
@@ -120,6 +125,18 @@ class Ends:
             self.world.failures.append(Violation(f"{self.trainer.name} counts the end of {claim.ticket_id} twice"))
         if said is not None and said.accepted and said.end.what == "arrived" and not self.over:
             self.arrivals.add(claim, brought.link)
+
+    def _accepted_late(self, question: Question) -> None:
+        """As `HeldElsewhere` counts it."""
+        claim = question.claim
+        if self.over:
+            return
+        if claim.token in self._late:
+            self.world.failures.append(Violation(f"{self.trainer.name} counts {claim.ticket_id} twice, late"))
+        self._late.add(claim.token)
+        if question.what == "arrived":
+            self.arrivals.add(claim, question.link)
+            self.world.unsaid[ring_of(claim)] -= 1
 
     def check(self) -> None:
         """Between two batches: what is kept of claims is what is being asked about."""

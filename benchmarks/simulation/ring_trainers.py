@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from accounts import Violation
 from ring_ends import Ends, asked_about
+from ring_questions import AskedAgain
 from trainer_process import TrainerProcess
 
 from transport import UCXXClient
@@ -46,6 +47,7 @@ class RingTrainer(TrainerProcess):
             self.came = deque()
             self._arrived = asyncio.Event()
             self.ends = Ends(self)
+            self.again = AskedAgain(self)
             self.demands = Demands(
                 self.client.taking,
                 self._find(InDirectory(Directory(self.world.store))),
@@ -79,6 +81,7 @@ class RingTrainer(TrainerProcess):
         """End the demands."""
         if self.demands is not None:
             self.ends.close()
+            self.again.close()
             self.demands.close()
         self.world.unknown += self.unknown
         self.demands = None
@@ -106,7 +109,7 @@ class RingTrainer(TrainerProcess):
         if chance < _GIVEN_BACK:
             await brought.demands.give_back(brought, rows, self.world.rng.uniform(0.0, 5.0))
         elif chance < _WHOLE:
-            self._keep(brought, every, await self._finished(brought), begun)
+            self._keep(brought, every, await self._finished(brought), begun, whole=True)
         else:  # claim by claim, as `FoundElsewhere` does it
             some = [at for at in every if self.world.rng.random() < _SOME]
             await self._end(brought, some, begun)
@@ -142,7 +145,15 @@ class RingTrainer(TrainerProcess):
             await asyncio.sleep(rng.expovariate(1.0 / self.world.step_s))
             await self.ends.used(brought, accepted)
 
-    def _keep(self, brought: Brought, positions: list[int], verdicts: Any, begun: float, what: str = "done") -> None:
+    def _keep(
+        self,
+        brought: Brought,
+        positions: list[int],
+        verdicts: Any,
+        begun: float,
+        what: str = "done",
+        whole: bool = False,
+    ) -> None:
         """What was accepted is this trainer's, and no other's."""
         world = self.world
         token, ring = brought.link.link.native.token, brought.link.ring
@@ -156,11 +167,11 @@ class RingTrainer(TrainerProcess):
             if accepted and what not in UNTRAINED:
                 world.keep((ring, slot, generation), self.name)
                 self.last_trained = world.now
-            elif ended and not accepted and not self._excused(host, begun):
+            elif not accepted and what not in UNTRAINED and self.again.note(brought, at, what, whole=whole):
+                pass  # its FINISH may still be on its way
+            elif ended and not accepted and not (what in UNTRAINED and self._excused(host, begun)):
                 raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has {what}")
             else:
-                # its FINISH may still be on its way, where no port could be asked for as long as the client is patient
-                world.unsaid[ring] += what == "arrived" and not accepted and (ended or self._excused(host, begun))
                 world.accounts.note(f"{'discarded' if accepted else 'dropped'} {ring[:12]}/{slot}@{generation}")
 
     def _excused(self, host: Any, begun: float) -> bool:

@@ -329,7 +329,14 @@ class World:
 
     def _left_over(self) -> bool:
         """What nobody has trained on, or what queue or ring have not been told about: that it was lost, or used."""
-        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0 or self._not_told() is not None
+        if self.accounts.waiting or self.queue.depth(0).unfinished > 0 or self._in_question() is not None:
+            return True
+        return self._not_told() is not None
+
+    def _in_question(self) -> Any:
+        """What a living trainer has not been told of, and a ring that is there could have answered."""
+        asking = (trainer.again for trainer in self.trainers if trainer.client) if self.plan.rings else ()
+        return next((left for each in asking if (left := each.left()) is not None), None)
 
     def _not_told(self) -> Host | None:
         """A host whose ring counts as lost, or as not used, what a living trainer has used."""
@@ -346,7 +353,8 @@ class World:
         return (
             f"starved: {len(self.accounts.waiting)} payloads were not trained on within {_SETTLE_S:.0f} s after the "
             f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}; "
-            f"a ring that was not told what was used: {host and (host.number, host.claims.lost, host.claims.arrived)}"
+            f"a ring that was not told what was used: {host and (host.number, host.claims.lost, host.claims.arrived)}; "
+            f"in question is {self._in_question()}"
         )
 
     async def _step(self, seconds: float) -> None:

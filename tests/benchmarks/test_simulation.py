@@ -29,6 +29,8 @@ PLANTED = [
     "never-opened-again",
     "never-told-late",
     "quarantine-for-ever",
+    "question-settled-twice",
+    "questions-dropped",
     "told-again",
     "told-late-again",
     "unanswered-is-dropped",
