@@ -15,15 +15,23 @@ import msgspec
 import pytest
 from engine_models import TRAINERS, WORKERS, Model, Training, of_training
 from helpers import asynchronous, until
+from sharded_job import job
 from weights_engines import engine, engines
 from weights_members import version_of
 
-from transport.errors import ChildrenLostError, ParentLostError, WeightsError, WeightsTimeoutError
+from transport.errors import (
+    ChildrenLostError,
+    MemberFailedError,
+    ParentLostError,
+    StoreUnavailableError,
+    WeightsError,
+    WeightsTimeoutError,
+)
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Limits
 from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.meeting import Meeting, Member, RankShards
+from transport.weights.sharded.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed, Start
@@ -187,6 +195,67 @@ async def test_a_replica_that_cannot_join_ends_the_wait_of_all_others() -> None:
         with pytest.raises(RuntimeError, match="no way") as caught:
             await manager.update(1)
         assert not hasattr(caught.value, "__notes__")  # who was not waited for has not failed
+
+
+@asynchronous
+async def test_a_rank_that_cannot_join_is_named_also_when_it_blames_its_parent_and_another_rank_waits() -> None:
+    async with job(1, ["ab"], join_s=2.0) as made:
+
+        async def waits(**arguments: Any) -> None:  # as a relay for its child
+            await asyncio.Event().wait()
+
+        async def refused(**arguments: Any) -> None:
+            raise ParentLostError("trainer 0 is unreachable")
+
+        for rank, joins in zip(made.ranks, (waits, refused), strict=True):
+            rank.engine.init_process_group = joins  # type: ignore[method-assign]
+        with pytest.raises(ParentLostError, match="trainer 0 is unreachable"):
+            await made.manager.update(1)
+
+
+@asynchronous
+async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
+    async with engines("a", shape="star", join_s=2.0) as made:
+
+        async def cancelled(**arguments: Any) -> None:
+            raise asyncio.CancelledError
+
+        made[1].init_process_group = cancelled  # type: ignore[method-assign]
+        manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
+        with pytest.raises(MemberFailedError, match="replica 0: its init was cancelled"):
+            await manager.update(1)
+
+
+@asynchronous
+async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.01)
+    loop = asyncio.get_running_loop()
+    looked = asyncio.Event()
+
+    def away() -> None:
+        loop.call_soon_threadsafe(looked.set)
+        raise StoreUnavailableError("the store is away")
+
+    async def moved() -> str:
+        await looked.wait()
+        return "held"
+
+    assert await _unless(away, moved()) == "held"
+
+
+@asynchronous
+async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.01)
+    looks = iter([StoreUnavailableError("the store is away"), None, "sender 1 failed"])
+
+    def failed() -> str | None:
+        found = next(looks)
+        if isinstance(found, StoreUnavailableError):
+            raise found
+        return found
+
+    with pytest.raises(WeightsError, match="sender 1 failed"):
+        await _unless(failed, asyncio.Event().wait())
 
 
 @pytest.fixture
