@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,8 +28,12 @@ from transport.weights.transfer.threads import ended, settled
 
 _HEAD = 4
 _HELLO_S = 10.0  # timeout for the first message of a connection
-_MOST_STRANGERS = 64  # connections that are not authenticated yet
-_MOST_HELLO = 64 << 10  # bytes of the first message; what strangers announce is read into memory
+# Connections that are not authenticated yet. A group that comes at once, while the loop is busy, is counted among them.
+# So many strangers cost about 5 MiB, of which 2 MiB are what they may say (measured with asyncio and uvloop).
+_MOST_STRANGERS = 512
+_BACKLOG = 512  # connections that the kernel holds for a busy loop; one that finds it full tries again after a second
+_MOST_HELLO = 4 << 10  # bytes of the first message; what strangers announce is read into memory
+_RECEIVE_BYTES = _MOST_HELLO  # of the kernel's buffer, and so of one read; children say nothing after that message
 
 
 class Feed:
@@ -53,7 +58,10 @@ class Feed:
 
     async def open(self, address: str) -> None:
         """Listen on a port of ``address``; `port` is which."""
-        self._server = await asyncio.start_server(self._accept, address, 0)
+        self._server = await asyncio.start_server(self._accept, address, 0, backlog=_BACKLOG, start_serving=False)
+        for each in self._server.sockets:  # what they accept inherits it
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+        await self._server.start_serving()
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def joined(self, names: Iterable[str], parents: Iterable[Upstream] = ()) -> None:
