@@ -34,7 +34,7 @@ from transport.weights.ring_engine import RingEngine
 from transport.weights.sharded.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.messages import Failed, Start
+from transport.weights.transfer.messages import Failed, Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
@@ -110,10 +110,59 @@ async def test_what_a_parent_sends_before_all_children_are_there_is_not_lost() -
         joining = asyncio.ensure_future(own.joined(["late"], [upstream]))
         for version in (7, 8):
             await parent.tell(Start(version), ["me"])
-        await until(lambda: upstream._first is not None and upstream._first.done())
+        await until(lambda: upstream.ahead)
         late = await connected(own, "late")
         await joining
         assert [await upstream.next(), await upstream.next()] == [Start(7), Start(8)]
+        upstream.close()
+        late.close()
+
+
+@asynchronous
+async def test_who_waits_for_a_child_hears_that_a_parent_ended_after_its_first_messages() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        for version in (7, 8):
+            await parent.tell(Start(version), ["me"])
+        await parent.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(ParentLostError, match="parent disconnected"):
+                await joining
+        assert [await upstream.next(), await upstream.next()] == [Start(7), Start(8)]
+        for _ in range(2):
+            with pytest.raises(ParentLostError, match="parent disconnected"):
+                await upstream.next()
+        upstream.close()
+
+
+@asynchronous
+async def test_who_leaves_while_it_waits_for_a_child_is_not_told_of_a_cancellation() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        await until(lambda: upstream._reading)
+        upstream.close()
+        with pytest.raises(ParentLostError, match="closed here"):
+            await joining
+
+
+@asynchronous
+async def test_a_parent_whose_messages_are_not_taken_is_read_ahead_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.weights.transfer.feed._MOST_AHEAD", 200)
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["late"], [upstream]))
+        said = [Start(at) for at in range(300)]
+        for frame in said:
+            await parent.tell(frame, ["me"])
+        await until(lambda: upstream.ahead >= 200)
+        late = await connected(own, "late")
+        await joining
+        assert upstream.ahead <= 200 + len(encode(Start(300)))
+        assert [await upstream.next() for _ in said] == said
         upstream.close()
         late.close()
 
