@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import uvloop
 from helpers import asynchronous, ended, until
 
 from transport.errors import ParentLostError
-from transport.weights.transfer.feed import Feed, Upstream
-from transport.weights.transfer.messages import Begin, encode
+from transport.weights.transfer.feed import _MOST_HELLO, _MOST_STRANGERS, Feed, Upstream
+from transport.weights.transfer.messages import Begin, Hello, encode
 
 
 @asynchronous
@@ -42,6 +42,8 @@ async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
         await feed.close()
 
 
+CROWD = 400  # children of one parent
+
 both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 
 
@@ -52,10 +54,10 @@ async def test_a_stranger_at_a_feed_may_announce_no_more_than_a_greeting(monkeyp
     await feed.open("127.0.0.1")
     try:
         for said in (
-            b"\0\0\x10\0",
+            b"\1\x10\0\0",
             b"GET / HTTP/1.1\r\n\r\n",
             b"\x16\x03\x01\0",
-            encode(Begin(1, (("x" * 70_000, "", ()),))),
+            encode(Begin(1, (("x" * 4096, "", ()),))),
         ):
             reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
             writer.write(said)
@@ -82,6 +84,59 @@ def test_strangers_that_come_at_once_are_counted_as_they_come(
         for each in crowd:
             each.close()
         await feed.close()
+
+    run(coming())
+
+
+@contextlib.asynccontextmanager
+async def opened() -> AsyncIterator[Feed]:
+    feed = Feed(lambda _: None)
+    await feed.open("127.0.0.1")
+    try:
+        yield feed
+    finally:
+        await feed.close()
+
+
+@both_loops
+def test_a_group_of_hundreds_that_comes_at_once_is_admitted(run: Callable[..., None]) -> None:
+    async def coming() -> None:
+        async with opened() as feed:
+            at = ("127.0.0.1", feed.port)
+            crowd = [socket.create_connection(at, 10.0) for _ in range(CROWD)]  # while the loop is busy
+            for number, each in enumerate(crowd):
+                each.sendall(encode(Hello(feed.token, f"member {number}")))
+            await until(lambda: len(feed.children) == CROWD or any(map(ended, crowd)))
+            admitted = len(feed.children)
+            for each in crowd:
+                each.close()
+        assert admitted == CROWD
+
+    run(coming())
+
+
+@both_loops
+def test_all_strangers_together_can_fill_a_few_mebibytes(run: Callable[..., None]) -> None:
+    async def coming() -> None:
+        async with opened() as feed:
+            with socket.create_connection(("127.0.0.1", feed.port)):
+                await until(lambda: feed._strangers)
+                (stranger,) = feed._strangers
+                buffer = stranger.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        assert _MOST_STRANGERS * (_MOST_HELLO + buffer) <= 8 << 20
+
+    run(coming())
+
+
+@both_loops
+def test_the_longest_greeting_is_read(run: Callable[..., None]) -> None:
+    async def coming() -> None:
+        async with opened() as feed:
+            name = "x" * (_MOST_HELLO - len(encode(Hello(feed.token, "x" * 256))) + 4 + 256)
+            assert len(encode(Hello(feed.token, name))) == 4 + _MOST_HELLO
+            upstream = await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, name)
+            assert feed.children == {name}
+            upstream.close()
 
     run(coming())
 

@@ -15,18 +15,26 @@ import msgspec
 import pytest
 from engine_models import TRAINERS, WORKERS, Model, Training, of_training
 from helpers import asynchronous, until
+from sharded_job import job
 from weights_engines import engine, engines
 from weights_members import version_of
 
-from transport.errors import ChildrenLostError, ParentLostError, WeightsError, WeightsTimeoutError
+from transport.errors import (
+    ChildrenLostError,
+    MemberFailedError,
+    ParentLostError,
+    StoreUnavailableError,
+    WeightsError,
+    WeightsTimeoutError,
+)
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Limits
 from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.meeting import Meeting, Member, RankShards
+from transport.weights.sharded.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.messages import Failed, Start
+from transport.weights.transfer.messages import Failed, Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
@@ -102,10 +110,59 @@ async def test_what_a_parent_sends_before_all_children_are_there_is_not_lost() -
         joining = asyncio.ensure_future(own.joined(["late"], [upstream]))
         for version in (7, 8):
             await parent.tell(Start(version), ["me"])
-        await until(lambda: upstream._first is not None and upstream._first.done())
+        await until(lambda: upstream.ahead)
         late = await connected(own, "late")
         await joining
         assert [await upstream.next(), await upstream.next()] == [Start(7), Start(8)]
+        upstream.close()
+        late.close()
+
+
+@asynchronous
+async def test_who_waits_for_a_child_hears_that_a_parent_ended_after_its_first_messages() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        for version in (7, 8):
+            await parent.tell(Start(version), ["me"])
+        await parent.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(ParentLostError, match="parent disconnected"):
+                await joining
+        assert [await upstream.next(), await upstream.next()] == [Start(7), Start(8)]
+        for _ in range(2):
+            with pytest.raises(ParentLostError, match="parent disconnected"):
+                await upstream.next()
+        upstream.close()
+
+
+@asynchronous
+async def test_who_leaves_while_it_waits_for_a_child_is_not_told_of_a_cancellation() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        await until(lambda: upstream._reading)
+        upstream.close()
+        with pytest.raises(ParentLostError, match="closed here"):
+            await joining
+
+
+@asynchronous
+async def test_a_parent_whose_messages_are_not_taken_is_read_ahead_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transport.weights.transfer.feed._MOST_AHEAD", 200)
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["late"], [upstream]))
+        said = [Start(at) for at in range(300)]
+        for frame in said:
+            await parent.tell(frame, ["me"])
+        await until(lambda: upstream.ahead >= 200)
+        late = await connected(own, "late")
+        await joining
+        assert upstream.ahead <= 200 + len(encode(Start(300)))
+        assert [await upstream.next() for _ in said] == said
         upstream.close()
         late.close()
 
@@ -187,6 +244,67 @@ async def test_a_replica_that_cannot_join_ends_the_wait_of_all_others() -> None:
         with pytest.raises(RuntimeError, match="no way") as caught:
             await manager.update(1)
         assert not hasattr(caught.value, "__notes__")  # who was not waited for has not failed
+
+
+@asynchronous
+async def test_a_rank_that_cannot_join_is_named_also_when_it_blames_its_parent_and_another_rank_waits() -> None:
+    async with job(1, ["ab"], join_s=2.0) as made:
+
+        async def waits(**arguments: Any) -> None:  # as a relay for its child
+            await asyncio.Event().wait()
+
+        async def refused(**arguments: Any) -> None:
+            raise ParentLostError("trainer 0 is unreachable")
+
+        for rank, joins in zip(made.ranks, (waits, refused), strict=True):
+            rank.engine.init_process_group = joins  # type: ignore[method-assign]
+        with pytest.raises(ParentLostError, match="trainer 0 is unreachable"):
+            await made.manager.update(1)
+
+
+@asynchronous
+async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
+    async with engines("a", shape="star", join_s=2.0) as made:
+
+        async def cancelled(**arguments: Any) -> None:
+            raise asyncio.CancelledError
+
+        made[1].init_process_group = cancelled  # type: ignore[method-assign]
+        manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
+        with pytest.raises(MemberFailedError, match="replica 0: its init was cancelled"):
+            await manager.update(1)
+
+
+@asynchronous
+async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.01)
+    loop = asyncio.get_running_loop()
+    looked = asyncio.Event()
+
+    def away() -> None:
+        loop.call_soon_threadsafe(looked.set)
+        raise StoreUnavailableError("the store is away")
+
+    async def moved() -> str:
+        await looked.wait()
+        return "held"
+
+    assert await _unless(away, moved()) == "held"
+
+
+@asynchronous
+async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.01)
+    looks = iter([StoreUnavailableError("the store is away"), None, "sender 1 failed"])
+
+    def failed() -> str | None:
+        found = next(looks)
+        if isinstance(found, StoreUnavailableError):
+            raise found
+        return found
+
+    with pytest.raises(WeightsError, match="sender 1 failed"):
+        await _unless(failed, asyncio.Event().wait())
 
 
 @pytest.fixture

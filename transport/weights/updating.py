@@ -153,8 +153,13 @@ class Run:
         async def one(name: str) -> None:
             try:
                 await self._ask(do.step, name)
-            except asyncio.CancelledError:
-                raise
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # the manager cancelled it, and records why
+                cancelled = MemberFailedError(f"{name}: its {do.step} was cancelled, and not by the manager")
+                cancelled.__cause__ = error
+                failed.append((name, cancelled))
             except BaseException as error:
                 failed.append((name, error))
 

@@ -188,11 +188,16 @@ class Member:
 
 
 async def _unless(failed: Failed, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``work``; WeightsError when another rank fails meanwhile."""
+    """The result of ``work``; WeightsError when another rank fails meanwhile.
+
+    A store that is away says nothing about other ranks, and ``work`` does not need it: it goes on, within its time.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
-            reason = await in_thread(failed)
+            reason = None
+            with contextlib.suppress(StoreError):
+                reason = await in_thread(failed)
             if reason is not None and not task.done():
                 raise WeightsError(reason)
         return task.result()

@@ -209,7 +209,7 @@ async def _together(calls: Any) -> None:
 
 
 async def _all(calls: Any, until: str = asyncio.ALL_COMPLETED) -> list[Any]:
-    """Wait for all calls, then raise the first error: a cause before its consequences, then by rank.
+    """Wait for all calls, then raise the first error: causes first, cancellations last, then by rank.
 
     With FIRST_EXCEPTION the calls that have not ended by then are cancelled.
     """
@@ -224,9 +224,15 @@ async def _all(calls: Any, until: str = asyncio.ALL_COMPLETED) -> list[Any]:
         raise
     failed = [error for task in tasks if (error := _error(task)) is not None]
     if failed:
-        consequences = (ParentLostError, ChildrenLostError, asyncio.CancelledError)
-        raise min(failed, key=lambda error: isinstance(error, consequences))
+        raise min(failed, key=_remoteness)
     return [task.result() for task in tasks]
+
+
+def _remoteness(error: BaseException) -> int:
+    """How far an error is from its cause: 0, 1 for what members say when others fail, 2 for a cancellation."""
+    if isinstance(error, asyncio.CancelledError):
+        return 2
+    return int(isinstance(error, ParentLostError | ChildrenLostError))
 
 
 def _error(task: asyncio.Future[Any]) -> BaseException | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,8 +29,13 @@ from transport.weights.transfer.threads import ended, settled
 
 _HEAD = 4
 _HELLO_S = 10.0  # timeout for the first message of a connection
-_MOST_STRANGERS = 64  # connections that are not authenticated yet
-_MOST_HELLO = 64 << 10  # bytes of the first message; what strangers announce is read into memory
+# Connections that are not authenticated yet. A group that comes at once, while the loop is busy, is counted among them.
+# So many strangers cost about 5 MiB, of which 2 MiB are what they may say (measured with asyncio and uvloop).
+_MOST_STRANGERS = 512
+_BACKLOG = 512  # connections that the kernel holds for a busy loop; one that finds it full tries again after a second
+_MOST_HELLO = 4 << 10  # bytes of the first message; what strangers announce is read into memory
+_RECEIVE_BYTES = _MOST_HELLO  # of the kernel's buffer, and so of one read; children say nothing after that message
+_MOST_AHEAD = MAX_FRAME_BYTES  # bytes of a parent's messages that wait here for who takes them
 
 
 class Feed:
@@ -53,7 +60,10 @@ class Feed:
 
     async def open(self, address: str) -> None:
         """Listen on a port of ``address``; `port` is which."""
-        self._server = await asyncio.start_server(self._accept, address, 0)
+        self._server = await asyncio.start_server(self._accept, address, 0, backlog=_BACKLOG, start_serving=False)
+        for each in self._server.sockets:  # what they accept inherits it
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+        await self._server.start_serving()
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def joined(self, names: Iterable[str], parents: Iterable[Upstream] = ()) -> None:
@@ -63,11 +73,13 @@ class Feed:
         """
         self._expected = frozenset(names)
         coming = asyncio.ensure_future(self._complete(self._expected))
-        waiting: set[asyncio.Future[Any]] = {coming, *(parent.first() for parent in parents)}
+        waiting: set[asyncio.Future[Any]] = {coming, *(parent.watched() for parent in parents)}
         try:
             while not coming.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
+                    if each.cancelled():
+                        raise ParentLostError("the connection to a parent was closed here while the group formed")
                     each.result()
         finally:
             await ended(coming)
@@ -111,7 +123,7 @@ class Feed:
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, TransportError):
                 async with asyncio.timeout(_HELLO_S):
-                    hello = await _next(reader, _MOST_HELLO)
+                    hello, _ = await _next(reader, _MOST_HELLO)
                 self._strangers.discard(writer)
                 try:
                     name = self._admitted(hello)
@@ -186,13 +198,16 @@ async def announce_failure(feed: Feed, frame: Frame) -> None:
 
 
 class Upstream:
-    """The child's side: receives the parent's messages."""
+    """The child's side: receives the parent's messages. One task at a time may wait for `next`."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._parent = name
         self._reader = reader
         self._writer = writer
-        self._first: asyncio.Task[Frame] | None = None  # read before `next` asks for it
+        self._frames: deque[tuple[Frame, int]] = deque()  # read before `next` asks for them, and their bytes
+        self._ahead = 0
+        self._reading: asyncio.Task[None] | None = None  # of a connection that is watched
+        self._changed = asyncio.Event()  # a frame came, or was taken, or no more come
 
     @classmethod
     async def connect(cls, parent: str, address: str, port: int, token: str, name: str) -> Upstream:
@@ -212,38 +227,69 @@ class Upstream:
             raise
         return upstream
 
-    def first(self) -> asyncio.Task[Frame]:
-        """Read the next frame ahead, to hear of a failure before `next` is called, which then returns it."""
-        if self._first is None:
-            self._first = asyncio.get_running_loop().create_task(self._read())
-            self._first.add_done_callback(_retrieved)
-        return self._first
+    @property
+    def ahead(self) -> int:
+        """Bytes of the messages that were read before `next` asked for them."""
+        return self._ahead
+
+    def watched(self) -> asyncio.Task[None]:
+        """A task that ends when the parent disconnects or reports a failure, with the error of `next`.
+
+        From now on messages are read ahead, for `next` to return; at most `_MOST_AHEAD` bytes and one message more.
+        """
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read_on())
+            self._reading.add_done_callback(self._over)
+        return self._reading
+
+    async def _read_on(self) -> None:
+        while True:
+            while self._ahead >= _MOST_AHEAD:
+                self._changed.clear()
+                await self._changed.wait()
+            frame, size = await self._read()
+            self._frames.append((frame, size))
+            self._ahead += size
+            self._changed.set()
+
+    def _over(self, reading: asyncio.Task[None]) -> None:
+        self._changed.set()
+        if not reading.cancelled():
+            reading.exception()  # retrieved, so that asyncio does not log it
 
     async def next(self) -> Frame:
         """The next frame. ParentLostError if the parent disconnects or reports a failure."""
-        first, self._first = self._first, None
-        return await (self._read() if first is None else first)
+        if self._reading is None:
+            return (await self._read())[0]
+        while not self._frames:
+            if self._reading.cancelled():
+                raise ParentLostError(f"the connection to {self._parent} was closed here")
+            if self._reading.done():
+                self._reading.result()
+            self._changed.clear()
+            await self._changed.wait()
+        frame, size = self._frames.popleft()
+        self._ahead -= size
+        self._changed.set()
+        return frame
 
-    async def _read(self) -> Frame:
+    async def _read(self) -> tuple[Frame, int]:
         try:
-            frame = await _next(self._reader)
+            frame, size = await _next(self._reader)
         except (OSError, EOFError) as error:
             raise ParentLostError(f"{self._parent} disconnected during the update") from error
         if isinstance(frame, Failed):
             raise ParentLostError(f"{self._parent}: {frame.kind}: {frame.message}")
-        return frame
+        return frame, size
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._writer.close()
-        if self._first is not None:
-            self._first.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
 
 
-def _retrieved(task: asyncio.Task[Frame]) -> None:
-    if not task.cancelled():
-        task.exception()  # so that asyncio does not log it
-
-
-async def _next(reader: asyncio.StreamReader, most: int = MAX_FRAME_BYTES) -> Frame:
-    return decode(await reader.readexactly(length_of(await reader.readexactly(_HEAD), most)))
+async def _next(reader: asyncio.StreamReader, most: int = MAX_FRAME_BYTES) -> tuple[Frame, int]:
+    """A frame, and its bytes."""
+    size = length_of(await reader.readexactly(_HEAD), most)
+    return decode(await reader.readexactly(size)), _HEAD + size
