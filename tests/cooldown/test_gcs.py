@@ -170,3 +170,13 @@ def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
                 place.size("a")
             with pytest.raises(DestinationError, match="cannot create b"):
                 place.put("b", b"x")
+
+
+def test_the_operator_s_own_limits_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"requests_timeout": 0.2})
+    monkeypatch.setitem(fsspec.config.conf, "gcs", {"timeout": 33})
+    with open_destination(URL) as place:
+        assert isinstance(place, bucket.Bucket)
+        assert (place._fs.requests_timeout, place._fs.timeout) == (0.2, 33)

@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import secrets
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -277,3 +279,40 @@ def test_a_service_that_does_not_answer_is_given_up(server: Child, monkeypatch: 
             for ask in (lambda: place.names(""), lambda: place.put("a", b"x")):
                 with pytest.raises(DestinationError, match=r"[Tt]imed? ?out"):
                     ask()
+
+
+def test_a_service_that_pauses_while_it_takes_bytes_is_waited_for(
+    server: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pause is longer than the limit of a connection, and shorter than that of an answer."""
+    import huggingface_hub.utils as package
+
+    if not hasattr(package, "configure_http_backend"):
+        pytest.skip("this release of huggingface_hub bounds its requests itself")
+    monkeypatch.setattr(base, "CONNECT_S", 0.1)
+    gave_up = threading.Event()
+    with socket.socket() as listening, contextlib.closing(Hub(URL)):
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def take() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                _, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
+                gave_up.wait(1.0)  # ten times that limit: a client that gives up does so now
+                left = (64 << 20) - len(body)
+                while left and (data := connection.recv(1 << 20)):
+                    left -= len(data)
+                if not left:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        taking = threading.Thread(target=take)
+        taking.start()
+        try:
+            session = package.get_session()
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/upload"
+            assert session.put(url, data=bytes(64 << 20)).status_code == 200
+        finally:
+            gave_up.set()
+            taking.join()

@@ -248,3 +248,28 @@ def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
             with pytest.raises(DestinationError, match=r"cannot write b: .*[Tt]imeout"):
                 writer.finish()
             writer.discard()
+
+
+def test_the_operator_s_own_configuration_of_botocore_stands(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    for protocol in ("s3", "s3a"):
+        monkeypatch.delitem(fsspec.config.conf, protocol, raising=False)
+    own = {"s3": {"addressing_style": "path"}, "user_agent_extra": "operator/1", "read_timeout": 33}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": own})
+    with open_destination("s3://checkpoints") as place:
+        assert isinstance(place, S3)
+        place.put("a", b"x")
+        config = place._fs.s3.meta.config
+        assert config.s3["addressing_style"] == "path"
+        assert "operator/1" in config.user_agent
+        assert (config.connect_timeout, config.read_timeout) == (base.CONNECT_S, 33)
+    assert own.keys() == {"s3", "user_agent_extra", "read_timeout"}
+
+
+def test_a_configuration_that_is_none_is_named(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})
+    with pytest.raises(DestinationError, match="s3://checkpoints: cannot be opened"):
+        open_destination("s3://checkpoints")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,22 @@ from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
 VALUES = {"obs": np.ones((3, 2), np.float32)}
+DRAINS = """
+import numpy as np
+from transport import Rollout, Schema
+from transport.runtime.signals import until_stopped
+from transport.server.server import UCXXServer
+
+drain = UCXXServer._drain
+def told(self, *limits):
+    print("draining", flush=True)
+    drain(self, *limits)
+UCXXServer._drain = told
+
+with until_stopped(), Rollout(Schema.of(obs=("float32", 2)), slots=4, mode="thread") as rollout:
+    rollout.write_to_buffer({"obs": np.zeros(2, np.float32)})
+print("ended", flush=True)
+"""
 
 
 @pytest.fixture
@@ -93,6 +111,21 @@ def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(
         assert 0.0 <= told <= 2.0
     else:
         assert usual == told == given
+
+
+@pytest.mark.ucx
+def test_a_signal_during_the_drain_shortens_it() -> None:
+    """In a process of its own, whose drain would be thirty seconds; the test's time limit is shorter."""
+    child = subprocess.Popen([sys.executable, "-c", DRAINS], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "draining\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.communicate(timeout=15)[0] == "ended\n"
+        assert child.returncode == 0
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.ucx

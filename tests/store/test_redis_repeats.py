@@ -107,6 +107,28 @@ def test_a_repeated_conditional_write_that_never_ran_is_refused_as_the_first_wou
         assert store.compare_and_set("a", b"1", ABSENT) is None
 
 
+def test_a_conflict_beside_a_restart_of_the_server_is_a_conflict(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt meets a port at which nothing listens, so it cannot have run."""
+    import redis
+
+    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
+        other.put("a", b"0")  # the server remembers nothing of the store that comes second
+        evalsha, calls = redis.Redis.evalsha, []
+
+        def nowhere(self: redis.Redis, *arguments: object) -> object:
+            calls.append(arguments)
+            if len(calls) == 1:
+                with redis.Redis(port=1, retry=self.get_retry()) as closed:
+                    return evalsha(closed, *arguments)
+            return evalsha(self, *arguments)
+
+        monkeypatch.setattr(redis.Redis, "evalsha", nowhere)
+        assert store.compare_and_set("a", b"1", ABSENT) is None
+        assert len(calls) == 2
+
+
 def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ def served(
 @contextlib.contextmanager
 def a_server() -> Iterator[Scene]:
     with own_ring() as (ring, _, intact), UCXXServer(ring, addresses=("127.0.0.1",), mode="thread") as server:
-        yield Scene(server, {"start": nothing, "close": lambda: {"drain_s": 0.0}}, intact)
+        yield Scene(server, {"start": nothing, "close": lambda: {"drain_s": 0.0, "told_s": 0.0}}, intact)
 
 
 def calls_of_client(client: Any, ring: SharedRingBuffer, address: str, take: Callable[[], Any]) -> dict[str, Any]:

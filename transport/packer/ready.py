@@ -42,7 +42,8 @@ class Rollout(UCXXRolloutMixin):
     Args:
         drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
             with the ring. Not where an exception ends it. `close` waits for its own ``drain_s``. Default: 30 s, but
-            until 2 s after the signal where one ends the program (`until_stopped`): the trainers may be ending, too.
+            until 2 s after the signal where one ends the program, also during this wait: the trainers may be ending,
+            too. That is for a ``with`` inside `until_stopped`, whose end forgets the signal.
 
     The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.
     """
@@ -91,9 +92,13 @@ class Rollout(UCXXRolloutMixin):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self.close(_drain_s() if self._drain_s is None else self._drain_s)
+            if kind is None and self._drain_s is not None:
+                self.close(self._drain_s)
+            elif kind is None:
+                self._ucxx_told_s = _DRAIN_TOLD_S  # the signal may also come during the drain
+                self.close(_drain_s())
         finally:
+            self._ucxx_told_s = None
             super().__exit__(kind, error, trace)
 
 

@@ -52,6 +52,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
     _ucxx_exporter: Exporter | None = None
+    _ucxx_told_s: float | None = None  # how long a drain goes on once a signal ends the program; None: all of it
 
     @explained
     def setup_ucxx(
@@ -208,7 +209,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
             if announcement is not None:
                 stack.callback(announcement.close)  # readers look it up until the last payload is read
             if server is not None:
-                stack.callback(server.close, drain_s)
+                stack.callback(server.close, drain_s, told_s=self._ucxx_told_s)
             if exporter is not None:
                 stack.callback(exporter.close)
             if publisher is not None:

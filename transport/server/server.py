@@ -17,7 +17,7 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
-from transport.runtime import stacks
+from transport.runtime import hurry, stacks
 from transport.runtime.arguments import expect, seconds, several, whole
 from transport.runtime.logs import LogFormat
 from transport.server.after_writer import AfterWriter
@@ -152,19 +152,21 @@ class UCXXServer:
                 run.stop()
             raise
 
-    def close(self, drain_s: float = 0.0) -> None:
+    def close(self, drain_s: float = 0.0, *, told_s: float | None = None) -> None:
         """Stop listening. Idempotent. An interrupt ends the wait for readers; call again to finish an interrupted stop.
 
         Args:
             drain_s: wait this long for unread payloads to be consumed first. Payloads that are still unread afterwards
                 stay in the ring, but no listener serves them.
+            told_s: wait at most until so many seconds after the signal that ends the program (`until_stopped`), also
+                where it comes during the wait. None: a signal changes nothing.
         """
         run = self._run
         if run is None:
             return
         self._closing = True
         try:
-            self._drain(drain_s)
+            self._drain(drain_s, math.inf if told_s is None else told_s)
         finally:
             self._stop(run)
         if not self._ring.native.closed:
@@ -179,11 +181,11 @@ class UCXXServer:
             raise
         self._run = None
 
-    def _drain(self, drain_s: float) -> None:
+    def _drain(self, drain_s: float, told_s: float) -> None:
         give_up = time.monotonic() + drain_s
         slow = stacks.Slow(f"the server of {self._ring.name}", math.inf)
         native = self._ring.native
-        while not native.closed and (left := give_up - time.monotonic()) > 0:
+        while not native.closed and (left := min(give_up, hurry.told() + told_s) - time.monotonic()) > 0:
             seen = native.freed_event()
             free, writing, _, _ = native.state_counts()
             if free + writing == self._ring.slot_count:

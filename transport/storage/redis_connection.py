@@ -52,6 +52,7 @@ _LEAST_COMMAND_TIMEOUT_S = 0.25
 _PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
+_NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
 
 
@@ -147,11 +148,16 @@ class RedisConnection:
         def attempt(client: redis.Redis) -> Any:
             nonlocal again
             words = (len(every_key), *every_key, first + again, *arguments)
-            again = "+"
+            before, again = again, "+"
             try:
-                return client.evalsha(script.sha, *words)
-            except self._redis.exceptions.NoScriptError:  # the server was restarted
-                return client.eval(script.text, *words)
+                try:
+                    return client.evalsha(script.sha, *words)
+                except self._redis.exceptions.NoScriptError:  # the server was restarted
+                    return client.eval(script.text, *words)
+            except self._redis.exceptions.ConnectionError as error:
+                if isinstance(error.__context__, _NOT_CONNECTED):
+                    again = before  # the call was not sent
+                raise
 
         try:
             return self._patiently(attempt)

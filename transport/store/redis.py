@@ -9,7 +9,7 @@ Values and versions are two hashes, so that a counter is the server's own; a sor
 lease ends serves their end. A revision of the whole store gives the versions.
 
 Reads of many records are transactions of the server's own commands (redis_reads.py): its scripting language takes four
-times as long to pass on as many strings.
+times as long to pass on as many strings. Where the server refuses a transaction, they are scripts as well.
 """
 
 from __future__ import annotations
@@ -212,9 +212,8 @@ class RedisStore(Store):
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         """The records in the order of ``keys``, one consistent snapshot."""
         checked = check_keys(keys)
-        if len(checked) > MANY:
-            return self._reads.get_many(checked)
-        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(checked)))
+        found = self._reads.get_many(checked) if len(checked) > MANY else None
+        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(checked))) if found is None else found
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
         """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""

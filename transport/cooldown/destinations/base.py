@@ -25,7 +25,7 @@ from transport.runtime.explaining import explained
 PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
 SCHEMES: Final = ("s3", "gs", "hf")
 # Of one try of one request; the services' packages repeat it some times.
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 5.0  # of S3 and Google's
 ANSWER_S: Final = 60.0  # without a byte from the service
 REQUEST_S: Final = 300.0  # of S3, repeats included, and of one try at Google's: in all, with the bytes of a part
 

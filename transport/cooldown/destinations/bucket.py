@@ -53,13 +53,17 @@ class Bucket(Destination):
         try:
             import_module(_PACKAGES[scheme])
             import fsspec
+            from fsspec.config import apply_config
 
             options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+            # What the operator has in fsspec's configuration: an argument would replace all of its key.
+            given = apply_config(fsspec.get_filesystem_class(scheme), {})
             if scheme == "s3":
                 limits = {"connect_timeout": base.CONNECT_S, "read_timeout": base.ANSWER_S}
-                options |= {"max_concurrency": 1, "config_kwargs": limits}
+                options |= {"max_concurrency": 1, "config_kwargs": limits | given.get("config_kwargs", {})}
             else:
-                options |= {"requests_timeout": _limits(), "timeout": base.REQUEST_S}  # none by default
+                limits = {"requests_timeout": _limits(), "timeout": base.REQUEST_S}  # none by default
+                options |= {name: given.get(name, limit) for name, limit in limits.items()}
             self._fs = fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise MissingDependencyError(

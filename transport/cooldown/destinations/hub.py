@@ -60,8 +60,12 @@ def _bound_requests() -> None:
 
 
 def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **options: Any) -> Any:
-    """Send through an adapter; a request without a limit gets one."""
-    return send(request, timeout=(base.CONNECT_S, base.ANSWER_S) if timeout is None else timeout, **options)
+    """Send through an adapter; a request without a limit gets one.
+
+    The limit for connecting is that of an answer: urllib3 also applies it while it sends the bytes, during which a
+    service may pause.
+    """
+    return send(request, timeout=(base.ANSWER_S, base.ANSWER_S) if timeout is None else timeout, **options)
 
 
 class Hub(Destination):
