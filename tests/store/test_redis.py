@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import settings
+from interrupted_locks import check_left_free, interrupted
 from queue_waits import in_thread
 from redis_server import RedisServer, needs_redis, redis_server
 from redis_stores import RedisHarness, place
@@ -170,6 +172,25 @@ def _kind_of(call: object) -> type[BaseException] | None:
     except Exception as error:
         return type(error)
     return None
+
+
+def test_an_interrupted_wait_keeps_no_other_thread_from_the_store(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store:
+        version = store.put("a", b"1")
+        check_left_free(lambda: store.watch("a", version, 0.01), lambda: store.watch("a", version, 0.01))
+
+
+def test_a_store_whose_wait_for_its_server_was_interrupted_can_be_closed() -> None:
+    with redis_server() as server:
+        stores = [RedisStore(place(server), patience_s=0.2) for _ in range(4)]
+        server.kill()
+        for at, store in enumerate(stores, 1):
+            with contextlib.suppress(StoreUnavailableError):
+                interrupted(at, lambda store=store: store.get("a"))  # type: ignore[misc]
+            closing = threading.Thread(target=store.close, daemon=True)  # it may wait for ever
+            closing.start()
+            closing.join(10.0)
+            assert not closing.is_alive()
 
 
 # --- servers that will not do --------------------------------------------------------------------------

@@ -47,7 +47,9 @@ class BlockingRendezvous:
         self._session = Session(store, run, member or own_name(), rules or Rules(), where=where, archive=archive)
         self._failure: Exception | None = None
         self._stopping = threading.Event()
-        self._changed = threading.Condition()
+        # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
 
     def __repr__(self) -> str:
@@ -140,12 +142,12 @@ class BlockingRendezvous:
             self._publish()
 
     def _publish(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _until(self, reached: Callable[[View], bool]) -> View:
         rules = self._session.rules
-        with self._changed:
+        with self._lock:
             while True:
                 view = self._now()
                 if reached(view) or view.state is State.ENDED:

@@ -58,27 +58,27 @@ class Bell:
     def seen(self) -> int:
         """The counter now; read it before reading the shared data, and pass it to ``wait``."""
         room = self._room()
-        with room.condition:
+        with room.lock:
             self._check()
             return room.event.value()
 
     def ring(self) -> None:
         """Wake the waiters of all processes."""
         room = self._room()
-        with room.condition:
+        with room.lock:
             if not self._closed:
                 room.event.advance()
 
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Wait until the counter differs from ``seen``; False after ``timeout_s``. ClosedError after ``close``."""
         room = self._room()
-        with room.condition:
+        with room.lock:
             self._check()
             room.waiters += 1
         try:
             rung = room.event.wait(seen, timeout_s)
         finally:
-            with room.condition:
+            with room.lock:
                 room.waiters -= 1
                 room.condition.notify_all()
         self._check()
@@ -87,7 +87,7 @@ class Bell:
     def close(self) -> None:
         """End the waits of this process and close the file, which is not removed. Idempotent."""
         room = self._room()
-        with room.condition:
+        with room.lock:
             if self._closed:
                 return
             self._closed = True
@@ -114,5 +114,7 @@ class _Room:
             self.event = _ring.Event(str(path))
         except (_ring.RingFault, OSError) as error:
             raise words.unsuitable(f"the wake-up file {path} cannot be used: {error}") from error
-        self.condition = threading.Condition()
-        self.waiters = 0  # Invariant: guarded by condition; threads inside event.wait
+        # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
+        self.waiters = 0  # Invariant: guarded by lock; threads inside event.wait

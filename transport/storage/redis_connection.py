@@ -71,10 +71,17 @@ class _Room:
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
         self.hurried = False  # the client's limits are those of an end
-        self.condition = threading.Condition()
-        self.rings = 0  # Invariant: this and `listener` are guarded by condition
+        # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
+        self.rings = 0  # Invariant: this and `listener` are guarded by lock
         self.listener: threading.Thread | None = None
-        self.ended = threading.Event()
+        self.ended = False
+
+    def pause(self, most_s: float) -> None:
+        """Ends early where the connection is closed."""
+        with self.lock:
+            self.condition.wait_for(lambda: self.ended, most_s)
 
 
 class RedisConnection:
@@ -225,8 +232,7 @@ class RedisConnection:
             except (AttributeError, TypeError, ValueError):
                 if not self._closed and room.client is client:  # else another thread closed or cut it during the call
                     raise
-            if room.ended.wait(pause_s * random.uniform(0.5, 1.0)):
-                continue  # closed: the next iteration raises ClosedError
+            room.pause(pause_s * random.uniform(0.5, 1.0))  # closed meanwhile: the next iteration raises ClosedError
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
     @contextlib.contextmanager
@@ -332,8 +338,8 @@ class RedisConnection:
         room = self._rooms.get(os.getpid())
         if room is None:
             return
-        room.ended.set()
-        with room.condition:
+        with room.lock:
+            room.ended = True
             listener, room.listener = room.listener, None
             room.condition.notify_all()
         if listener is not None:
@@ -355,7 +361,7 @@ class RedisConnection:
     def seen(self) -> int:
         """Number of wake-ups until now; read it before reading the data, and pass it to ``wait``."""
         room = self._room()
-        with room.condition:
+        with room.lock:
             if room.listener is None and not self._closed:
                 room.listener = threading.Thread(
                     target=self._listen, args=(room,), name=f"redis {self._words.what}", daemon=True
@@ -366,18 +372,18 @@ class RedisConnection:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Wait for a wake-up after ``seen``, at most ``timeout_s``. Raises ClosedError after ``close``."""
         room = self._room()
-        with room.condition:
+        with room.lock:
             room.condition.wait_for(lambda: room.rings != seen or self._closed, timeout_s)
         self._room()
 
     def _listen(self, room: _Room) -> None:
         """Run in a thread: every message, every new subscription and every lost connection is a wake-up."""
         pause_s = _BACKOFF_FIRST_S
-        while not room.ended.is_set():
+        while not room.ended:
             bell = room.client.pubsub()  # type: ignore[no-untyped-call]  # the package leaves it so
             try:
                 bell.subscribe(self._bell_channel())
-                while not room.ended.is_set():
+                while not room.ended:
                     if bell.get_message(timeout=_BELL_LOOK_S) is not None:
                         pause_s = _BACKOFF_FIRST_S
                         self._ring(room)
@@ -387,7 +393,7 @@ class RedisConnection:
             ) as error:  # fmt: skip
                 log.info("the subscription to wake-ups of %s failed: %s; subscribing again", self.name, error)
                 self._ring(room)  # waiters read the data and get the error themselves
-                room.ended.wait(pause_s)
+                room.pause(pause_s)
                 pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
             finally:
                 with contextlib.suppress(self._redis.exceptions.RedisError, OSError):
@@ -395,6 +401,6 @@ class RedisConnection:
 
     @staticmethod
     def _ring(room: _Room) -> None:
-        with room.condition:
+        with room.lock:
             room.rings += 1
             room.condition.notify_all()

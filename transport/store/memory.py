@@ -27,7 +27,9 @@ class _Memory:
         self.clock = clock
         self.records: dict[str, _Record] = {}
         self.version = 0  # Invariant: the last that was given; it only grows
-        self.changed = threading.Condition()
+        # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
 
     def living(self, key: str) -> _Record | None:
         record = self.records.get(key)
@@ -56,7 +58,7 @@ class MemoryStore(Store):
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, beside: MemoryStore | None = None) -> None:
         self._memory: _Memory = _Memory(clock) if beside is None else beside._memory
-        self._changed = self._memory.changed
+        self._lock, self._changed = self._memory.lock, self._memory.changed
         self._closed = False
 
     def __repr__(self) -> str:
@@ -68,20 +70,20 @@ class MemoryStore(Store):
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         for key in keys:
             check_key(key)
-        with self._changed:
+        with self._lock:
             self._check_open()
             return [None if (record := self._memory.living(key)) is None else record.entry for key in keys]
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
         check_prefix(prefix)
-        with self._changed:
+        with self._lock:
             self._check_open()
             found = sorted(key for key in self._memory.records if key.startswith(prefix))
             return {key: record.entry for key in found if (record := self._memory.living(key)) is not None}
 
     def put_many(self, changes: Sequence[Change]) -> list[int] | None:
         check_changes(changes)
-        with self._changed:
+        with self._lock:
             self._check_open()
             for change in changes:
                 record = self._memory.living(change.key)
@@ -94,7 +96,7 @@ class MemoryStore(Store):
 
     def add(self, key: str, amount: int = 1) -> int:
         check_key(key)
-        with self._changed:
+        with self._lock:
             self._check_open()
             record = self._memory.living(key)
             before = b"0" if record is None else record.entry.value
@@ -109,7 +111,7 @@ class MemoryStore(Store):
         check_lease(lease_s)
         for key in leases:
             check_key(key)
-        with self._changed:
+        with self._lock:
             self._check_open()
             kept = set()
             for key, version in leases.items():
@@ -122,7 +124,7 @@ class MemoryStore(Store):
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         check_key(key)
         give_up_at = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while True:
                 self._check_open()
                 record = self._memory.living(key)
@@ -134,7 +136,7 @@ class MemoryStore(Store):
                 self._changed.wait(left_s)
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 

@@ -1,0 +1,24 @@
+"""Wake-ups between processes: what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from interrupted_locks import check_left_free
+
+from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError
+from transport.storage.notify import Bell
+from transport.storage.sqlite_file import Words
+
+WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
+
+
+def test_an_interrupted_wait_or_ring_keeps_no_other_thread_from_the_bell(tmp_path: Path) -> None:
+    with contextlib.closing(Bell(tmp_path / "wake", WORDS)) as bell:
+
+        def use() -> None:
+            bell.ring()
+            bell.wait(bell.seen(), 0.0)
+
+        check_left_free(use, bell.ring)
