@@ -40,7 +40,8 @@ class _Line(Store):
     def __init__(self, world: Any, name: str) -> None:
         self._world, self._name = world, name
         self.away_until = 0.0
-        self.forgets = False
+        self.forgets_until = 0.0  # answers are lost, and what was asked is done
+        self.ends_epoch = False
         self.die_after = -1  # calls from now; the last one takes place, or does not
         self.die_before = False
 
@@ -52,11 +53,11 @@ class _Line(Store):
         if dies and self.die_before:
             raise Killed
         if writes:
-            self._world.meanwhile(self._name)
+            self._world.meanwhile(self._name, self.ends_epoch)
         result = call()
         if dies:
             raise Killed
-        if writes and self.forgets:
+        if writes and self._world.now < self.forgets_until:
             raise StoreUnavailableError("the answer was lost")
         return result
 
@@ -107,6 +108,7 @@ class Member:
         self.coordinator: Coordinator | None = None
         self.version = ABSENT
         self.reported: set[int] = set()
+        self.unheard_s = 0.0  # for so long answers are lost from when it waits for others in a round
 
     def do(self, action: Callable[[], object]) -> None:
         """What the program does; a death ends it."""
@@ -120,6 +122,9 @@ class Member:
             self.coordinator = None  # it begins again with what the store has
 
     def step(self) -> None:
+        if self.unheard_s and self.session.view.state is State.SEATED:
+            self.line.forgets_until = self.world.now + self.unheard_s
+            self.unheard_s = 0.0
         self.session.step()
         if self.session.view.state is State.AWAY:  # its round is over
             self.session.join()
@@ -176,7 +181,11 @@ class Member:
         while actions:
             action = actions.pop(0)
             if isinstance(action, Write):
-                version = self.ledger.write(action.record, self.version)
+                self.line.ends_epoch = action.record.phase is EpochPhase.ENDED
+                try:
+                    version = self.ledger.write(action.record, self.version)
+                finally:
+                    self.line.ends_epoch = False
                 if version is not None:
                     self.version = version
                     actions += machine.handle(Written())

@@ -33,6 +33,7 @@ from transport.store.memory import MemoryStore
 _EPOCH_S: Final = 60.0  # between two cooldowns
 _OVERTAKEN: Final = 0.1  # of writes
 _STOPPED: Final = 0.003
+_STOPPED_AT_END: Final = 0.1  # of the writes that end an epoch
 _SETTLE_S: Final = 400.0  # after the last fault
 
 
@@ -128,14 +129,17 @@ class Members:
         current = next(iter(self._last.values()), None)
         return current is not None and current.phase is Phase.CLOSED
 
-    def meanwhile(self, name: str) -> None:
-        """Between what a member has read and what it writes others may step; it may be stopped there for a while."""
+    def meanwhile(self, name: str, ends_epoch: bool = False) -> None:
+        """Between what a member has read and what it writes others may step; it may be stopped there for a while.
+
+        ``ends_epoch``: the write ends an epoch, which another one can have ended before the member goes on.
+        """
         chance = self.rng.random()
         if self._within or chance > _OVERTAKEN:
             return
         self._within = True
         others = [member for member in self._living() if member.name != name]
-        stopped = chance < _STOPPED and self.now < self._last_fault
+        stopped = chance < (_STOPPED_AT_END if ends_epoch else _STOPPED) and self.now < self._last_fault
         seconds = self.rng.uniform(1.0, 25.0) if stopped else 0.0
         until = self.now + seconds
         while True:
@@ -153,8 +157,8 @@ class Members:
             return
         member = self.rng.choice(living)
         kind = self.rng.choices(
-            ["kill", "die", "stop", "away", "all", "forget", "jump", "leave", "restart", "join"],
-            [2, 2, 2, 2, 0.5, 1, 1, 1, 1, 3],
+            ["kill", "die", "stop", "away", "all", "forget", "unheard", "jump", "leave", "restart", "join"],
+            [2, 2, 2, 2, 0.5, 1, 1, 1, 1, 1, 3],
         )[0]
         self.accounts.note(f"fault_{kind} {member.name}")
         match kind:
@@ -172,7 +176,10 @@ class Members:
             case "all":
                 self.away_until = self.now + self.rng.uniform(0.5, 20.0)
             case "forget":
-                member.line.forgets = not member.line.forgets and self.rng.random() < 0.7
+                member.line.forgets_until = self.now + self.rng.uniform(0.5, 30.0)
+            case "unheard":  # a round waits for one that is stopped; a member gives its own seat up, which still stands
+                self.rng.choice(living).stopped_until = self.now + self.rng.uniform(20.0, 45.0)
+                member.unheard_s = self.rng.uniform(9.0, 14.0)
             case "jump":
                 member.skew_s += self.rng.choice([-300.0, -5.0, 5.0])
             case "leave":
