@@ -159,9 +159,9 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.
 
-        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned. Those of a ring that
-        went out of reach just then are in ``batch.in_question``: the ring may have accepted them. Call `consume` with
-        the batch again, later, and it returns those that were; or drop the batch, and they are lost.
+        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned. Those whose ring
+        went out of reach just then are in ``batch.in_question``: `consume` the batch again later, and it returns those that
+        the ring had accepted. They are lost otherwise.
         """
         packer = self._packer
         expect(batch, FetchedBatch, "consume()", _BATCH)
@@ -265,8 +265,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         A ticket of a collected batch is looked up; one that was not prefetched is read now. This call consumes the
         payload, unless `consume` has already consumed its batch.
 
-        Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it, and
-        ConnectionLostError if its ring went out of reach before it said so: the repeated call asks again.
+        Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it;
+        ConnectionLostError if its ring is out of reach: the repeated call asks again.
         """
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
             of_the_base = getattr(super(), "get_policy_input", None)  # of the packer mixed with
