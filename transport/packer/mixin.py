@@ -160,8 +160,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.
 
         Failed payloads, duplicates, and payloads whose claim another trainer has are not returned. Those whose ring
-        went out of reach just then are in ``batch.in_question``: `consume` the batch again later, and it returns those that
-        the ring had accepted. They are lost otherwise.
+        went out of reach just then are in ``batch.in_question``: `consume` the batch again later, and it returns those
+        that the ring had accepted. They are lost otherwise.
         """
         packer = self._packer
         expect(batch, FetchedBatch, "consume()", _BATCH)
