@@ -67,6 +67,19 @@ def test_a_conditional_write_is_not_refused_for_itself_when_its_answer_is_forgot
         assert store.get("a") == Entry(b"1", version or -1)
 
 
+def test_a_conditional_write_counts_as_sent_whatever_its_caller_is_handling(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server)) as store:
+        store.put("x", b"0")  # the script is there
+        lose_and_forget(monkeypatch, server)
+        try:
+            raise ConnectionRefusedError("of another connection")
+        except ConnectionRefusedError:
+            version = store.compare_and_set("a", b"1", ABSENT)
+        assert store.get("a") == Entry(b"1", version or -1)
+
+
 def test_a_conditional_write_that_was_forgotten_and_written_over_is_not_called_refused(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ def group_queue() -> Iterator[Scene]:
         contextlib.closing(queue),
         any_queue(GroupQueue(queue, MemoryStore(), "group", 0, 1), queue.another) as scene,
     ):
-        yield scene
+        yield scene._replace(calls={**scene.calls, "in_question": scene.calls["renew"]})
 
 
 @contextlib.contextmanager

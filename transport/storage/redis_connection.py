@@ -24,6 +24,7 @@ import os
 import random
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -156,13 +157,14 @@ class RedisConnection:
             nonlocal again
             words = (len(every_key), *every_key, first + again, *arguments)
             before, again = again, "+"
+            handled = sys.exc_info()[1]  # by the caller: the context of an error that has none of its own
             try:
                 try:
                     return client.evalsha(script.sha, *words)
                 except self._redis.exceptions.NoScriptError:  # the server was restarted
                     return client.eval(script.text, *words)
             except self._redis.exceptions.ConnectionError as error:
-                if isinstance(error.__context__, _NOT_CONNECTED):
+                if error.__context__ is not handled and isinstance(error.__context__, _NOT_CONNECTED):
                     again = before  # the call was not sent
                 raise
 
