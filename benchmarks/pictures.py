@@ -46,7 +46,7 @@ def run_of_the_demo() -> Console:
     with subprocess.Popen([*TRANSPORT, *DEMO], stdout=subprocess.DEVNULL) as demo:
         before = overview.look()
         while demo.poll() is None:
-            time.sleep(1.0)
+            time.sleep(1.0)  # the time over which rates are counted
             now = overview.look()
             rates = overview.rates(before, now)
             reads = sum(rate.reads for rate in rates.values()) if now.clients else 0.0

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from transport.rendezvous.hosting import seats_of
 from transport.rendezvous.records import Keys, Seat, encode
-from transport.storage.redis_connection import require_redis
+from transport.storage.redis_script import require_redis
 from transport.store.base import Change
 from transport.store.open import open_store
 

@@ -50,7 +50,7 @@ def since() -> float:
 
 
 def told() -> float:
-    """Monotonic time at which the process was told to end; inf: it was not."""
+    """Monotonic time of the first signal to stop; inf: there was none."""
     return _until.get(_SIGNAL, (0.0, float("inf")))[1]
 
 

@@ -30,10 +30,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
+from transport.errors import ClosedError, ConfigurationError, TransportError
 from transport.runtime import hurry
-from transport.runtime.installing import install
-from transport.storage.redis_script import REMEMBER_MS, Script
+from transport.storage.redis_script import REMEMBER_MS, Script, require_redis
 from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
@@ -55,15 +54,6 @@ _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
-
-
-def require_redis() -> Any:
-    """The redis package. MissingDependencyError where it is not installed."""
-    try:
-        import redis
-    except ImportError as error:
-        raise MissingDependencyError(f"a redis:// URL needs the redis package ({error}): {install('redis')}") from error
-    return redis
 
 
 class _Room:

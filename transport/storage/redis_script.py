@@ -1,9 +1,12 @@
-"""A script of a Redis server, and what every script begins with: time, and the answers that the server remembers."""
+"""The redis package, and a script of its server: what each begins with, time and the answers that are remembered."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from typing import Any, Final
+
+from transport.errors import MissingDependencyError
+from transport.runtime.installing import install
 
 REMEMBER_MS: Final = 60_000  # answers to writes
 
@@ -34,6 +37,15 @@ local function remember(answer)
     return answer
 end
 """
+
+
+def require_redis() -> Any:
+    """The redis package. MissingDependencyError where it is not installed."""
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingDependencyError(f"a redis:// URL needs the redis package ({error}): {install('redis')}") from error
+    return redis
 
 
 class Script:

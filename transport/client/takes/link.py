@@ -47,7 +47,7 @@ class TakeLink(HeldClaims):
         link, end, outcomes: as `HeldClaims` takes them.
         buffers: where memory for answers comes from.
         schemas: that the client was given, by fingerprint.
-        counted: is told how many payloads came with bytes that had changed.
+        counted: called with the number of payloads of an answer whose checksum was wrong.
     """
 
     def __init__(
