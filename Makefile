@@ -102,7 +102,7 @@ bench: build/peers/few | redis ## under 4 minutes: the job and reads, few sizes,
 bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and peer; the pictures of docs; the ring
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
 	@$(BIN)/transport bench loopback --checksum on,off --peers all --repetitions 3 --json build/bench.json --plot docs/bench.png
-	@$(BIN)/transport bench ring
+	@$(BIN)/python benchmarks/ring.py
 
 # --- checking ---------------------------------------------------------------------------------------------------------
 test: lint native-test model wheel-test site pytest ## the whole suite: all of these, one after the other
