@@ -119,18 +119,29 @@ redis:
 # wait more than they compute: one worker more than there are cores.
 PYTEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 # TRY_AGAIN=1 (CI sets it) runs what failed once more, alone and one after the other, and says so: real processes on a busy machine
-# fail now and then for reasons of the machine. What passes only then is a defect of the test or of the code all the same.
+# fail now and then for reasons of the machine. What passes only then is a defect of the test or of the code all the same: the last
+# lines name it.
 TRY_AGAIN ?= 0
 define tried_again
 { status=$$?; [ $(TRY_AGAIN) = 1 ] && [ $$status = 1 ] && \
 	  printf '\033[31m%s\033[0m\n' "some tests failed; they run once more, alone:" && $(1) -v --last-failed --last-failed-no-failures none; }
 endef
 pytest: $(VENV)/installed | redis
-	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile || $(call tried_again,$(BIN)/python -m pytest)
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal || $(call tried_again,$(BIN)/python -m pytest)
+
+# What takes long and seldom finds what make pytest does not (tests/support/tiers.py). CI runs the short form.
+SHORT ?= 0
+NIGHTLY := -m pytest --nightly $(if $(filter 1,$(SHORT)),--short)
+.PHONY: nightly
+nightly: $(VENV)/installed | redis ## kill matrices, whole jobs, clusters, soaks, many seeds; SHORT=1: at most 12 minutes
+	@$(BIN)/python $(NIGHTLY) -n $(PYTEST_WORKERS) --dist worksteal || $(call tried_again,$(BIN)/python $(NIGHTLY))
+ifneq ($(SHORT),1)
+	@$(MAKE) misuse simulation soak soak-planted cluster teardown
+endif
 
 # The real frameworks: torch, CuPy, Ray, verl, cosmos-rl and TransferQueue in an environment of their own (2.6 GB), of the
 # versions in constraints-adapters.txt. Nothing is skipped in silence: tests/support/frameworks.py has what may be, and why.
-ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist loadfile
+ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist worksteal
 adapters: build/adapters/installed | redis ## every test that needs a framework, with all of them installed in build/adapters
 	@build/adapters/bin/python -m pytest --frameworks $(ADAPTERS_OPTIONS) || \
 	$(call tried_again,build/adapters/bin/python -m pytest --frameworks)

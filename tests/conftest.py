@@ -26,6 +26,8 @@ pytest.register_assert_rewrite(
     *("found_rings", "found_processes", "mapped_views", "member_groups", "sameness", "scripted_queue"),
 )
 
+pytest_plugins = ["tiers"]
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     own_shared_memory()  # so that one worker's segments are no leaks of the other's tests
 
@@ -42,6 +44,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Frameworks(config), "frameworks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What passed only when it was tried again is a defect as well: it is named last."""
+    if config.getoption("lf", False):
+        for report in terminalreporter.getreports("passed"):
+            if report.when == "call":
+                terminalreporter.write_line(f"NEEDED A SECOND RUN {report.nodeid}", red=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

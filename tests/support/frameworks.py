@@ -5,14 +5,18 @@ A test belongs to a framework if it is in tests/adapters/ (in a folder `NAME` or
 skipped for want of a framework belongs to none. `make adapters` runs them with --frameworks: an unexpected skip fails,
 and so does a framework of which no test ran.
 
-With several workers the tests of a file run in one of them, one after the other, and so do those of all files that
-start Ray: Ray gives its own start 30 s, which several clusters at once on two cores exceed.
+One test that starts Ray runs at a time, whichever worker has it: Ray gives its own start 30 s, which several clusters
+at once on two cores exceed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import re
+import tempfile
 from collections import defaultdict
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,13 @@ ALLOWED = {
     r"^two hosts (cannot be made here|need redis-server)": "it needs root, network namespaces and Redis",
     r"^not run: ": "a block of the documentation that cannot run alone; the comment above it says why",
 }
+
+
+@contextlib.contextmanager
+def _alone_with_ray() -> Iterator[None]:
+    with (Path(tempfile.gettempdir()) / "payload-transport-tests-with-ray").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def framework_of(item: pytest.Item) -> str | None:
@@ -86,16 +97,10 @@ class Frameworks:
             config.hook.pytest_deselected(items=others)
             items[:] = chosen
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        if config.getvalue("dist") != "loadfile":
-            return None
-        from scheduling import Files, OneRay
-
-        scheduler = OneRay(config, log) if self._all else Files(config, log)
-        if isinstance(scheduler, OneRay):
-            scheduler.starts_ray = STARTS_RAY
-        return scheduler
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the test's time limit
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        with _alone_with_ray() if item.nodeid.startswith(STARTS_RAY) else contextlib.nullcontext():
+            return (yield)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from helpers import Child
 from supervised import read_all, write
 
 from transport import BlockingClient, SharedRingBuffer, Ticket
@@ -42,17 +43,39 @@ def test_a_thread_gets_time_to_end() -> None:
     assert before.leaks() == []
 
 
-def test_a_segment_is_named_unless_a_stranger_may_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = ResourceSnapshot.take()
-    monkeypatch.setattr(leaks, "_strangers_run", lambda ours: False)
-    segment = Path("/dev/shm") / f"{leaks.SEGMENT_PREFIX}{uuid.uuid4().hex}"
-    segment.touch()
-    try:
-        assert f"shared memory {segment}" in before.leaks(grace_s=0)
-        monkeypatch.setattr(leaks, "_strangers_run", lambda ours: True)
-        assert before.leaks(grace_s=0) == []
-    finally:
-        segment.unlink()
+LEAKS_A_SEGMENT = """
+import subprocess, sys
+from mounts import own_shared_memory
+if not own_shared_memory():
+    print("no /dev/shm of its own")
+    raise SystemExit
+from transport import SharedRingBuffer
+from transport.testing import ResourceSnapshot
+before = ResourceSnapshot.take()
+ring = SharedRingBuffer.create(slots=1, slot_bytes=100)
+segment = f"shared memory /dev/shm/{ring.name.removeprefix('/')}"
+print(segment in before.leaks(grace_s=0))
+# A process that is no descendant: its parent has ended, and it does not carry the mark.
+uses = "import os, sys; from transport import SharedRingBuffer; print(os.getpid(), flush=True); sys.stdin.read()"
+starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {uses!r}], env={{}})"
+with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    stranger = int(parent.stdout.readline())
+    parent.wait()
+    print(segment not in before.leaks(grace_s=0))
+    parent.stdin.close()
+    while parent.stdout.read():
+        pass
+print(segment in before.leaks(grace_s=0))
+ring.close()
+print(before.leaks())
+"""
+
+
+def test_a_ring_that_was_not_closed_is_named_unless_a_stranger_may_have_made_it() -> None:
+    with Child(LEAKS_A_SEGMENT, env={leaks._MARK: "another"}) as child:
+        if (line := child.line()).startswith("no"):
+            pytest.skip(line)
+        assert [line, *(child.line() for _ in range(3))] == ["True", "True", "True", "[]"]
 
 
 def test_a_segment_of_a_process_that_was_there_before_counts_when_that_has_ended(

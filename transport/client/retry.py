@@ -171,7 +171,10 @@ class Retry:
 
 # --- ceilings ------------------------------------------------------------------------------------
 def attempts_of_read(settings: Settings, ports: int) -> int:
-    """Attempts of one read: ``attempts_per_read``, and at least one per port, so that one living listener is found."""
+    """Attempts of one read: ``attempts_per_read``, and at least one per port, so that one living listener is found.
+
+    ``ports``: pairs of address and port. Two ports of a host with two addresses count as four.
+    """
     return max(settings.attempts_per_read, ports)
 
 

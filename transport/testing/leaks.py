@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _elders: set[tuple[int, int]] = set()  # processes that are older than this one: inode of the folder in /proc, number
-_CORE = "/transport/_native."  # in the memory map of every process that uses the package
+_RING_MODULE = "/transport/_ring."  # in the memory map of every process that can make a segment
 _MARK = "LEAK_CHECK_RUN"  # not TRANSPORT_…: unknown names of that kind are errors of configuration
 SEGMENT_PREFIX = "transport-"
 
@@ -198,6 +198,6 @@ def _strangers_run(ours: Container[int]) -> bool:
                 if (process / f"root{_SHARED_MEMORY}").stat().st_dev != our_memory:
                     continue  # in a container, whose segments are elsewhere
                 maps = (process / "maps").read_text(errors="replace")
-                if _CORE in maps or f"{_SHARED_MEMORY}/{SEGMENT_PREFIX}" in maps:
+                if _RING_MODULE in maps or f"{_SHARED_MEMORY}/{SEGMENT_PREFIX}" in maps:
                     return True
     return False

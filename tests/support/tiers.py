@@ -1,0 +1,52 @@
+"""Which tests `make pytest` leaves to `make nightly`: those that take long and seldom find what the others do not.
+
+`@pytest.mark.nightly` leaves out a test, `@pytest.mark.nightly(keep=8)` all but eight of its cases, which are evenly
+spread over the list of them and the same each time. A test that is asked for by name (FILE::TEST) runs whatever its
+marker is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+SHORT = 2  # cases of each test that `make nightly SHORT=1` runs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run what the nightly marker leaves out, and nothing else")
+    parser.addoption("--short", action="store_true", help=f"with --nightly: {SHORT} cases of each test at most")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    nightly, short = config.getoption("--nightly"), config.getoption("--short")
+    if not nightly and any("::" in argument for argument in config.args):
+        return
+    left_out: set[pytest.Item] = set()
+    for cases in _cases_of_each_test(items):
+        marker = cases[0].get_closest_marker("nightly")
+        keep = len(cases) if marker is None else marker.kwargs.get("keep", 0)
+        by_default = _spread(cases, keep)
+        if not nightly:
+            left_out.update(set(cases) - by_default)
+            continue
+        others = [case for case in cases if case not in by_default]
+        left_out |= by_default | (set(others) - _spread(others, SHORT) if short else set())
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _cases_of_each_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    found = defaultdict(list)
+    for item in items:
+        found[item.nodeid.partition("[")[0]].append(item)
+    return list(found.values())
+
+
+def _spread(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
+    """``count`` of the cases, the first and the last among them."""
+    if count >= len(cases):
+        return set(cases)
+    return {cases[round(at * (len(cases) - 1) / max(count - 1, 1))] for at in range(count)}
