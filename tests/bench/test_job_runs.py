@@ -57,6 +57,7 @@ def test_every_payload_of_the_embedded_queue_is_consumed_once_over_each_wire(
     ]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("layout", ["list", "padded", "packed"])
 def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout(
@@ -66,6 +67,7 @@ def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout
     assert (row["queue"], row["wire"], row["layout"]) == ("rings", "tcp", layout)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped", "--writers", "2", "--trainers", "2")
@@ -163,6 +165,7 @@ def members(process: int) -> set[int]:
     return found
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

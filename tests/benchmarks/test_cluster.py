@@ -181,6 +181,7 @@ def test_where_namespaces_are_refused_the_run_says_why(tmp_path: Path) -> None:
     assert done.stderr == "there can be no cluster here: namespaces are refused: Operation not permitted; run as root\n"
 
 
+@pytest.mark.nightly
 @needs_redis
 @pytest.mark.ucx
 @pytest.mark.slow
@@ -201,6 +202,7 @@ def test_a_short_run_with_faults_accounts_for_every_payload(tmp_path: Path, proc
     assert accounted == run["payloads"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -56,6 +56,7 @@ def simulation(*options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
 def test_a_seed_is_the_same_again_and_another_is_another(kind: str) -> None:
@@ -63,12 +64,14 @@ def test_a_seed_is_the_same_again_and_another_is_another(kind: str) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
 def test_some_seeds_find_nothing(kind: str) -> None:
     assert " 0 failed" in simulation(kind, "--seeds", "4")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "hosts", "trainers"), [("--no-rings", 300, 30), ("--rings", 60, 6)])
 def test_many_hosts_find_nothing_either(kind: str, hosts: int, trainers: int) -> None:
@@ -76,6 +79,7 @@ def test_many_hosts_find_nothing_either(kind: str, hosts: int, trainers: int) ->
     assert " 0 failed" in simulation(kind, "--seed", "3", *sizes)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str) -> None:

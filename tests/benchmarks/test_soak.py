@@ -304,6 +304,7 @@ def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
     assert not mutations.found("flipped", clean | {"passed": False, "lost": 1, "wrong": 1})
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @needs_redis
@@ -350,9 +351,10 @@ def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
 
 
 # --- a short soak ----------------------------------------------------------------------------------------
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
-@pytest.mark.parametrize("queue", ["sqlite", "rings"])
+@pytest.mark.parametrize("queue", ["rings", "sqlite"])
 def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path, queue: str) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, SOAK, "--payloads", "2500", "--kills", "8", "--seed", "5", "--json", report]

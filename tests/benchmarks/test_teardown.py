@@ -57,6 +57,7 @@ async def test_a_server_in_processes_ends_with_reads_in_flight() -> None:
     assert not reuse.written_afterwards
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["writer first", "SIGKILL all"])
 def test_whole_processes_that_are_stopped_with_reads_in_flight_leave_nothing_behind(end: str, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_whole_processes_that_are_stopped_with_reads_in_flight_leave_nothing_beh
     assert said["reads"] > 0 or end == "SIGKILL all"  # killed clients say nothing
 
 
+@pytest.mark.nightly
 @needs_redis
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["listener", "trainer"])

@@ -35,9 +35,10 @@ CONTRACT = {
 
 
 # --- runs -----------------------------------------------------------------------------------------
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wire", ["tcp", "mapped"])
 def test_every_payload_reaches_every_reader_once(tmp_path: Path, wire: str) -> None:
     report = tmp_path / "demo.json"
     arguments = ("--episodes", "160", "--readers", "2", "--wire", wire, "--target", "0", "--json", str(report))
@@ -94,6 +95,7 @@ def test_the_default_run_learns_and_prints_nothing_but_json(tmp_path: Path) -> N
     assert demo.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_missing_the_target_fails_in_one_line_after_the_summary(tmp_path: Path) -> None:
@@ -104,6 +106,7 @@ def test_missing_the_target_fails_in_one_line_after_the_summary(tmp_path: Path) 
     assert err.splitlines()[-1].startswith("transport demo: the policy did not learn: the mean return went from ")
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_queue_of_ones_own_stays_and_is_finished(tmp_path: Path) -> None:

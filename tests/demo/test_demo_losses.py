@@ -26,6 +26,7 @@ _CLEAN_UP_S = 30.0  # watchdog
 
 
 # --- another run, another server --------------------------------------------------------------------------
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +56,7 @@ def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, m
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
@@ -68,6 +70,7 @@ def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
     assert demo.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @needs_redis
@@ -85,6 +88,7 @@ def test_the_run_goes_over_a_redis_server_and_leaves_nothing_there(tmp_path: Pat
     assert demo.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @needs_redis
@@ -108,6 +112,7 @@ def test_a_named_run_stays_and_its_server_may_be_killed_meanwhile(tmp_path: Path
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_trace_that_cannot_be_written_is_named_once_and_the_summary_counts(tmp_path: Path) -> None:
@@ -119,6 +124,7 @@ def test_a_trace_that_cannot_be_written_is_named_once_and_the_summary_counts(tmp
     assert Path("/dev/full").exists()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -135,6 +141,7 @@ def test_a_signal_stops_everything_in_order(tmp_path: Path, number: signal.Signa
     assert demo.left() == []
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rollout", "trainer"])
@@ -164,6 +171,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     assert demo.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_killed_listener_costs_no_payload(tmp_path: Path) -> None:

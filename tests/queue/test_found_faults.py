@@ -164,6 +164,7 @@ def test_a_writer_that_is_killed_leaves_what_it_wrote(prefix: str, wire: str, ov
         eventually(lambda: not queue.places.segments() or not queue.claim(1, 0.1, consumer="test"), "its ring has gone")
 
 
+@pytest.mark.nightly(keep=1)
 @both
 def test_trainers_that_claim_at_once_get_every_payload_once(prefix: str, wire: str, over: None) -> None:
     text, each = f"rings:{prefix}", 200
