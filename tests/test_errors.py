@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from pathlib import Path
-
-import transport
 from transport import errors
 from transport.errors import TransportError
 
@@ -32,12 +27,6 @@ ALONE = {
 
 def test_every_error_has_a_family() -> None:
     assert [found for found in CLASSES if found not in ALONE and not issubclass(found, tuple(FAMILIES))] == []
-
-
-def test_every_error_has_a_sentence_of_its_own() -> None:
-    inherited = TransportError.__doc__
-    assert inherited
-    assert [each for each in CLASSES if each is not TransportError and each.__doc__ in (None, "", inherited)] == []
 
 
 def test_codes_on_the_wire_are_unique_and_stay_what_they_are() -> None:
@@ -88,30 +77,3 @@ def test_python_code_that_knows_nothing_of_us_can_catch_them() -> None:
 
 def test_exhausted_retries_tell_how_many() -> None:
     assert errors.RetriesExhaustedError("all failed", 12).attempts == 12
-
-
-# --- their messages -------------------------------------------------------------------------------------
-_PLACEHOLDER = re.compile(r"\{[a-z_][\w.]*(\(\))?(![rsa])?(:[^{}]*)?\}")
-
-
-def unfilled(tree: ast.AST) -> list[str]:
-    """Placeholders in the texts of `raise` and of calls of a log that lack their f."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log.")):
-            texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
-            found += [text for text in texts if isinstance(text, str) and _PLACEHOLDER.search(text)]
-    return found
-
-
-def test_the_search_finds_a_placeholder_without_its_f() -> None:
-    assert unfilled(ast.parse("raise E(f'{a} ' 'of {self.b.c}')")) == [" of {self.b.c}"]
-    assert unfilled(ast.parse("log.info('{n:g} s')"))
-    assert not unfilled(ast.parse("raise E(f'{a} of {b!r:.80}')"))
-
-
-def test_every_placeholder_of_a_message_is_filled_in() -> None:
-    sources = sorted(Path(transport.__file__).parent.rglob("*.py"))
-    assert len(sources) > 100
-    found = {str(path): unfilled(ast.parse(path.read_text(encoding="utf-8"))) for path in sources}
-    assert {path: texts for path, texts in found.items() if texts} == {}

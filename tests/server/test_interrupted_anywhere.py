@@ -16,8 +16,11 @@ from transport.server.running import OneThread
 
 # A coroutine that was made and not begun, and what an interrupted start of anything leaves to the collector.
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{warning}")
-    for warning in ("RuntimeWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+    pytest.mark.nightly,
+    *(
+        pytest.mark.filterwarnings(f"ignore::{warning}")
+        for warning in ("RuntimeWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+    ),
 ]
 
 
