@@ -93,16 +93,6 @@ def test_every_pip_of_the_makefile_takes_the_constraints() -> None:
     assert [line for line in lines if "-m pip" in line and "PIP_CONSTRAINT" not in line] == []
 
 
-def test_the_workflow_runs_what_make_test_runs() -> None:
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert re.findall(r"^ *- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
-    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.findall(r"^(?:exec )?make .*$|^exec .*$", run, re.MULTILINE) == [
-        "make test TRY_AGAIN=1",
-        "make adapters TRY_AGAIN=1",
-    ]
-
-
 # --- what a release says of itself -----------------------------------------------------------------
 def release_text() -> Any:
     spec = importlib.util.spec_from_file_location("readme", ROOT / "tests" / "wheel" / "readme.py")
