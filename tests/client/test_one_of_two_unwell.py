@@ -105,7 +105,6 @@ async def test_acknowledgements_reach_their_ring_although_another_one_cannot_be_
     monkeypatch: pytest.MonkeyPatch, later: bool
 ) -> None:
     monkeypatch.setattr("transport.client.connections.links._CLOSE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("helpers.PATIENCE_S", 2.0)
     patient = settings_with(read_timeout_s=200.0, connect_timeout_s=200.0, handshake_timeout_s=200.0, ack_delay_s=0.01)
     with serving() as (lost, server), serving() as (well, _), socket.socket() as silent:
         async with UCXXClient(wire={"tcp"}, settings=patient, ack="manual") as client:

@@ -84,14 +84,14 @@ def test_metrics_are_those_of_every_process_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.ucx
 @pytest.mark.slow
-def test_the_default_run_learns_and_prints_nothing_but_json(tmp_path: Path) -> None:
-    with running(tmp_path, "--json", "-") as demo:
+def test_the_default_run_loses_nothing_and_prints_nothing_but_json(tmp_path: Path) -> None:
+    """How much it learns depends on how old the policies are that its rollouts get; test_demo_policy.py has that."""
+    with running(tmp_path, "--target", "0", "--json", "-") as demo:
         status, out, err = demo.finished()
     assert status == 0, err
     result = json.loads(out)
     assert result["payloads"] == 480
     assert (result["lost"], result["duplicates"]) == (0, 0)
-    assert result["mean_return_last"] >= 2 * result["mean_return_first"]
     assert demo.left() == []
 
 

@@ -203,13 +203,15 @@ def test_a_listener_that_closes_with_strangers_leaves_the_interpreter_to_others(
         listening.close()
         usual = sys.getswitchinterval()
         sys.setswitchinterval(1000)  # but for one that waits already, others run when the interpreter is left to them
-        began = time.monotonic()
-        worker.engine.close()
-        ended = time.monotonic()
-        sys.setswitchinterval(usual)
-        over.set()
-        ticking.join()
-        worker.close()
+        try:
+            began = time.monotonic()
+            worker.engine.close()
+            ended = time.monotonic()
+        finally:
+            sys.setswitchinterval(usual)
+            over.set()
+            ticking.join()
+            worker.close()
         for stranger in strangers:
             stranger.close()
         return began, ended

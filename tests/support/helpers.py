@@ -28,7 +28,7 @@ from transport.settings import DEFAULTS, Settings
 from transport.testing import run
 from transport.wire import authentication, frames
 
-PATIENCE_S = 15.0  # how long a wait may last before something is broken
+PATIENCE_S = 100.0  # a watchdog, shorter than that of the whole test, so that it can say what it waited for
 SHM = Path("/dev/shm")
 
 every_wire = pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
@@ -97,7 +97,7 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
 
     @functools.wraps(test)
     def body(*arguments: Any, **named: Any) -> None:
-        run(test(*arguments, **named))
+        run(test(*arguments, **named), PATIENCE_S)
 
     return body
 

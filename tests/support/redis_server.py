@@ -51,13 +51,18 @@ class RedisServer:
         self.options = options
         self.port = _port()
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        while not self._starts():
+            self.port = _port()  # somebody took it meanwhile
 
     def place(self, run: str = "test", database: int = 0) -> str:
         return f"redis://127.0.0.1:{self.port}/{database}?run={run}"
 
     def start(self) -> None:
-        """Start it, and wait until it answers. With the same files and port as before."""
+        """Start it again, and wait until it answers. With the same files and port as before."""
+        assert self._starts(), "redis-server did not start"
+
+    def _starts(self) -> bool:
+        """Start it, and wait until it answers; False if it ended instead."""
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
@@ -79,15 +84,15 @@ class RedisServer:
         )
         never = Retry(NoBackoff(), 0)  # the package's own pauses are long
         with redis.Redis(host="127.0.0.1", port=self.port, retry=never) as client:
-            while True:
-                assert self.process.poll() is None, "redis-server did not start"
+            while self.process.poll() is None:
                 try:
-                    client.ping()
+                    if client.info("server")["process_id"] == self.process.pid:
+                        return True
                 except redis.exceptions.AuthenticationError:
-                    return  # an answer, too
+                    return True  # an answer, too
                 except redis.exceptions.ConnectionError:
                     continue
-                return
+        return False
 
     def kill(self) -> None:
         """SIGKILL, as a crash; the child that rewrites the append-only file goes, too."""

@@ -252,6 +252,8 @@ async def senders(wire: Any) -> AsyncIterator[Senders]:
 @pytest.mark.slow
 @over_ucx
 def test_a_peer_killed_at_any_moment_of_its_messages_leaves_nothing_waiting(wire: Any) -> None:
+    seeded = random.Random(10)
+
     async def body() -> None:
         with Child(SENDERS, wire, SIZE, MESSAGES) as child:
             for _ in range(10):
@@ -259,7 +261,7 @@ def test_a_peer_killed_at_any_moment_of_its_messages_leaves_nothing_waiting(wire
                 endpoint = await sending.start()
                 arrays = [np.zeros(SIZE, np.uint8) for _ in range(MESSAGES)]
                 futures = [endpoint.receive(array, tag) for tag, array in enumerate(arrays)]
-                await until(arrays[random.randrange(MESSAGES - 8)].any, "some messages arrive")
+                await until(arrays[seeded.randrange(MESSAGES - 8)].any, "some messages arrive")
                 sending.kill()
                 await until(lambda endpoint=endpoint: not endpoint.alive)
                 await until(lambda futures=futures: all(future.done() for future in futures), "all are told")
@@ -358,6 +360,7 @@ def test_a_worker_closes_though_half_a_message_that_nobody_received_is_there() -
 @over_ucx
 @asynchronous
 async def test_a_peer_stopped_in_the_middle_of_a_message_does_not_write_after_the_end(wire: Any) -> None:
+    seeded = random.Random(12)
     with Child(SENDERS, wire, SIZE, MESSAGES) as child:
         for _ in range(12):
             sending = Senders(wire, child)
@@ -365,7 +368,7 @@ async def test_a_peer_stopped_in_the_middle_of_a_message_does_not_write_after_th
             arrays = [np.zeros(SIZE, np.uint8) for _ in range(MESSAGES)]
             futures = [endpoint.receive(array, tag) for tag, array in enumerate(arrays)]
             await futures[0]  # from here on the peer is told of the end; not while the connection is being made
-            await until(arrays[random.randrange(MESSAGES - 8)].any, "some messages arrive")
+            await until(arrays[seeded.randrange(MESSAGES - 8)].any, "some messages arrive")
             sending.stop()
             endpoint.abort()
             if sending.worker.engine.abandoned:
