@@ -100,17 +100,21 @@ def report(done: Uploaded) -> Report:
 
 
 # --- proofs -----------------------------------------------------------------------------------------
-def test_an_upload_is_proven_by_the_services_checksums_alone(
-    place: S3, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose bytes were read back from the service."""
+    names: list[str] = []
+    pieces = S3.pieces
+    monkeypatch.setattr(S3, "pieces", lambda self, path: (names.append(path.rpartition("/")[2]), pieces(self, path))[1])
+    return names
+
+
+def test_an_upload_is_proven_by_the_services_checksums_alone(place: S3, model: Path, read: list[str]) -> None:
     done = upload(model, place, RECORD, "a", ATTEMPT)
-    real = S3.pieces
-    read: list[str] = []
-    monkeypatch.setattr(S3, "pieces", lambda self, path: (read.append(path), real(self, path))[1])
     assert verified(place, RECORD, report(done)).bytes == sum(map(len, MODEL.values()))
-    assert [path.rpartition("/")[2] for path in read] == ["manifest.json"]
+    assert read == ["manifest.json"]
     verified(place, RECORD, report(done), proof=Proof.READ)
-    assert {path.rpartition("/")[2] for path in read} == {"manifest.json", *MODEL}
+    assert {*read} == {"manifest.json", *MODEL}
     assert done.manifest.files[0].proofs["etag"].endswith("-4")
 
 
@@ -122,11 +126,21 @@ def test_what_was_altered_in_the_store_is_refused(place: S3, model: Path) -> Non
     assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
-def test_a_service_with_other_checksums_is_read_back(place: S3, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it encrypts with keys of its own: a proof that differs refutes nothing."""
+@pytest.mark.parametrize(
+    "stored", [{"etag": "0" * 32}, {"of another kind": "0" * 32}, {}], ids=["other", "unknown", "none"]
+)
+def test_a_service_with_other_checksums_is_read_back(
+    place: S3, model: Path, monkeypatch: pytest.MonkeyPatch, read: list[str], stored: dict[str, str]
+) -> None:
+    """As where it encrypts with keys of its own: a proof that differs refutes nothing, and proves nothing."""
     done = upload(model, place, RECORD, "a", ATTEMPT)
-    monkeypatch.setattr(S3, "proofs", lambda self, path: {"etag": "0" * 32})
+    monkeypatch.setattr(S3, "proofs", lambda self, path: stored)
     assert verified(place, RECORD, report(done)).files == 2
+    assert sorted(read) == ["large", "manifest.json", "small"]
+    place.put(done.manifest.path(done.manifest.files[1]), b"2")
+    with pytest.raises(RefusedUpload) as caught:
+        verified(place, RECORD, report(done))
+    assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
 def test_parts_of_a_file_are_sent_at_the_same_time(server: Child, place: S3, model: Path) -> None:
