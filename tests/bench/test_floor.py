@@ -45,6 +45,7 @@ def test_a_program_that_prints_nothing_useful_is_an_error(monkeypatch: pytest.Mo
         floor.measure(asked, 0.5, lambda *_: b"oops")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_floor_reads_and_verifies() -> None:
     asked = Case(

@@ -242,6 +242,7 @@ draw(msgspec.json.decode(sys.stdin.buffer.read(), type=JobReport), Path(sys.argv
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("idle", [False, True])
 def test_the_picture_is_a_png(tmp_path: Path, idle: bool) -> None:
     if importlib.util.find_spec("matplotlib") is None:
@@ -305,6 +306,7 @@ def test_a_lost_payload_of_ours_is_a_failure(
     assert "rings, mapped, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("wire", ["mapped", "tcp", "shm"])
 def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> None:
     found = driver.measure(case(queue="rings", wire=wire, writers=2, trainers=2), 0.05)

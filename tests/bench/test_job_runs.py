@@ -46,6 +46,7 @@ def needs_peer(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not installed, reason=f"SKIPPED: {name} is not installed; run: make bench-peers")
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_every_payload_of_the_embedded_queue_is_consumed_once_over_each_wire(
     capsys: pytest.CaptureFixture[str],

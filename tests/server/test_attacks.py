@@ -78,6 +78,7 @@ async def reads(client: UCXXClient, ring: SharedRingBuffer, count: int, seed: in
     await read_all(client, tickets)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("kind", "enough", "secret"),
     [
