@@ -351,7 +351,7 @@ def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
 
 
 # --- a short soak ----------------------------------------------------------------------------------------
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("queue", ["rings", "sqlite"])

@@ -8,7 +8,7 @@ import pytest
 from delivery_accounts import Told, compare, place_of
 from former_build import environment_of, former_build
 
-pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+pytestmark = [pytest.mark.ucx, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

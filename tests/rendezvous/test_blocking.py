@@ -127,6 +127,7 @@ def test_a_store_that_is_lost_ends_the_wait(tmp_path: Path) -> None:
         member.leave()
 
 
+@pytest.mark.nightly
 def test_an_interrupted_wait_keeps_no_other_thread_from_the_member(store: SQLiteStore) -> None:
     member = a_member(store)
 

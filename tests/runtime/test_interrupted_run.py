@@ -10,6 +10,7 @@ from interrupted_lines import interrupted
 from transport.runtime.loop_thread import LoopThread
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # never begun
 def test_an_interrupted_run_leaves_no_coroutine_on_the_loop() -> None:
     running: list[int] = []

@@ -14,6 +14,7 @@ from transport.storage.sqlite_file import Words
 WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 
 
+@pytest.mark.nightly
 def test_an_interrupted_wait_or_ring_keeps_no_other_thread_from_the_bell(tmp_path: Path) -> None:
     with contextlib.closing(Bell(tmp_path / "wake", WORDS)) as bell:
 

@@ -41,6 +41,7 @@ class TestConformance(StoreConformance):
     pass
 
 
+@pytest.mark.nightly
 def test_an_interrupted_call_keeps_no_other_thread_from_the_store() -> None:
     with MemoryStore() as store:
 

@@ -174,12 +174,14 @@ def _kind_of(call: object) -> type[BaseException] | None:
     return None
 
 
+@pytest.mark.nightly
 def test_an_interrupted_wait_keeps_no_other_thread_from_the_store(server: RedisServer) -> None:
     with RedisStore(place(server)) as store:
         version = store.put("a", b"1")
         check_left_free(lambda: store.watch("a", version, 0.01), lambda: store.watch("a", version, 0.01))
 
 
+@pytest.mark.nightly
 def test_a_store_whose_wait_for_its_server_was_interrupted_can_be_closed() -> None:
     with redis_server() as server:
         stores = [RedisStore(place(server), patience_s=0.2) for _ in range(4)]

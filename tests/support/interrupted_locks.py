@@ -13,7 +13,7 @@ from typing import Any
 
 from interrupted_lines import HERE, Interrupted
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0  # a watchdog
 
 
 def interrupted(at: int, action: Callable[[], object]) -> bool:
