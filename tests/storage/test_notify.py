@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import pytest
 from interrupted_locks import check_left_free
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError
