@@ -1,8 +1,8 @@
 """Which tests `make pytest` leaves to `make nightly`: those that take long and seldom find what the others do not.
 
 `@pytest.mark.nightly` leaves out a test, `@pytest.mark.nightly(keep=8)` all but eight of its cases, which are evenly
-spread over the list of them and the same each time. A test that is asked for by name (FILE::TEST) runs whatever its
-marker is.
+spread over the list of them and the same each time. A test that is asked for by its name (FILE::TEST), or that failed
+before (--last-failed), runs whatever its marker is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     nightly, short = config.getoption("--nightly"), config.getoption("--short")
-    if not nightly and any("::" in argument for argument in config.args):
+    by_name = any("::" in argument for argument in config.args)
+    if config.getoption("lf", False) or (by_name and not nightly):
         return
     left_out: set[pytest.Item] = set()
     for cases in _cases_of_each_test(items):
