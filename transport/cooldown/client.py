@@ -8,7 +8,6 @@ import secrets
 import shutil
 from pathlib import Path
 
-from transport.cooldown.blocking_calls import in_thread, settled
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
@@ -35,6 +34,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+from transport.runtime.blocking_calls import in_thread, settled
 from transport.runtime.explaining import explained_calls
 from transport.runtime.progress import Progress, silent
 from transport.store.base import Store

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from transport.cooldown.blocking_calls import in_thread, retry_store, settled
 from transport.cooldown.destinations.base import Destination, normalise
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
@@ -57,6 +56,7 @@ from transport.errors import (
     RunError,
     UsageError,
 )
+from transport.runtime.blocking_calls import in_thread, retry_store, settled
 from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Store
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from transport.cooldown.blocking_calls import retry_store, settled
 from transport.cooldown.destinations.base import check_permissions
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
@@ -20,6 +19,7 @@ from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import EpochRecord, Phase, Report, ReportKind, check_name
 from transport.cooldown.upload import remove
 from transport.errors import CoordinatorLostError, InternalError
+from transport.runtime.blocking_calls import retry_store, settled
 from transport.store.base import ABSENT
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from transport.cooldown.blocking_calls import in_thread, retry_store, settled
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
@@ -49,6 +48,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+from transport.runtime.blocking_calls import in_thread, retry_store, settled
 from transport.runtime.progress import Progress, silent
 from transport.store.base import ABSENT, Store
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger, recorded_outcomes, restore
-from transport.cooldown.blocking_calls import in_thread
+from transport.runtime.blocking_calls import in_thread
 from transport.cooldown.destinations.base import folder_of, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import newest_checkpoint

@@ -167,6 +167,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         self._member = BlockingRendezvous(store, options.run, options.rules, archive=archive, where=options.where)
         self._server: dist.TCPStore | None = None
         self._started = self._left = False
+        self._pid = os.getpid()
         self._before = sys.exception()  # of the caller, where it starts torchrun as it handles one
         atexit.register(self._leave)  # after a signal torchrun does not call `shutdown`
 
@@ -315,7 +316,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         exit_with(code, ended(self._options.run, closing, before=before))
 
     def _leave(self) -> None:
-        if not self._left:
+        if not self._left and os.getpid() == self._pid:  # a forked child also runs what atexit has
             self._left = True
             atexit.unregister(self._leave)
             self._member.leave()

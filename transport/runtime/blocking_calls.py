@@ -37,7 +37,7 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name=f"cooldown {getattr(function, '__name__', 'call')}", daemon=True).start()
+    threading.Thread(target=run, name=f"transport {getattr(function, '__name__', 'call')}", daemon=True).start()
     return future
 
 
@@ -69,7 +69,7 @@ def in_parallel(calls: Iterable[Callable[[], T]], at_once: int, stop: Callable[[
                 results[number] = result
 
     most = min(at_once, len(works))
-    threads = [threading.Thread(target=run, name="cooldown files", daemon=True) for _ in range(most)]
+    threads = [threading.Thread(target=run, name="transport files", daemon=True) for _ in range(most)]
     for thread in threads:
         thread.start()
     try:
