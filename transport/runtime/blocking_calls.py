@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
-from transport.errors import StoreUnavailableError
+from transport.errors import StoreError
 
 STORE_PATIENCE_S: Final = 60.0
 _AGAIN_S: Final = 0.5
@@ -105,13 +105,13 @@ async def settled(future: asyncio.Future[T], most_s: float) -> bool:
 
 
 async def retry_store(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
-    """Call the store, and retry while it is unavailable. Raises StoreUnavailableError after ``most_s`` seconds."""
+    """Call the store, and retry while it is unavailable or full. Raises its last error after ``most_s`` seconds."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + most_s
     while True:
         try:
             return await in_thread(call)
-        except StoreUnavailableError:
-            if loop.time() >= give_up_at:
+        except StoreError as error:
+            if not error.retryable or loop.time() >= give_up_at:
                 raise
             await asyncio.sleep(_AGAIN_S)
