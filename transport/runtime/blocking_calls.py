@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Final, TypeVar
 
 from transport.errors import StoreError
@@ -14,6 +15,20 @@ STORE_PATIENCE_S: Final = 60.0
 _AGAIN_S: Final = 0.5
 
 T = TypeVar("T")
+
+
+def started(call: Callable[[], T]) -> Future[T]:
+    """Run the call in a daemon thread, for which no exit waits; the future has its result."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="transport call", daemon=True).start()
+    return future
 
 
 def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
