@@ -153,7 +153,7 @@ def one_round(inner: Store, members: int) -> Row:
             "verified": verified,
         }
     finally:
-        keys = list(inner.scan(f"{Keys(run).run}/"))
+        keys = list(inner.scan(Keys(run).all))
         for first in range(0, len(keys), _CHUNK):
             inner.put_many([Change(key, None) for key in keys[first : first + _CHUNK]])
 

@@ -195,7 +195,7 @@ def longest_wait(run: SimulatedRun) -> float:
 
 
 def exit_code(reason: Reason) -> Callable[[ExitCodes], int]:
-    return lambda codes: codes.of(Closing(reason=reason, round=1, incarnation="i", by="x"))
+    return lambda codes: codes.of(Closing(run="run", reason=reason, round=1, incarnation="i", by="x"))
 
 
 # --- weights --------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class Members:
     # --- what must hold ---------------------------------------------------------------------------------------
     def written(self, name: str, change: Change) -> None:
         """Each record is checked as it is written."""
-        if change.key == f"{RUN}/round" and change.value is not None:
+        if change.key == f"rendezvous/{RUN}/round" and change.value is not None:
             self._round(name, msgspec.json.decode(change.value, type=Round))
         elif "/epoch/" in change.key and change.value is not None:
             before = self._ended.get(change.key)
@@ -223,7 +223,7 @@ class Members:
             self._roster(current)
 
     def _roster(self, current: Round) -> None:
-        entry = self.store.get(f"{RUN}/{current.number}/roster")
+        entry = self.store.get(f"rendezvous/{RUN}/{current.number}/roster")
         if entry is None:
             raise Violation(f"round {current.number} runs without a roster")
         names = [peer.member for peer in msgspec.json.decode(entry.value, type=Roster).peers]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from helpers import eventually
 from interrupted_locks import check_left_free
 
-from transport.errors import ClosedError, RunLostError
+from transport.errors import ClosedError, RunLostError, UsageError
 from transport.rendezvous import Place, Reason, Role, Rules
 from transport.rendezvous.blocking import BlockingRendezvous
 from transport.rendezvous.member_states import State
@@ -137,3 +139,23 @@ def test_an_interrupted_wait_keeps_no_other_thread_from_the_member(store: SQLite
 
     check_left_free(work, work)
     member.leave()
+
+
+def test_a_forked_child_does_not_give_up_the_seat_of_its_parent(store: SQLiteStore) -> None:
+    member = a_member(store)
+    assert isinstance(member.join("one:1"), Place)
+    child = os.fork()
+    if child == 0:
+        try:
+            with contextlib.suppress(UsageError):
+                member.done()
+                os._exit(1)
+            member.leave()
+            os._exit(2 if member.in_round else 0)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.scan("rendezvous/run/1/seat/")
+    assert member.in_round
+    member.leave()
+    assert not store.scan("rendezvous/run/1/seat/")

@@ -18,6 +18,7 @@ from transport.rendezvous.member_states import TABLE, Event, Member, State
 from transport.rendezvous.placement import place
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
+from transport.store.base import MOST_KEY_BYTES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "MEMBERSHIP.md"
 RULES = Rules(least=2, most=3, last_call_s=5.0, join_timeout_s=60.0)
@@ -87,7 +88,8 @@ def test_everybody_has_one_place_and_ranks_do_not_depend_on_the_order_of_reading
         (Snapshot(a_round(), seats("a", "b"), open_s=5.0), Complete),
         (Snapshot(a_round(), seats("a", "b", "c")), Complete),
         (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"})), None),
-        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), Complete),
+        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), None),
+        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 10.0), Complete),
         (Snapshot(a_round(), seats("a"), open_s=59.9), None),
         (Snapshot(a_round(), seats("a"), open_s=60.0), Close),
         (Snapshot(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
@@ -144,7 +146,7 @@ def test_what_a_look_can_show_is_in_the_table_for_every_state() -> None:
 
 def test_only_who_waited_for_a_place_gets_one() -> None:
     into = {before for (before, _), after in TABLE.items() if after is State.ACTIVE and before is not State.ACTIVE}
-    assert into == {State.SEATED, State.SEATING}
+    assert into == {State.SEATED}
 
 
 def test_a_way_that_does_not_exist_is_told_with_the_way_so_far() -> None:
@@ -177,7 +179,7 @@ def test_the_pages_table_of_states_is_the_codes() -> None:
 
 def test_exit_codes_are_those_of_the_reason_and_never_success_by_default() -> None:
     codes = ExitCodes(no_restart=7)
-    closings = [Closing(reason=reason, round=1, incarnation="x", by="a") for reason in Reason]
+    closings = [Closing(run="run", reason=reason, round=1, incarnation="x", by="a") for reason in Reason]
     assert {closing.reason: codes.of(closing) for closing in closings} == {
         Reason.SUCCESS: 0,
         Reason.FAILURE: 1,
@@ -212,12 +214,27 @@ def test_names_that_cannot_be_keys_are_refused(name: str) -> None:
 
 def test_an_archive_keeps_the_first_closing(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "runs" / "a.json")
-    first = Closing(reason=Reason.FAILURE, round=2, incarnation="x", by="a", message="because")
+    first = Closing(run="run", reason=Reason.FAILURE, round=2, incarnation="x", by="a", message="because")
     assert archive.read() is None
     assert archive.write(first)
-    assert not archive.write(Closing(reason=Reason.SUCCESS, round=3, incarnation="x", by="b"))
+    assert not archive.write(Closing(run="run", reason=Reason.SUCCESS, round=3, incarnation="x", by="b"))
     assert archive.read() == first
     assert [path.name for path in archive.path.parent.iterdir()] == ["a.json"]
+
+
+def test_an_archive_gets_the_end_of_a_later_run_in_place_of_an_earlier_ones(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "a.json")
+    assert archive.write(Closing(run="run-7", reason=Reason.SUCCESS, round=1, incarnation="x", by="a"))
+    assert archive.write(Closing(run="run-8", reason=Reason.FAILURE, round=1, incarnation="y", by="a"))
+    assert archive.read().run == "run-8"
+
+
+def test_no_key_of_a_run_is_below_another_run() -> None:
+    names = ["exp", "exp/1", "exp/1/seat", "exp%2F1", "/exp", "exp/"]
+    prefixes = [Keys(name).all for name in names]
+    assert not any(a != b and a.startswith(b) for a in prefixes for b in prefixes)
+    assert len(set(prefixes)) == len(names)
+    assert all(len(Keys("/" * 128).seat(10**6, 10**6)) <= MOST_KEY_BYTES for _ in names)
 
 
 def test_another_programs_file_is_no_closing(tmp_path: Path) -> None:

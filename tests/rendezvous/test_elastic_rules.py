@@ -89,7 +89,7 @@ def test_without_the_rule_a_newcomer_waits(tmp_path: Path) -> None:
         spare = run.joined(1)[0]
         run.run(30)
         assert (run.round().number, ranks(members), spare.state) == (1, [0, 1], State.SPARE)
-        assert not run.store.scan(f"{RUN}/waiting/")
+        assert not run.store.scan(f"rendezvous/{RUN}/waiting/")
 
 
 def test_work_that_is_ending_is_not_begun_again_for_a_newcomer(run: SimulatedRun) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import Child, asynchronous, eventually
+from helpers import Child, asynchronous, eventually, until
 from memory_store import MemoryStore
 from redis_server import needs_redis, redis_server
 
@@ -97,7 +97,7 @@ class MemberGroup:
         return child
 
     def round(self) -> Round | None:
-        entry = self._store.get(f"{RUN}/round")
+        entry = self._store.get(f"rendezvous/{RUN}/round")
         return None if entry is None else msgspec.json.decode(entry.value, type=Round)
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ async def test_waiters_learn_of_the_stores_loss_or_from_the_archive(tmp_path: Pa
             store.away = True
             if closed:
                 entry = member._session._member.incarnation
-                archive.write(Closing(reason=Reason.NO_RESTART, round=1, incarnation=entry, by="x"))
+                archive.write(Closing(run="run", reason=Reason.NO_RESTART, round=1, incarnation=entry, by="x"))
                 assert (await waiting).reason is Reason.NO_RESTART
                 assert member.exit_code == 93
             else:
@@ -329,7 +329,7 @@ async def test_a_store_that_never_answers_is_lost() -> None:
 @asynchronous
 async def test_another_programs_record_ends_the_member_with_an_error_that_names_it() -> None:
     with MemoryStore() as store:
-        store.put(f"{RUN}/round", b"mine!")
+        store.put(f"rendezvous/{RUN}/round", b"mine!")
         async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
             with pytest.raises(StoreUnsuitableError, match="run/round"):
                 await member.join()
@@ -342,10 +342,54 @@ def test_leases_go_on_while_the_loop_is_blocked() -> None:
         with MemoryStore() as store:
             async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
                 place = await member.join()
-                seat = f"{RUN}/1/seat/0"
+                seat = f"rendezvous/{RUN}/1/seat/0"
                 lease = store._memory.records[seat].ends_at
                 eventually(lambda: store._memory.records[seat].ends_at > lease + QUICK["lease_s"])
                 assert place.round == 1
                 assert member.place == place
 
     asyncio.run(main())
+
+
+@asynchronous
+async def test_the_end_of_another_run_in_the_archive_is_not_this_runs(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "closed.json")
+    with MemoryStore() as store:
+        for run in ("run-7", "run-8"):
+            async with Rendezvous(store, run, Rules(**QUICK), archive=archive) as member:
+                assert isinstance(await member.join(), Place)
+                await member.finish()
+            assert archive.read().run == run
+
+
+@asynchronous
+async def test_a_run_does_not_delete_what_another_run_below_its_name_has(tmp_path: Path) -> None:
+    with MemoryStore() as store:
+        async with (
+            Rendezvous(store, "exp/1", Rules(**QUICK)) as other,
+            Rendezvous(store, "exp", Rules(**QUICK)) as member,
+        ):
+            place = await other.join()
+            for _ in range(3):  # a third round deletes the records of the first
+                await member.join()
+                await member.restart("again")
+            assert (await other.roster()).round == place.round
+            assert (await other.finish()).reason is Reason.SUCCESS
+
+
+@pytest.mark.parametrize("call", ["finish", "restart", "close"])
+@asynchronous
+async def test_calls_and_the_end_do_not_wait_for_a_store_that_hangs(call: str) -> None:
+    threads = threading.active_count()
+    with Away() as store:
+        try:
+            async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
+                await member.join()
+                store.answers.clear()
+                arguments = {"restart": ("why",), "close": (Reason.FAILURE,)}.get(call, ())
+                with pytest.raises(RunLostError, match="does not return"):
+                    await getattr(member, call)(*arguments)
+                assert member.place is None  # its lease has ended
+        finally:
+            store.answers.set()
+            await until(lambda: threading.active_count() == threads)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from memory_store import MemoryStore
 from simulated_run import RULES, RUN, SimulatedMember, SimulatedRun
 
-from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreUnsuitableError
+from transport.errors import (
+    JoinTimeoutError,
+    RunLostError,
+    StaleRoundError,
+    StoreUnavailableError,
+    StoreUnsuitableError,
+)
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
-from transport.store.base import Entry
+from transport.store.base import Change, Entry
 
 
 @pytest.fixture
@@ -289,7 +296,7 @@ def test_a_store_that_was_emptied_is_no_new_run_to_its_members(run: SimulatedRun
 def test_a_round_whose_roster_was_lost_is_followed_by_another(run: SimulatedRun) -> None:
     members = run.joined(3)
     run.run(3)
-    run.store.delete(f"{RUN}/1/roster")
+    run.store.delete(f"rendezvous/{RUN}/1/roster")
     members[0].session._hosting._roster = None  # as a host that has just taken over
     run.run(3)
     assert run.round().number == 2
@@ -300,8 +307,8 @@ class BusyGate(MemoryStore):
     """Somebody takes a slot whenever the host looks."""
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        if f"{RUN}/1/slots" in keys and len(keys) > 2:
-            self.add(f"{RUN}/1/slots")
+        if f"rendezvous/{RUN}/1/slots" in keys and len(keys) > 2:
+            self.add(f"rendezvous/{RUN}/1/slots")
         return super().get_many(keys)
 
 
@@ -314,7 +321,7 @@ def test_a_gate_that_is_passed_without_end_closes_all_the_same(run: SimulatedRun
 
 def test_another_programs_counter_ends_the_run_for_its_members(run: SimulatedRun) -> None:
     host = run.joined(1)[0]
-    run.store.put(f"{RUN}/1/slots", b"many")
+    run.store.put(f"rendezvous/{RUN}/1/slots", b"many")
     run.run(2)
     assert isinstance(host.session.view.error, StoreUnsuitableError)
 
@@ -356,5 +363,57 @@ def test_old_rounds_are_removed_from_the_store(run: SimulatedRun) -> None:
         run.run(3)
         for each in members:
             each.do(each.session.join)
-    rounds = {key.split("/")[1] for key in run.store.scan(f"{RUN}/")} - {"round", "host"}
+    rounds = {key.split("/")[2] for key in run.store.scan(f"rendezvous/{RUN}/")} - {"round", "host"}
     assert len(rounds) <= 3
+
+
+@pytest.mark.parametrize("reads_only", [False, True])
+def test_a_rank_is_not_given_away_while_its_member_is_cut_off_with_a_lease(tmp_path: Path, reads_only: bool) -> None:
+    assert RULES.last_call_s < RULES.lease_s
+
+    def fail(keys: Sequence[str]) -> list[Entry | None]:
+        raise StoreUnavailableError("the store is away")
+
+    with SimulatedRun(tmp_path, msgspec.structs.replace(RULES, most=2)) as run:
+        members, spare = run.joined(2), run.joined(1)[0]
+        run.run(4)  # its lease was renewed just now
+        other, cut = members
+        if reads_only:  # its renewals would go through
+            cut.line.get_many = fail  # type: ignore[method-assign]
+        else:
+            cut.line.down = True
+        other.do(lambda: other.session.say(Status.RESTART, "its worker failed"))
+        for _ in range(round(RULES.lease_s) + 5):
+            if other.state is State.AWAY:
+                other.do(other.session.join)
+            run.run(1)  # checks at each step that no two members have one rank
+        assert sorted(ranks([other, spare])) == [0, 1]
+        assert cut.state is State.AWAY
+
+
+def test_a_member_whose_seat_was_written_without_an_answer_knows_its_lease(tmp_path: Path) -> None:
+    with SimulatedRun(tmp_path, msgspec.structs.replace(RULES, most=2)) as run:
+        host, member = run.joined(1)[0], run.member()
+        write = member.line.put_many
+
+        def lose(changes: Sequence[Change]) -> list[int] | None:
+            write(changes)
+            raise StoreUnavailableError("the answer was lost")
+
+        member.line.put_many = lose  # type: ignore[method-assign]
+        member.do(member.session.join)
+        member.line.put_many = write  # type: ignore[method-assign]
+        assert member.state is State.SEATING
+        while run.round().phase is Phase.OPEN:
+            run.now += 1
+            host.do(host.session.step)
+        run.run(2)
+        assert sorted(ranks([host, member])) == [0, 1]
+        member.line.down = True
+        spare = run.joined(1)[0]
+        for _ in range(round(RULES.lease_s) + 5):
+            if host.state is State.AWAY:
+                host.do(host.session.join)
+            run.run(1)  # checks at each step that no two members have one rank
+        assert member.state is State.AWAY
+        assert sorted(ranks([host, spare])) == [0, 1]

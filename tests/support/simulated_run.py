@@ -70,7 +70,7 @@ class Line(Store):
         def write() -> list[int] | None:
             versions = self._inner.put_many(changes)
             for change in changes:
-                if versions is not None and change.key == f"{RUN}/round" and change.value is not None:
+                if versions is not None and change.key == f"rendezvous/{RUN}/round" and change.value is not None:
                     assert change.expected is not None, "the round is written over something unseen"
                     self._wrote(self._name, msgspec.json.decode(change.value, type=Round))
             return versions
@@ -140,7 +140,7 @@ class SimulatedRun:
     def wrote(self, name: str, current: Round) -> None:
         self.written.append((name, current))
         if current.phase is Phase.RUNNING:
-            entry = self.store.get(f"{RUN}/{current.number}/roster")
+            entry = self.store.get(f"rendezvous/{RUN}/{current.number}/roster")
             assert entry is not None
             roster = msgspec.json.decode(entry.value, type=Roster)
             self.check_roster(current, roster)
@@ -153,7 +153,7 @@ class SimulatedRun:
         assert len(set(names)) == len(names)
         assert current.least <= len(names) <= current.most
         ranks = []
-        for key, entry in self.store.scan(f"{RUN}/{current.number}/place/").items():
+        for key, entry in self.store.scan(f"rendezvous/{RUN}/{current.number}/place/").items():
             place = msgspec.json.decode(entry.value, type=Place)
             assert place.round == current.number, f"{key} is of round {place.round}"
             assert place.size == len(names)
@@ -181,10 +181,22 @@ class SimulatedRun:
             self.now += step_s
             for member in self.members:
                 member.do(member.session.step)
+                self.check_ranks()
+
+    def check_ranks(self) -> None:
+        """No two members hold one rank of a run at one time."""
+        held: dict[tuple[str | None, int], str] = {}
+        for member in self.members:
+            place = member.session.view.place
+            if member.alive and not member.frozen and place is not None and place.rank >= 0:
+                key = member.session._member.incarnation, place.rank
+                assert held.setdefault(key, member.name) == member.name, (
+                    f"{held[key]} and {member.name} have rank {key}"
+                )
 
     def round(self) -> Round | None:
         """As it stands in the store."""
-        entry = self.store.get(f"{RUN}/round")
+        entry = self.store.get(f"rendezvous/{RUN}/round")
         return None if entry is None else msgspec.json.decode(entry.value, type=Round)
 
     def closings(self) -> set[tuple[str, Reason]]:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import File, Manifest
@@ -35,6 +34,7 @@ from transport.cooldown.epochs.records import (
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
+from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 

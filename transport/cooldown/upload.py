@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
 from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import DestinationError, UploadCancelledError, UsageError
+from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 
 FILES_AT_ONCE: Final = 4

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
@@ -27,6 +26,7 @@ from transport.cooldown.epochs.records import (
 )
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import CheckpointDamagedError, DestinationError
+from transport.runtime.blocking_calls import in_parallel
 
 FILES_AT_ONCE: Final = 4
 SHA256: Final = "sha256"  # the kind of proof that every manifest has

@@ -18,7 +18,8 @@ from transport.runtime.explaining import explained_calls
 class Archive:
     """The file of one run, on a disk that does not depend on the store, best shared by all members. Thread-safe.
 
-    The first writer wins: an existing file is never replaced. It appears complete or not at all.
+    The first writer wins: the end of a run is never replaced by another end of that run. A later run with the same file
+    ignores the end that is there, and replaces it with its own. The file appears complete or not at all.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -28,7 +29,7 @@ class Archive:
         return f"<Archive {self.path}>"
 
     def read(self) -> Closing | None:
-        """The run's closing, if the file exists. Raises StoreUnsuitableError if the file contains something else."""
+        """The closing, if the file exists; of which run it says. Raises StoreUnsuitableError for something else."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=Closing)
         except FileNotFoundError:
@@ -39,8 +40,9 @@ class Archive:
             ) from error
 
     def write(self, closing: Closing) -> bool:
-        """Write and sync the closing to disk; False if there is already one. Raises OSError."""
-        if self.path.exists():
+        """Write and sync the closing to disk; False if its run has one there. OSError; StoreUnsuitableError."""
+        before = self.read()
+        if before is not None and before.run == closing.run:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
@@ -49,10 +51,13 @@ class Archive:
                 file.write(msgspec.json.encode(closing))
                 file.flush()
                 os.fsync(file.fileno())
-            try:
-                os.link(draft, self.path)  # unlike a rename it fails if the file exists
-            except FileExistsError:
-                return False
+            if before is not None:
+                draft.replace(self.path)
+            else:
+                try:
+                    os.link(draft, self.path)  # unlike a rename it fails if the file exists
+                except FileExistsError:
+                    return False
         finally:
             with contextlib.suppress(FileNotFoundError):
                 draft.unlink()

@@ -13,25 +13,30 @@ All calls to the store are made in threads, so a signal handler that raises in t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import wait
 from typing import TypeVar
 
-from transport.errors import ClosedError, RunLostError, StoreError
+from transport.errors import ClosedError, RunLostError, UsageError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.living import live, own_name
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
+from transport.runtime.blocking_calls import started
 from transport.store.base import Store
 
 Result = TypeVar("Result")
 
 
 class BlockingRendezvous:
-    """One member of a run. Takes the arguments and raises the errors of `Rendezvous`. Thread-safe."""
+    """One member of a run. Takes the arguments and raises the errors of `Rendezvous`. Thread-safe.
+
+    A forked child is no member: there `leave` does nothing, and every other call raises UsageError.
+    """
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class BlockingRendezvous:
         self._store = store
         self._session = Session(store, run, member or own_name(), rules or Rules(), where=where, archive=archive)
         self._failure: Exception | None = None
+        self._pid = os.getpid()
         self._stopping = threading.Event()
         # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
         self._lock = threading.RLock()
@@ -62,14 +68,13 @@ class BlockingRendezvous:
 
     @property
     def view(self) -> View:
-        """As of the last step."""
+        """See `Session.view`."""
         return self._session.view
 
     @property
     def in_round(self) -> bool:
         """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
-        view = self._session.view
-        return view.state is State.ACTIVE and not self._session.seat_ended and self._failure is None
+        return self._session.view.state is State.ACTIVE and self._failure is None and os.getpid() == self._pid
 
     # --- what a launcher does ---------------------------------------------------------------------------
     def start(self) -> None:
@@ -116,19 +121,10 @@ class BlockingRendezvous:
 
     def leave(self, patience_s: float = 5.0) -> None:
         """Give up the leases, so that others need not wait for their end. Idempotent. Never raises."""
+        if os.getpid() != self._pid:
+            return
         self._stopping.set()
-        done = threading.Event()
-
-        def give_up() -> None:
-            try:
-                self._session.leave()
-            except StoreError:
-                pass  # the leases end by themselves
-            finally:
-                done.set()
-
-        threading.Thread(target=give_up, name="transport leaving", daemon=True).start()
-        done.wait(patience_s)
+        wait([started(self._session.leave)], patience_s)  # where the store fails, the leases end by themselves
         if self._thread.is_alive():
             self._thread.join(patience_s)
 
@@ -146,18 +142,16 @@ class BlockingRendezvous:
             self._changed.notify_all()
 
     def _until(self, reached: Callable[[View], bool]) -> View:
-        rules = self._session.rules
         with self._lock:
             while True:
                 view = self._now()
                 if reached(view) or view.state is State.ENDED:
                     return view
-                self._changed.wait(rules.poll_s)
-                if self._session.silent_s > rules.store_patience_s + rules.lease_s:
-                    silent = f"{self._session.silent_s:.0f} s"
-                    raise RunLostError(f"store unavailable for {silent}: a call does not return")
+                self._changed.wait(self._session.rules.poll_s)
+                self._session.check_silence()
 
     def _now(self) -> View:
+        self._check_process()
         if self._stopping.is_set():
             raise ClosedError("this member has left its run")
         if self._failure is not None:
@@ -165,23 +159,17 @@ class BlockingRendezvous:
         view = self._session.view
         if view.state is State.ENDED and view.closing is None:
             raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
-        if view.state is State.ACTIVE and self._session.seat_ended:
-            # The thread may be blocked in the store; the host may already give this place to another member.
-            self._session.surrender()
-            view = view._replace(state=State.AWAY, place=None)
         return view
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError("a forked child is not the member of its parent; make a member of its own")
 
     def _call(self, action: Callable[[], Result]) -> Result:
         """Run a blocking call in a thread; if the wait is interrupted, the call continues."""
-        answer: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(action())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="transport call", daemon=True).start()
-        result = answer.result()
+        self._check_process()
+        answer = started(action)
+        while not wait([answer], self._session.rules.poll_s).done:
+            self._session.check_silence()
         self._publish()
-        return result
+        return answer.result()

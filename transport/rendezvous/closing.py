@@ -6,7 +6,7 @@ import logging
 
 import msgspec
 
-from transport.errors import RunLostError, StaleRoundError
+from transport.errors import RunLostError, StaleRoundError, StoreUnsuitableError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.member_states import Member
 from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
@@ -18,10 +18,15 @@ log = logging.getLogger(__name__)
 _MOST_MESSAGE = 4096
 
 
-def closed(current: Round, reason: Reason, by: str, message: str) -> Round:
+def closed(run: str, current: Round, reason: Reason, by: str, message: str) -> Round:
     """The round's last value."""
     closing = Closing(
-        reason=reason, round=current.number, incarnation=current.incarnation, by=by, message=message[:_MOST_MESSAGE]
+        run=run,
+        reason=reason,
+        round=current.number,
+        incarnation=current.incarnation,
+        by=by,
+        message=message[:_MOST_MESSAGE],
     )
     return msgspec.structs.replace(current, phase=Phase.CLOSED, closing=closing)
 
@@ -50,7 +55,7 @@ def close_run(
             return current.closing
         if member is not None and 0 < member.round < current.number:
             raise StaleRoundError(f"round {member.round} is over; round {current.number} decides about run {keys.run}")
-        last = closed(current, reason, by, message)
+        last = closed(keys.run, current, reason, by, message)
         if last.closing is not None and store.compare_and_set(keys.round, encode(last), entry.version) is not None:
             return last.closing
 
@@ -60,7 +65,7 @@ def write_archive(archive: Archive | None, closing: Closing) -> None:
     if archive is not None:
         try:
             archive.write(closing)
-        except OSError as error:
+        except (OSError, StoreUnsuitableError) as error:
             log.error(
                 "the run's end (%s) is recorded in the store only: cannot write %s: %s",
                 closing.reason,

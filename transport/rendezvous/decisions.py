@@ -7,7 +7,8 @@ has an old snapshot therefore changes nothing.
     open      `most` members joined, none of the last is missing  complete the round
               `least` joined, none that is known is missing,
               settle_s is over; not in the first round            complete the round
-              `least` members joined, last_call_s is over         complete the round
+              `least` members joined, last_call_s is over, and
+              lease_s if a member of the last round is missing    complete the round
               fewer than `least` joined within join_timeout_s     close: failure
     running   all members with a rank are done                    close: success
               a member with a rank is gone or asks for a restart  open the next round; after most_rounds close: failure
@@ -103,8 +104,11 @@ def _settled(snapshot: Snapshot, rules: Rules) -> Act | None:
 
 def _last_call_over(snapshot: Snapshot, rules: Rules) -> Act | None:
     seats = _current(snapshot)
+    # A missing member that has not seen this round open keeps its rank until the lease that it knows has ended.
+    missing = snapshot.returning - {seat.member for seat in seats}
+    wait_s = max(rules.last_call_s, rules.lease_s if missing else 0.0)
     enough = len(seats) >= snapshot.round.least
-    return _complete(snapshot, seats) if enough and snapshot.open_s >= rules.last_call_s else None
+    return _complete(snapshot, seats) if enough and snapshot.open_s >= wait_s else None
 
 
 def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:

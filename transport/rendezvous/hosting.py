@@ -198,7 +198,7 @@ class Hosting:
                 after = msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024])
                 changes = []
             case Close(reason, message):
-                after = closed(current, reason, self._me, message)
+                after = closed(self._keys.run, current, reason, self._me, message)
                 changes = []
         if self._store.put_many([Change(self._keys.round, encode(after), version), *changes]) is None:
             return None  # another change came first; read again

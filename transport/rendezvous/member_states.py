@@ -60,9 +60,6 @@ TABLE: dict[tuple[State, Event], State] = {
     (S.SEATING, E.SEAT): S.SEATED,
     (S.SEATED, E.PLACED_ACTIVE): S.ACTIVE,
     (S.SEATED, E.PLACED_STANDBY): S.STANDBY,
-    # the seat was written, but the store's answer was lost
-    (S.SEATING, E.PLACED_ACTIVE): S.ACTIVE,
-    (S.SEATING, E.PLACED_STANDBY): S.STANDBY,
     (S.STANDBY, E.PLACED_STANDBY): S.STANDBY,
     (S.ACTIVE, E.PLACED_ACTIVE): S.ACTIVE,
     (S.ACTIVE, E.GATE_OPEN): S.AWAY,
@@ -140,8 +137,8 @@ class Member:
             return None if mine else Event.GATE_OPEN
         if not mine or place is None:
             return Event.LEFT_OUT
-        if self.state is State.AWAY:
-            return None
+        if self.state in (State.AWAY, State.SEATING):
+            return None  # SEATING: the answer to its seat was lost; without knowing its lease it takes no place
         return Event.PLACED_ACTIVE if place.role is Role.ACTIVE else Event.PLACED_STANDBY
 
     def took(self, slot: int) -> None:

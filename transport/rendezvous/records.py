@@ -1,5 +1,7 @@
 """The records of a run in the store: six kinds, and their keys.
 
+All keys of a run begin with ``rendezvous/RUN/``; "/" and "%" in its name are escaped, so no run is below another.
+
     RUN/round           Round: the state of the run; written by compare-and-set only
     RUN/host            lease of the host, with the term it was won for
     RUN/waiting/NAME    name of a member that waits as a spare, under a lease; only where a newcomer may end a round
@@ -65,6 +67,7 @@ class Status(enum.StrEnum):
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended. ``incarnation`` distinguishes it from a later run of the same name in an emptied store."""
 
+    run: Name
     reason: Reason
     round: Count
     incarnation: Name
@@ -159,31 +162,32 @@ class Keys:
     """Keys of one run."""
 
     def __init__(self, run: str) -> None:
-        self.run = check_name("run", run).strip("/")
-        self.round = f"{self.run}/round"
-        self.host = f"{self.run}/host"
+        self.run = check_name("run", run)
+        self.all = f"rendezvous/{run.replace('%', '%25').replace('/', '%2F')}/"  # what all keys of the run begin with
+        self.round = f"{self.all}round"
+        self.host = f"{self.all}host"
 
     def of_round(self, number: int) -> str:
         """What all keys of a round begin with."""
-        return f"{self.run}/{number}/"
+        return f"{self.all}{number}/"
 
     @property
     def waiting(self) -> str:
         """What the keys of all waiting spares begin with."""
-        return f"{self.run}/waiting/"
+        return f"{self.all}waiting/"
 
     def slots(self, number: int) -> str:
         """Counter of slots taken."""
-        return f"{self.run}/{number}/slots"
+        return f"{self.all}{number}/slots"
 
     def seat(self, number: int, slot: int) -> str:
         """Seat."""
-        return f"{self.run}/{number}/seat/{slot}"
+        return f"{self.all}{number}/seat/{slot}"
 
     def place(self, number: int, slot: int) -> str:
         """Place."""
-        return f"{self.run}/{number}/place/{slot}"
+        return f"{self.all}{number}/place/{slot}"
 
     def roster(self, number: int) -> str:
         """Roster."""
-        return f"{self.run}/{number}/roster"
+        return f"{self.all}{number}/roster"

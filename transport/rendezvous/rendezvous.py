@@ -13,6 +13,8 @@ It has its own thread, so that a blocked event loop does not end the member's le
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -26,9 +28,12 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
+from transport.runtime.blocking_calls import in_thread
 from transport.runtime.explaining import explained_calls
 from transport.runtime.needs_loop import check_place
 from transport.store.base import Store
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -66,7 +71,6 @@ class Rendezvous:
         self._session = Session(
             store, run, member or own_name(), rules or Rules(), address=address, where=where, archive=archive
         )
-        self._view = self._session.view
         self._failure: Exception | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -87,13 +91,13 @@ class Rendezvous:
 
     @property
     def place(self) -> Place | None:
-        """This member's place in the running round: a rank or standby."""
-        return self._view.place
+        """This member's place in the running round: a rank or standby. None when its lease has ended."""
+        return self._session.view.place
 
     @property
     def closing(self) -> Closing | None:
         """How the run ended, if it has."""
-        return self._view.closing
+        return self._session.view.closing
 
     @property
     def is_host(self) -> bool:
@@ -114,7 +118,7 @@ class Rendezvous:
         """
         if not self._joining:
             await self._until(lambda view: view.state is not State.ACTIVE)
-        if not self._joining or self._view.state is State.AWAY:
+        if not self._joining or self._session.view.state is State.AWAY:
             again, self._joining = self._joining, True
             try:
                 await self._call(self._session.join)
@@ -193,11 +197,18 @@ class Rendezvous:
             await asyncio.shield(self._gone())
 
     async def _gone(self) -> None:
-        await self._thread_ended.wait()
-        if self._calls:
-            await asyncio.wait(set(self._calls))
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for the thread and for calls, but not for a store that hangs."""
+        rules = self._session.rules
+        ended = asyncio.ensure_future(self._thread_ended.wait())
+        try:
+            async with asyncio.timeout(rules.store_patience_s + rules.lease_s):
+                await asyncio.wait({ended, *self._calls})
+            if self._thread is not None:
+                self._thread.join()
+        except TimeoutError:
+            log.warning("%r left without giving up its leases, which will end: a call does not return", self)
+        finally:
+            ended.cancel()
 
     def _live(self) -> None:
         try:
@@ -217,7 +228,6 @@ class Rendezvous:
 
     # --- on the loop --------------------------------------------------------------------------------------
     def _publish(self) -> None:
-        self._view = self._session.view
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -228,7 +238,8 @@ class Rendezvous:
 
     async def _until(self, reached: Callable[[View], bool]) -> View:
         while True:
-            view, changed = self._view, self._changed
+            changed = self._changed
+            view = self._session.view
             self._check_entered()
             if self._failure is not None:
                 raise self._failure
@@ -236,27 +247,19 @@ class Rendezvous:
                 if view.closing is None:
                     raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
                 return view
-            if view.state is State.ACTIVE and self._session.seat_ended:
-                # The thread may be blocked in the store; the host may already give this place to another member.
-                self._session.surrender()
-                view = view._replace(state=State.AWAY, place=None)
             if reached(view):
                 return view
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), self._session.rules.poll_s)
-            except TimeoutError:
-                rules = self._session.rules
-                if self._session.silent_s > rules.store_patience_s + rules.lease_s:
-                    silent = f"{self._session.silent_s:.0f} s"
-                    raise RunLostError(f"store unavailable for {silent}: a call does not return") from None
+            self._session.check_silence()
 
     async def _call(self, action: Callable[[], Result]) -> Result:
         """Run a blocking call in a thread. If cancelled, the call continues, and `aclose` waits for it."""
         self._check_entered()
-        assert self._loop is not None
-        done = self._loop.run_in_executor(None, action)
+        done = in_thread(action)
         self._calls.add(done)
         done.add_done_callback(self._calls.discard)
-        result = await asyncio.shield(done)
+        while not (await asyncio.wait({done}, timeout=self._session.rules.poll_s))[0]:
+            self._session.check_silence()
         self._publish()
-        return result
+        return done.result()

@@ -33,7 +33,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         lease_s: a member that does not renew its lease for so many seconds is gone.
         poll_s: longest time between two reads of the store.
         join_timeout_s: the run fails if fewer than ``least`` members join a round in this time.
-        last_call_s: how long a round waits for members of the previous one, and for more than ``least`` members.
+        last_call_s: how long a round waits for members of the previous one, and for more than ``least`` members. For a
+            member of the previous one whose lease still runs it waits for ``lease_s`` at least.
         store_patience_s: a store that is unavailable for so long is lost.
         most_rounds: the run fails instead of opening one more round; None: no limit.
         grow: a spare ends a round that has fewer than ``most`` members, so that the next one has it as well.

@@ -3,8 +3,11 @@
 Synchronous, with an injected clock, so that one thread can run thousands of members and stop any of them between two
 calls to the store. `Rendezvous` is what programs use.
 
-Each step: renew due leases → read round, host and own place → take slot and seat if the round is open → act as host, or
+Each step: read round, host and own place → take slot and seat if the round is open → renew due leases → act as host, or
 become host if there is none. A step may fail anywhere: the next one reads again.
+
+A lease is renewed only after a look, and counts from before that look. So when a round has been open for ``lease_s``,
+each member that has not seen it open considers its seat of the round before as gone.
 """
 
 from __future__ import annotations
@@ -109,14 +112,20 @@ class Session:
         self._surrendered = False
         self._beaten_at = self._used_at = clock()
         self._seated_at: float | None = None  # when the gate's wait began
+        self._view = View(State.AWAY, None, None, None)
 
     def __repr__(self) -> str:
         return f"<Session {self.name} of {self.keys.run}: {self._member!r}{' host' if self.is_host else ''}>"
 
     @property
     def view(self) -> View:
-        """As of the last step."""
-        return View(self._member.state, self._member.place, self._member.closing, self.error, self._why)
+        """As of the last step; away as soon as the seat's lease has ended. Never waits."""
+        view = self._view
+        if view.state is State.ACTIVE and self.seat_ended:
+            # The thread may be blocked in the store; the host may already give this place to another member.
+            self._surrendered = True
+            return view._replace(state=State.AWAY, place=None)
+        return view
 
     @property
     def ended(self) -> bool:
@@ -135,8 +144,13 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the store was last available."""
-        return self._clock() - self._used_at
+        """Seconds since the store was last available; 0 when the run has ended."""
+        return 0.0 if self.ended else self._clock() - self._used_at
+
+    def check_silence(self) -> None:
+        """Raise RunLostError if a call to the store does not return, so that a waiting call ends. Never waits."""
+        if self.silent_s > self.rules.store_patience_s + self.rules.lease_s:
+            raise RunLostError(f"store unavailable for {self.silent_s:.0f} s: a call does not return")
 
     def wait_s(self) -> float:
         """Seconds until the next step, unless the round changes."""
@@ -174,6 +188,7 @@ class Session:
         with self._lock:
             if self._member.state is not State.ENDED:
                 self._member.apply(Event.LEAVE)
+                self._show()
             seat, self._seat = self._seat, None
             version, self._seat_version = self._seat_version, ABSENT
             try:
@@ -196,6 +211,7 @@ class Session:
         with self._lock:
             if self._member.state is not State.ENDED:
                 self._settle(close_run(self._store, self.keys, reason, self.name, message, member=self._member))
+                self._show()
             if self._member.closing is None:
                 raise self.error or RunLostError(
                     f"the end of run {self.keys.run} is unknown: neither store nor archive has it"
@@ -218,7 +234,6 @@ class Session:
             if self._member.state is State.ENDED:
                 return
             try:
-                self._beat()
                 self._give_up()
                 self._look_and_act()
                 self._used_at = self._clock()
@@ -227,13 +242,18 @@ class Session:
             except (JoinTimeoutError, RunLostError) as error:
                 self._end(None, error)
             self._member.validate()
+            self._show()
+
+    def _show(self) -> None:
+        """What other threads see: one assignment, so that no state is seen without its place."""
+        self._view = View(self._member.state, self._member.place, self._member.closing, self.error, self._why)
 
     def _failed(self, error: StoreError) -> None:
         now = self._clock()
         if self._seat_version != ABSENT and now >= self._seat_until:
             self._seat_lost()
         with contextlib.suppress(OSError):
-            closing = self._archive.read() if self._archive is not None else None
+            closing = self._archived()
             if closing is not None and self._member.incarnation in (None, closing.incarnation):
                 self._end(closing, None)
                 return
@@ -245,26 +265,30 @@ class Session:
             lost.__cause__ = error
             self._end(None, lost)
 
+    def _archived(self) -> Closing | None:
+        closing = None if self._archive is None else self._archive.read()
+        return closing if closing is not None and closing.run == self.keys.run else None
+
     def _end(self, closing: Closing | None, error: Exception | None) -> None:
         self._member.ended(closing)
         self.error = error
 
-    def _beat(self) -> None:
-        now = self._clock()
-        if now - self._beaten_at < self.rules.beat_s:
+    def _beat(self, looked_at: float) -> None:
+        """Renew what is due; ``looked_at``: our clock before the look of this step."""
+        if looked_at - self._beaten_at < self.rules.beat_s:
             return
         leases = {**self._hosting.lease(), **self._waiting.lease()}
         seat = self._seat if self._seat is not None and not self._stays(self._seat) else None
         if seat is not None and self._seat_version != ABSENT:
             leases[self.keys.seat(seat.round, seat.slot)] = self._seat_version
         kept = self._store.renew(leases, self.rules.lease_s) if leases else set()
-        self._beaten_at = now
+        self._beaten_at = looked_at
         if self.keys.host not in kept:
             self._hosting.deposed()
         self._waiting.renewed(kept)
         if seat is not None and self._seat_version != ABSENT:
             if self.keys.seat(seat.round, seat.slot) in kept:
-                self._seat_until = now + self.rules.lease_s
+                self._seat_until = looked_at + self.rules.lease_s
             else:
                 self._seat_lost()
 
@@ -283,6 +307,7 @@ class Session:
 
     def _look_and_act(self) -> None:
         member = self._member
+        begun = self._clock()
         look = self._look()
         if look.round is None and not self.ended:
             look = self._found(self._clock())
@@ -299,7 +324,8 @@ class Session:
             member.took(self._store.add(self.keys.slots(member.round)) - 1)
         if member.state is State.SEATING:
             self._sit()
-        self._say()
+        self._say(begun)
+        self._beat(begun)
         self._check_wait(now)
         if not look.hosted:
             if not self._hosting.take(look.round, look.version, now):
@@ -329,7 +355,7 @@ class Session:
 
     def _found(self, now: float) -> Look:
         """The run is not in the store: create it, unless the archive has its end. Then read again."""
-        closing = self._archive.read() if self._archive is not None else None
+        closing = self._archived()
         if closing is not None:
             self._end(closing, None)
             return Look(None, ABSENT, False)
@@ -349,13 +375,12 @@ class Session:
         self._seated_at = begun
         member.apply(Event.SEAT)
 
-    def _say(self) -> None:
-        """Write the requested status to the seat in the store."""
+    def _say(self, looked_at: float) -> None:
+        """Write the requested status to the seat in the store; the lease counts from the look, as for `_beat`."""
         seat = self._seat
         if seat is None or self._member.state is not State.ACTIVE or seat.status is self._wanted:
             return
         said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message[:4096])
-        begun = self._clock()
         key = self.keys.seat(seat.round, seat.slot)
         lease_s = None if self._stays(said) else self.rules.lease_s
         version = self._store.compare_and_set(key, encode(said), self._seat_version, lease_s=lease_s)
@@ -366,7 +391,7 @@ class Session:
                 self._seat_lost()
                 return
             version = entry.version
-        until = math.inf if lease_s is None else begun + lease_s
+        until = math.inf if lease_s is None else looked_at + lease_s
         self._seat, self._seat_version, self._seat_until = said, version, until
 
     def _stays(self, seat: Seat) -> bool:
@@ -390,7 +415,7 @@ class Session:
         if closing is None:
             self._end(None, RunLostError(f"run {self.keys.run} is no longer in the store; its end is unknown"))
             with contextlib.suppress(OSError, StoreError):
-                closing = self._archive.read() if self._archive is not None else None
+                closing = self._archived()
             if closing is not None and closing.incarnation == self._member.incarnation:
                 self._member.closing, self.error = closing, None
             return

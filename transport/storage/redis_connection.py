@@ -27,7 +27,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConfigurationError, TransportError
@@ -262,7 +262,7 @@ class RedisConnection:
 
     def _check_append_only_file(self) -> None:
         """Acknowledgements must survive a kill of the server, else rollouts republish payloads that were trained on."""
-        kept = self._patiently(lambda client: client.info("persistence")).get("aof_enabled")
+        kept = self._patiently(self._persistence).get("aof_enabled")
         if kept is None:
             log.warning(
                 "%s does not report whether its append-only file is enabled: without one, payloads may be trained on "
@@ -275,6 +275,12 @@ class RedisConnection:
                 "trained on twice. Enable the file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or "
                 "accept the loss with may_forget=yes in the URL"
             )
+
+    def _persistence(self, client: redis.Redis) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = client.info("persistence")
+        if int(found.get("loading", 0)):  # until it is done, the server says that it has no append-only file
+            raise self._redis.exceptions.BusyLoadingError("the server is loading its append-only file")
+        return found
 
     def remove_all(self) -> None:
         """Delete all records of this store or queue. It must not be in use."""

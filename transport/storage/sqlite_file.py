@@ -7,6 +7,8 @@ It handles for its users:
   rely on locks that only the parent holds. So it is closed before a fork, and each side opens its own at its next use.
 * Times in the file are from the host's monotonic clock, so changes of the wall clock have no effect. After a reboot
   (another boot id) the statements of ``on_reboot`` may invalidate stored times.
+* A process that is stopped (SIGSTOP, Ctrl-Z) inside a transaction keeps the file locked for all others. Who has waited
+  for it continues it, so that it finishes the transaction; a killed process has no locks.
 * Processes that have a removed file open would go on among themselves, where no other process finds them. So a write
   looks whether the path still leads to the file, and refuses.
 """
@@ -14,8 +16,10 @@ It handles for its users:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import signal
 import sqlite3
 import threading
 import time
@@ -25,6 +29,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from transport.errors import ClosedError, InternalError, TransportError
+
+log = logging.getLogger(__name__)
 
 Synchronous = Literal["NORMAL", "FULL"]
 
@@ -49,6 +55,8 @@ _NETWORK_FUSE = ("sshfs", "gluster", "ceph", "s3", "gcs", "goofys", "rclone", "j
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOCK_LOOK_FIRST_S, _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S = 0.0001, 1.5, 0.005
+_STOPPED_S = 1.0  # that a lock is waited for before a look whether its holder is stopped
+_WRITERS_LOCK = "120"  # the byte of the -shm file that a writer locks
 _WAL_LIMIT_BYTES = 64 << 20  # size to which SQLite truncates the WAL file after a burst of writes
 
 
@@ -173,6 +181,7 @@ class Database:
         SQLite's own wait sleeps for 1, 2, 5, 10 ms and longer, while most transactions last less than one.
         """
         give_up_at: float | None = None
+        look_at = float("inf")
         pause_s = _LOCK_LOOK_FIRST_S
         connection.execute("PRAGMA busy_timeout = 0")
         try:
@@ -182,13 +191,32 @@ class Database:
                     return
                 except sqlite3.OperationalError as error:
                     now = time.monotonic()
-                    give_up_at = now + self._busy_timeout_s if give_up_at is None else give_up_at
+                    if give_up_at is None:
+                        give_up_at, look_at = now + self._busy_timeout_s, now + _STOPPED_S
+                    if now >= look_at:
+                        self._continue_holder()
+                        look_at = now + _STOPPED_S
                     if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or now >= give_up_at:
                         raise
                 time.sleep(pause_s)
                 pause_s = min(pause_s * _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S)
         finally:
             connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_s * 1000)}")
+
+    def _continue_holder(self) -> None:
+        """Continue the process that holds the lock of writers, if it is stopped and belongs to this user."""
+        for holder in _holders(self.path.with_name(self.path.name + "-shm")):
+            with contextlib.suppress(OSError):
+                state = Path(f"/proc/{holder}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2]
+                if state.startswith("T"):
+                    log.warning(
+                        "process %d was stopped inside a transaction of the %s %s and is continued, since it keeps the "
+                        "file locked",
+                        holder,
+                        self._words.what,
+                        self.path,
+                    )
+                    os.kill(holder, signal.SIGCONT)
 
     def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
         # The lock is reentrant; a nested transaction would end the outer one.
@@ -322,6 +350,22 @@ class Database:
                 connection.execute(statement)
             connection.execute("UPDATE boot SET id = ?", (current,))
         connection.execute("COMMIT")
+
+
+def _holders(shared: Path) -> list[int]:
+    """The processes that hold SQLite's lock of writers, as the kernel lists them; none where it does not."""
+    try:
+        inode = shared.stat().st_ino
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    # 1: POSIX  ADVISORY  WRITE 4711 08:01:1234567 120 120
+    rows = [line.split() for line in lines if "->" not in line]
+    return [
+        int(row[4])
+        for row in rows
+        if len(row) == 8 and row[3] == "WRITE" and row[5].endswith(f":{inode}") and row[6] == row[7] == _WRITERS_LOCK
+    ]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -175,7 +175,7 @@ def test_the_entry_point_leads_to_a_function_that_imports_nothing() -> None:
 
 
 def test_a_run_that_ended_before_names_the_way_out() -> None:
-    closing = Closing(reason=Reason.FAILURE, round=3, incarnation="x", by="m", message="rank 1 is gone")
+    closing = Closing(run="run", reason=Reason.FAILURE, round=3, incarnation="x", by="m", message="rank 1 is gone")
     assert ended("job", closing, before=False) == "run 'job' ended in round 3: failure (rank 1 is gone)"
     assert ended("job", closing, before=True).endswith("give another --rdzv-id for a new one")
 
