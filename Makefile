@@ -119,7 +119,7 @@ test: $(VENV)/installed ## lint, native-test, site and pytest, one after the oth
 	  echo "$${took%, }"; [ -z "$$failed" ] || { printf '\033[31m%s\033[0m\n' "failed:$$failed" >&2; exit 1; }
 
 .PHONY: nightly
-nightly: $(BY_SOURCES)
+nightly: $(BY_SOURCES) lint-pythons $(if $(filter 1,$(SHORT)),,constraints-check)
 
 # FRESH=trixie: Debian 13. What was fetched stays in build/debian.
 FRESH ?= bookworm
@@ -201,6 +201,11 @@ lint: $(VENV)/installed ## ruff and mypy
 	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
 	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
 	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(WAITING) "mypy benchmarks/teardown" 10 $(BIN)/mypy benchmarks/teardown
+
+PYTHONS := 3.11 3.12 3.13
+.PHONY: lint-pythons
+lint-pythons: $(VENV)/installed ## mypy for every Python that pyproject.toml names
+	@for each in $(PYTHONS); do $(WAITING) "mypy for $$each" 30 $(BIN)/mypy --python-version $$each || exit 1; done
 
 # Stamps in build/: the sanitizer builds and the model take a minute each and depend on nothing but their sources.
 NATIVE_TEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py --sanitizers
