@@ -64,6 +64,10 @@ install: $(VENV)/installed ## install into .venv what is missing
 constraints: $(VENV)/installed ## renew constraints.txt: the newest versions that pyproject.toml admits
 	@$(BIN)/python tests/support/constraints.py
 
+.PHONY: constraints-check
+constraints-check: $(VENV)/installed ## resolve constraints.txt for each Python that pyproject.toml admits, without installing
+	@$(BIN)/python tests/support/constraints.py check
+
 .PHONY: adapters-constraints
 adapters-constraints: $(VENV)/installed ## renew constraints-adapters.txt, the versions of make adapters
 	@$(BIN)/python tests/support/constraints.py adapters
@@ -105,7 +109,23 @@ bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and 
 	@$(BIN)/python benchmarks/ring.py
 
 # --- checking ---------------------------------------------------------------------------------------------------------
-test: lint native-test model wheel-test site pytest ## the whole suite: all of these, one after the other
+# What takes minutes and depends on its sources alone, by stamps: in make nightly, and in make test once it has run here.
+BY_SOURCES := native-full model wheel-test
+TEST_PARTS = lint native-test $(filter $(BY_SOURCES),$(notdir $(wildcard build/*))) site pytest
+# Each of them runs whatever the others say.
+test: $(VENV)/installed ## lint, native-test, site and pytest, one after the other; what failed is named at the end
+	@failed=; for part in $(TEST_PARTS); do \
+	  begun=$$SECONDS; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; took="$$took$$part $$((SECONDS - begun)) s, "; done; \
+	  echo "$${took%, }"; [ -z "$$failed" ] || { printf '\033[31m%s\033[0m\n' "failed:$$failed" >&2; exit 1; }
+
+.PHONY: nightly
+nightly: $(BY_SOURCES) lint-pythons $(if $(filter 1,$(SHORT)),,constraints-check)
+
+# FRESH=trixie: Debian 13. What was fetched stays in build/debian.
+FRESH ?= bookworm
+.PHONY: fresh
+fresh: ## README's commands as a new user in a Debian of its own, with what README names alone; as root, with debootstrap
+	@$(PYTHON) tests/support/fresh.py --suite $(FRESH)
 
 # Tests of Redis start servers of their own; without the program they skip, and say so in red.
 .PHONY: redis
@@ -193,12 +213,25 @@ lint: $(VENV)/installed ## ruff and mypy
 	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
 	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(WAITING) "mypy benchmarks/teardown" 10 $(BIN)/mypy benchmarks/teardown
 
+PYTHONS := 3.11 3.12 3.13
+.PHONY: lint-pythons
+lint-pythons: $(VENV)/installed ## mypy for every Python that pyproject.toml names
+	@for each in $(PYTHONS); do $(WAITING) "mypy for $$each" 30 $(BIN)/mypy --python-version $$each || exit 1; done
+
 # Stamps in build/: the sanitizer builds and the model take a minute each and depend on nothing but their sources.
+NATIVE_TEST := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py --sanitizers
 build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py
+	@$(NATIVE_TEST) address
 	@mkdir -p build && touch $@
 
-native-test: build/native-test ## C++ tests of ring and engine under ASan, UBSan and TSan; libFuzzer for 10 s each
+native-test: build/native-test ## C++ tests of ring and engine under ASan and UBSan
+
+build/native-full: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
+	@$(NATIVE_TEST) thread,none,fuzz
+	@mkdir -p build && touch $@
+
+.PHONY: native-full
+native-full: build/native-test build/native-full ## the same under TSan, and optimized, besides; libFuzzer for 10 s each
 
 # Installed into an environment of its own: a stamp, too, since that takes half a minute.
 build/wheel-test: $(NATIVE) $(PACKAGE) $(wildcard tests/wheel/*.py) README.md LICENSE | $(VENV)/installed
@@ -241,7 +274,7 @@ FUZZ_SECONDS ?= 60
 .PHONY: fuzz
 fuzz: $(VENV)/installed ## libFuzzer over frames, answers, tickets, nested values, segments and a listener, FUZZ_SECONDS=60 each
 	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py --sanitizers fuzz --fuzz-seconds $(FUZZ_SECONDS)
+	@$(NATIVE_TEST) fuzz --fuzz-seconds $(FUZZ_SECONDS)
 
 model: build/model ## the protocol's models: properties hold, planted faults are found (spin)
 

@@ -6,12 +6,13 @@ import hashlib
 import importlib.util
 import re
 import tomllib
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +87,19 @@ def test_what_make_installs_has_one_version_which_the_project_admits() -> None:
         if not each.specifier.contains(versions.get(canonicalize_name(each.name), "0"))
     ]
     assert not wrong, "make constraints writes constraints.txt"
+
+
+def test_what_is_installed_admits_every_python_that_the_project_admits() -> None:
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    pythons = {oldest + ".0"} | {f"{each.rpartition(' ')[2]}.0" for each in PROJECT["classifiers"] if ":: 3." in each}
+    refused = {
+        (each.name, each.version, python)
+        for each in distributions()
+        if canonicalize_name(each.name) in pinned()
+        for python in pythons
+        if not SpecifierSet(each.metadata["Requires-Python"] or "").contains(python)
+    }
+    assert not refused, "make constraints writes constraints.txt"
 
 
 def test_every_pip_of_the_makefile_takes_the_constraints() -> None:

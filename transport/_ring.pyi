@@ -347,6 +347,7 @@ class PayloadView(Buffer):
     """
 
     hold: Hold
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
 
 @final
@@ -356,6 +357,7 @@ class Loan(Buffer):
     A loan that goes without `end` gives the slot back: unpublished, or for another attempt.
     """
 
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __init__(self, ring: Ring, slot: int, generation: int) -> None: ...
     def end(self) -> None:
         """The slot was published, given back or let go of. Idempotent."""
@@ -435,6 +437,7 @@ class ClaimedBatch(Buffer):
     """
 
     ring: Ring
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
     def __bool__(self) -> bool: ...
     def columns(self, out: Any) -> None:
@@ -518,6 +521,7 @@ class Block(Buffer):
     """
 
     address: int
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def read_only(self) -> BlockView: ...
     def __len__(self) -> int: ...
 
@@ -525,6 +529,7 @@ class Block(Buffer):
 class BlockView(Buffer):
     """The same bytes, read-only; holds the block. No array of it can be made writable."""
 
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
 
 @final

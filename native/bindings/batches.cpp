@@ -102,7 +102,7 @@ class ClaimedBatch {
     for (std::size_t i = 0; i < held_.size(); ++i) {
       const Claimed& c = held_[i].claim;
       const std::byte* const source = held_[i].hold == Hold::none ? nullptr : at(c);  // it may be another's by now
-      if (!gathering.next(source, c.length, verify ? std::optional(c.checksum) : std::nullopt)) wrong.push_back(i);
+      if (!gathering.next(source, c.length, verify ? &c.checksum : nullptr)) wrong.push_back(i);
     }
     return wrong;
   }

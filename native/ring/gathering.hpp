@@ -92,8 +92,9 @@ class Gathering {
     check_room(sizes.size());
   }
 
-  // The next payload; its size is that of its lengths. False: its checksum is another one, or there is no source.
-  bool next(const std::byte* source, std::uint64_t size, std::optional<std::uint64_t> expected) {
+  // The next payload; its size is that of its lengths. False: its checksum is not the expected one (nullptr: it is not
+  // verified), or there is no source.
+  bool next(const std::byte* source, std::uint64_t size, const std::uint64_t* expected) {
     const bool fused = source != nullptr && expected && size >= kFusedBytes && !skips_;
     const bool good = source != nullptr && (!expected || fused || checksum(source, size) == *expected);
     std::optional<Checksum> hasher;

@@ -83,7 +83,7 @@ class Received {
     work([&] {
       for (std::size_t i = 0; i < payloads_.size(); ++i) {
         const ReceivedPayload& each = payloads_[i];
-        const auto expected = verify && !each.verified ? std::optional(each.checksum) : std::nullopt;
+        const auto expected = verify && !each.verified ? &each.checksum : nullptr;
         if (!gathering.next(data_of(each), each.length, expected)) wrong.push_back(i);
       }
     });

@@ -29,7 +29,7 @@ struct Publication {
   std::uint64_t length = 0, checksum = 0;
   unsigned readers = 1;
   std::uint64_t deadline_ns = 0;
-  std::string_view note;
+  std::string_view note = {};
   std::int64_t policy_version = kNoVersion;
 };
 

@@ -1,7 +1,7 @@
 // The lengths in a ticket's note: what encode_note wrote is read again; cut off or changed, it is refused or read, but
 // never beyond its end. Under the address sanitizer the note lies in memory of exactly its size.
-#include <memory>
 #include <random>
+#include <vector>
 
 #include "check.hpp"
 #include "ring/ticket_note.hpp"
@@ -25,9 +25,8 @@ std::string pack(const std::vector<std::uint64_t>& lengths, std::string_view met
 }
 
 bool read(std::string_view note, std::vector<std::uint64_t>& lengths) {
-  const auto copy = std::make_unique<char[]>(note.size());
-  std::copy(note.begin(), note.end(), copy.get());
-  return read_lengths({copy.get(), note.size()}, lengths.data(), lengths.size());
+  const std::vector<char> copy(note.begin(), note.end());
+  return read_lengths({copy.data(), copy.size()}, lengths.data(), lengths.size());
 }
 
 }  // namespace
@@ -53,9 +52,8 @@ TEST(the_fingerprint_is_read_where_it_is_one) {
     return made.replace(made.find(before), before.size() - 1, text);
   };
   const auto fingerprint = [](std::string_view made) {
-    const auto copy = std::make_unique<char[]>(made.size());
-    std::copy(made.begin(), made.end(), copy.get());
-    return std::string(read_fingerprint({copy.get(), made.size()}));
+    const std::vector<char> copy(made.begin(), made.end());
+    return std::string(read_fingerprint({copy.data(), copy.size()}));
   };
   CHECK(fingerprint(note("\xD9\x20" + digits)) == digits);
   CHECK(fingerprint(note("\xA2" "ff")).empty());

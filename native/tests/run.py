@@ -4,21 +4,23 @@
 One build per sanitizer, kept in DIR (default build/native-tests) so that a second run only compiles what
 changed. The tests of crashes run everywhere but under the thread sanitizer, which cannot see across processes.
 `fuzz` runs each target of libFuzzer for --fuzz-seconds under the address and undefined-behaviour sanitizers, from what
-it has learnt before (DIR/corpus); it needs clang, and is left out with a word where there is none. It has the build of
-`address`, whose code is compiled once for both. The tests of the engine need UCX of the libucx package beside this
-Python.
+it has learnt before (DIR/corpus). It has the build of `address`, whose code is compiled once for both. A sanitizer that
+the compiler ($CXX, clang++ or g++) lacks is left out with a word: g++ has no libFuzzer. The tests of the engine need
+UCX of the libucx package beside this Python.
 Prints a line per step and exits with 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,12 +118,26 @@ def step(title: str, command: list[str]) -> bool:
     return code == 0
 
 
-def compiler() -> list[str]:
-    """clang if there is one: its thread sanitizer knows more of the standard library."""
-    for name in (os.environ.get("CXX"), "clang++", "clang++-14"):
-        if name and shutil.which(name):
-            return [f"-DCMAKE_CXX_COMPILER={name}"]
-    return []
+def compiler() -> str:
+    """$CXX, or clang if there is one: its thread sanitizer knows more of the standard library."""
+    names = (os.environ.get("CXX"), "clang++", "clang++-14", "g++", "c++")
+    return next((name for name in names if name and shutil.which(name)), "c++")
+
+
+@functools.cache
+def available(sanitizers: str) -> bool:
+    """Whether the compiler has these. Says so where it has not."""
+    program = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }\n'
+    if not sanitizers.startswith("fuzzer"):
+        program += "int main() { return 0; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler(), "-x", "c++", "-", f"-fsanitize={sanitizers}", "-o", f"{folder}/program"]
+        done = subprocess.run(command, input=program, text=True, stderr=subprocess.PIPE)
+    if done.returncode:
+        print(
+            f"SKIPPED: {compiler()} has no -fsanitize={sanitizers}: apt-get install clang libclang-rt-dev", flush=True
+        )
+    return done.returncode == 0
 
 
 def ucx() -> Path | None:
@@ -131,13 +147,14 @@ def ucx() -> Path | None:
 
 
 def build_tree(sanitizer: str, tree: Path) -> bool:
-    """With clang the build of the address sanitizer has libFuzzer's targets, too."""
+    """Where the compiler has libFuzzer, the build of the address sanitizer has its targets, too."""
     flags = FLAGS[sanitizer]
-    if sanitizer == "address" and compiler():
+    if sanitizer == "address" and available("fuzzer"):
         flags = f"fuzzer-no-link,{flags}"
     cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    configure = [cmake, "-S", str(NATIVE), "-B", str(tree), *generator, *compiler()]
+    configure = [cmake, "-S", str(NATIVE), "-B", str(tree), *generator]
+    configure += [f"-DCMAKE_CXX_COMPILER={compiler()}"]
     configure += [
         "-DTRANSPORT_NATIVE_TESTS=ON",
         "-DTRANSPORT_FAULT_POINTS=ON",
@@ -146,7 +163,8 @@ def build_tree(sanitizer: str, tree: Path) -> bool:
     if (folder := ucx()) is not None and "engine_test" in TESTS[sanitizer]:
         configure += [f"-DTRANSPORT_UCX_INCLUDE={folder / 'include'}", f"-DTRANSPORT_UCX_LIBRARIES={folder / 'lib'}"]
     return step(f"{sanitizer}: configure", configure) and step(
-        f"{sanitizer}: build", [cmake, "--build", str(tree), "--parallel", "2"]
+        f"{sanitizer}: build",
+        [cmake, "--build", str(tree), "--parallel", "2", "--", *(["-k", "0"] if generator else ["-k"])],
     )
 
 
@@ -159,6 +177,8 @@ def possible(name: str) -> bool:
 
 def run(sanitizer: str, build: Path, seed: int) -> bool:
     tree = build / sanitizer
+    if FLAGS[sanitizer] and not available(FLAGS[sanitizer]):
+        return True
     if not build_tree(sanitizer, tree):
         return False
     arguments = {"ring_fuzz": ["3", str(seed)]}
@@ -198,8 +218,7 @@ def fuzzed(target: str, tree: Path, seconds: int) -> bool:
 
 def fuzz(build: Path, seconds: int) -> bool:
     tree = build / "address"
-    if not compiler():
-        print("SKIPPED: the fuzz targets are not built without clang: apt-get install clang", flush=True)
+    if not available("fuzzer"):
         return True
     if not build_tree("address", tree):
         return False

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def test_the_module_has_what_its_stub_promises() -> None:
                     promised.add(f"{node.name}.{member.target.id}")
     if not _ring.HAS_FAULT_POINTS:
         promised -= {"set_fault", "report_faults"}
+    if sys.version_info < (3, 12):  # the buffer protocol has no name in Python there
+        promised = {each for each in promised if not each.endswith(".__buffer__")}
     for promise in promised:
         value: object = _ring
         for part in promise.split("."):

@@ -2,7 +2,8 @@
 
 Run by `make constraints`. pip resolves each variant of the extras without installing anything, the one for CUDA 13
 under what the one for CUDA 12 has chosen. They differ in CUDA's own bindings, whose version follows from that of ucxx:
-those are not in the file.
+those are not in the file. The oldest Python that pyproject.toml admits is first, the others under what that one has.
+With the argument ``check``, of `make constraints-check`, it fails where the file does not hold for one of them.
 
 With the argument ``adapters``, which `make adapters-constraints` gives, it writes constraints-adapters.txt for the
 environment of `make adapters`. That is a file of its own, since the frameworks admit only older releases of some tools.
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FILE = ROOT / "constraints.txt"
 ADAPTERS_FILE = ROOT / "constraints-adapters.txt"
 EXTRAS = ("redis", "metrics", "s3", "demo", "bench", "test", "lint", "site")
+PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 VARIANTS = (("cu12", "gpu"), ("cu13", "gpu13"))
 OF_THE_VARIANT = ("cuda-",)
 NO_WHEELS = "antlr4-python3-runtime"  # of hydra-core; pure Python
@@ -71,14 +73,29 @@ def resolved(requirements: list[str], chosen: dict[str, str], *options: str) -> 
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in chosen.items()), encoding="utf-8")
-        wheels = ["--only-binary", ":all:", "--no-binary", NO_WHEELS]
+        wheels = ["--only-binary", ":all:", *(() if "--python-version" in options else ("--no-binary", NO_WHEELS))]
         pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--dry-run", *wheels]
+        pip += ["--use-feature", "fast-deps"]  # reads the metadata alone of wheels that are large
         pip += ["--ignore-installed", "--report", str(report), "--constraint", str(constraints), *options]
         subprocess.run([*pip, *requirements], check=True)
         packages = [each["metadata"] for each in json.loads(report.read_text(encoding="utf-8"))["install"]]
     # Without the label of a build: 2.13.0 stands for 2.13.0+cpu as well, which pip prefers where its index has it.
     found = {re.sub(r"[-_.]+", "-", each["name"]).lower(): each["version"].partition("+")[0] for each in packages}
     return {name: version for name, version in found.items() if not name.startswith(OF_THE_VARIANT)}
+
+
+def for_every_python(chosen: dict[str, str]) -> dict[str, str]:
+    """``chosen``, and what it lacks."""
+    for python in PYTHONS:
+        for variant in VARIANTS:
+            options = (
+                "--python-version",
+                python,
+                "--target",
+                tempfile.gettempdir(),
+            )  # pip wants a target, and leaves it
+            chosen = chosen | resolved(wanted((*variant, *EXTRAS)), chosen, *options)
+    return chosen
 
 
 def write(file: Path, head: str, chosen: dict[str, str]) -> None:
@@ -95,9 +112,14 @@ def main() -> None:
         chosen |= resolved(of_group("adapters-alone"), chosen, "--no-deps")
         write(ADAPTERS_FILE, ADAPTERS_HEAD, chosen)
         return
-    for variant in VARIANTS:
-        chosen |= resolved(wanted((*variant, *EXTRAS)), chosen)
-    write(FILE, HEAD, chosen)
+    if sys.argv[1:] == ["check"]:
+        lines = FILE.read_text(encoding="utf-8").splitlines()
+        chosen = dict(line.split("==") for line in lines if not line.startswith("#"))
+        if lacking := for_every_python(chosen).keys() - chosen:
+            sys.exit(f"{FILE.name} lacks {', '.join(sorted(lacking))}: make constraints")
+        print(f"{FILE.name} holds for Python {', '.join(PYTHONS)}")
+        return
+    write(FILE, HEAD, for_every_python(chosen))
 
 
 if __name__ == "__main__":
