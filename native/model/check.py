@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims", "takes", "finishes", "keepers", "futex")
+MODELS = ("slot", "acks", "claims", "takes", "finishes", "keepers", "futex", "decision")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600  # of each search
 TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
@@ -94,6 +94,8 @@ CONFIGURATIONS += (
     Case("futex: 2 sleepers, 2 wakers twice", "EVENTS=2", size=1, model="futex"),
     Case("futex: 3 sleepers, 2 wakers", "SLEEPERS=3", size=1, model="futex"),
     Case("futex: 2 sleepers, 2 wakers", "", model="futex"),
+    Case("decision: 2 deciders", "", model="decision"),
+    Case("decision: 3 deciders", "DECIDERS=3", model="decision"),
 )
 
 REWRITTEN = "P2_rewritten_under_a_live_pin"
@@ -164,6 +166,10 @@ FAULTS = (
     Case("LOWERED_AFTER_ADVANCING", "", "F1_asleep_on_an_old_count", model="futex"),
     Case("NOT_LOOKED_AT_AGAIN", "", "F1_asleep_on_an_old_count", model="futex"),
     Case("FLAG_NOT_RAISED", "", "F1_asleep_on_an_old_count", model="futex"),
+    Case("WRITES_WITHOUT_COMPARING", "", "W1_two_decisions", model="decision"),
+    Case("LOST_ANSWER_IS_NO", "", "W1_two_decisions", model="decision"),
+    Case("LOST_ANSWER_IS_YES", "", "W1_two_decisions", model="decision"),
+    Case("REFUSED_IS_THE_END", "", "W3_stuck", model="decision"),
     # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
     Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
 )
@@ -231,7 +237,7 @@ def search(case: Case, folder: str, time_limit_s: float) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:[PDQSTFV]\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[DFPQSTVW]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:

@@ -6,13 +6,15 @@ The harness opens stores on one place (``open``) and moves their clock (``advanc
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import pytest
 from queue_waits import in_thread
 
-from transport.errors import ClosedError, UsageError
+from transport.errors import ClosedError, StoreUnavailableError, UsageError
 from transport.store import ABSENT, Change, Entry, Store
+from transport.store.decision import decide, decided, wait_decided
 from transport.store.base import MOST_KEY_BYTES, MOST_VALUE_BYTES
 
 LEASE_S = 60.0
@@ -284,6 +286,56 @@ class StoreConformance:
             other.add("n")
             thread.join(0.01)
         assert int(found[0].value) > 1
+
+    # --- final decisions (transport.store.decision) ----------------------------------------------
+    def test_the_first_proposal_is_the_decision_for_all(self, harness: Harness, store: Store) -> None:
+        assert decided(store, "d") is None
+        assert wait_decided(store, "d", 0.01) is None
+        assert decide(store, "d", b"first") == b"first"
+        assert decide(harness.open(), "d", b"second") == b"first"
+        assert decide(store, "d", b"third") == b"first"
+        assert decided(harness.open(), "d") == wait_decided(store, "d", 30) == b"first"
+
+    def test_deciders_at_the_same_time_get_one_decision(self, harness: Harness, store: Store) -> None:
+        stores = [harness.open() for _ in range(4)]
+        for number in range(20):
+            begin = threading.Barrier(len(stores) + 1)
+            waiting, thread = in_thread(lambda key=f"d/{number}": wait_decided(store, key, 30))  # type: ignore[misc]
+
+            def propose(own: int, key: str = f"d/{number}", begin: threading.Barrier = begin) -> bytes:
+                begin.wait()
+                return decide(stores[own], key, b"by %d" % own)
+
+            found = [in_thread(lambda own=own: propose(own)) for own in range(len(stores))]  # type: ignore[misc]
+            begin.wait()
+            for _, each in found:
+                each.join()
+            thread.join()
+            assert {answers[0] for answers, _ in found} == {waiting[0]}
+
+    @pytest.mark.parametrize("written", [True, False])
+    def test_a_decider_whose_answer_was_lost_asks_again(
+        self, harness: Harness, store: Store, monkeypatch: pytest.MonkeyPatch, written: bool
+    ) -> None:
+        write = type(store).put_many
+
+        def lose(self: Store, changes: Sequence[Change]) -> list[int] | None:
+            if written:
+                write(self, changes)
+            raise StoreUnavailableError("cut")
+
+        with monkeypatch.context() as cut:
+            cut.setattr(type(store), "put_many", lose)
+            with pytest.raises(StoreUnavailableError):
+                decide(store, "d", b"mine")
+        other = decide(harness.open(), "d", b"another's")
+        assert decide(store, "d", b"mine") == other == (b"mine" if written else b"another's")
+
+    def test_a_decision_with_a_lease_is_forgotten_with_it(self, harness: Harness, store: Store) -> None:
+        assert decide(store, "d", b"first", lease_s=LEASE_S) == b"first"
+        harness.advance(LEASE_S)
+        assert decided(store, "d") is None
+        assert decide(store, "d", b"second") == b"second"
 
     # --- what is refused -------------------------------------------------------------------------
     @pytest.mark.parametrize("key", ["", "a b", "ä", "a\n", "x" * (MOST_KEY_BYTES + 1)])
