@@ -14,8 +14,8 @@ from queue_waits import in_thread
 
 from transport.errors import ClosedError, StoreUnavailableError, UsageError
 from transport.store import ABSENT, Change, Entry, Store
-from transport.store.decision import decide, decided, wait_decided
 from transport.store.base import MOST_KEY_BYTES, MOST_VALUE_BYTES
+from transport.store.decision import decide, decided, wait_decided
 
 LEASE_S = 60.0
 

@@ -283,11 +283,17 @@ async def test_a_worker_is_given_arrays_that_are_there_and_what_it_serves_is_has
             await build(made)
             sending = asyncio.ensure_future(made[0].send_weights(iter(version_of(version).items()), version))
             if worker.spoils:
-                with pytest.raises(WeightsChecksumError, match="its load changed or lost tensors") as failure:
-                    await replica.receive_weights(version)
-                assert "was not restored" in failure.value.__notes__[0]
+                await replica.land(version)
+                await replica.load()
+                with pytest.raises(WeightsChecksumError, match="its load changed or lost tensors"):
+                    await replica.prove()
+                await replica.restore()
+                with pytest.raises(WeightsChecksumError, match="its load changed or lost tensors"):
+                    await replica.prove()  # it spoils that one, too
+                assert await replica.prove() is None
             else:
-                assert (await replica.receive_weights(version)).checksum == checksum_of(version)
+                assert (await replica.land(version)).checksum == checksum_of(version)
+                await replica.load()
                 assert not any(cupy.fake.queues.values()) and isinstance(worker.weights["head"], cupy.ndarray)
                 assert await replica.prove() is not None
             await asyncio.gather(sending, return_exceptions=True)

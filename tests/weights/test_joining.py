@@ -239,7 +239,7 @@ async def test_a_replica_that_cannot_join_ends_the_wait_of_all_others() -> None:
         manager = WeightUpdate(
             [Trainer(made[0], Source())],
             replicas,  # type: ignore[arg-type]
-            limits=Limits(init=3600, total=7200),
+            limits=Limits(connect=3600, total=7200),
         )
         with pytest.raises(RuntimeError, match="no way") as caught:
             await manager.update(1)
@@ -271,7 +271,7 @@ async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
 
         made[1].init_process_group = cancelled  # type: ignore[method-assign]
         manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
-        with pytest.raises(MemberFailedError, match="replica 0: its init was cancelled"):
+        with pytest.raises(MemberFailedError, match="replica 0: its connect was cancelled"):
             await manager.update(1)
 
 
@@ -347,8 +347,10 @@ def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: 
 
     with ranks() as everyone:
         setattr(everyone[0].engine, step, never)
-        errors = together(*(partial(soon.update, member, 1) for member in everyone))
+        patient = (partial(meeting.update, member, 1) for member in everyone[1:])
+        errors = together(partial(soon.update, everyone[0], 1), *patient)
         assert isinstance(errors[0], WeightsTimeoutError)
+        assert all(isinstance(error, WeightsError) for error in errors[1:])
         assert re.search(r"sender 0: version 1.* within 1 s", str(errors[0]))
 
 

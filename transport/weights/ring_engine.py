@@ -318,12 +318,7 @@ class RingEngine(EngineHoldings[Held], WeightEngine):
         return await landing.run(version)
 
     def revert(self) -> None:
-        """Return to the previous version, because the new one could not be loaded. Only until `finalize`.
-
-        Raises WeightsError if there is no previous version.
-        """
-        if self._previous is None:
-            raise WeightsError(f"{self.name} has no version before {self.proof}")
+        """Return to the version before, or to none, because the new one is not to be served. Only until `finalize`."""
         held, self._held, self._previous = self._held, self._previous, None
         if held is not None:
             held.release()
@@ -348,6 +343,8 @@ class RingEngine(EngineHoldings[Held], WeightEngine):
         if self._device is None:
             return iter(held.arrays().items())
         return held.on_device(*self._device, self._bucket_bytes)
+
+    in_place = spoilt = False
 
     @property
     def on_device(self) -> bool:

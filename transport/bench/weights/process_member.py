@@ -1,6 +1,6 @@
 """Members in processes of their own, driven over their standard input and output: one JSON object per line.
 
-    {"id": 3, "method": "receive_weights", "arguments": [7]}
+    {"id": 3, "method": "land", "arguments": [7]}
     {"id": 3, "result": …}   or   {"id": 3, "error": [kind, text]}
     {"cancel": 3}
 
@@ -161,11 +161,17 @@ class ProcessMember:
     async def send_weights(self, version: int) -> Proof | None:
         return _proof(await self.call("send_weights", version))
 
-    async def receive_weights(self, version: int) -> Proof:
-        proof = _proof(await self.call("receive_weights", version))
+    async def land(self, version: int) -> Proof:
+        proof = _proof(await self.call("land", version))
         if proof is None:
-            raise MemberFailedError(f"{self.name} returned no proof for v{version}")
+            raise MemberFailedError(f"{self.name}: land returned no proof for v{version}")
         return proof
+
+    async def load(self) -> None:
+        await self.call("load")
+
+    async def restore(self) -> None:
+        await self.call("restore")
 
     async def prove(self) -> Proof | None:
         return _proof(await self.call("prove"))
@@ -202,25 +208,6 @@ class ProcessMember:
         for prefix in list(_untidy):
             if await in_thread(remove_dead, prefix):
                 _untidy.discard(prefix)
-
-
-class ProcessRank(ProcessMember):
-    """A receiver of a `ShardedReplica` in a process of its own."""
-
-    async def land(self, version: int) -> Proof:
-        return await self._proven("land", version)
-
-    async def load_landed(self) -> Proof:
-        return await self._proven("load_landed")
-
-    async def restore(self) -> None:
-        await self.call("restore")
-
-    async def _proven(self, method: str, *arguments: Any) -> Proof:
-        proof = _proof(await self.call(method, *arguments))
-        if proof is None:
-            raise MemberFailedError(f"{self.name}: {method} returned no proof")
-        return proof
 
 
 def _proof(value: Any) -> Proof | None:

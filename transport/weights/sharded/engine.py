@@ -19,7 +19,7 @@ import msgspec
 
 from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
-from transport.errors import UsageError, WeightsError
+from transport.errors import UsageError
 from transport.runtime.arguments import expect
 from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
@@ -186,7 +186,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             shape=self._options.shape,
             fanout=self._options.fanout,
         )
-        return {"ranks": [msgspec.to_builtins(described)]}
+        return {"ranks": [msgspec.to_builtins(described)], "in_place": self.in_place}
 
     @classmethod
     def build_topology(
@@ -338,11 +338,11 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     def revert(self) -> None:
         """Return to the version before, or to none, because the new one is not to be served. Only until `finalize`.
 
-        Raises WeightsError if versions land in place: the one before is gone then.
+        Where versions land in place the one before is gone: the engine's own tensors are no version then.
         """
         if self.in_place:
             self._spoilt = True
-            raise WeightsError(f"{self.name} has no version before {self.proof}: it landed in the engine's own tensors")
+            return
         held, self._held, self._previous = self._held, self._previous, None
         if held is not None:
             held.release()
