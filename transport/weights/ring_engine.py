@@ -351,11 +351,6 @@ class RingEngine(EngineHoldings[Held], WeightEngine):
         """Whether received tensors are in device memory."""
         return self._device is not None
 
-    @property
-    def held(self) -> Held | None:
-        """The complete version that this member holds."""
-        return self._held
-
     async def __aenter__(self) -> RingEngine:
         return self
 

@@ -134,11 +134,6 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         return None if self._held is None else self._held.proof
 
     @property
-    def held(self) -> ShardHeld | None:
-        """The complete version that this rank holds."""
-        return self._held
-
-    @property
     def spoilt(self) -> bool:
         """Whether the engine's own tensors hold a mixture: an update began to change them and did not complete."""
         return self._spoilt
