@@ -10,19 +10,24 @@ the local tensor, named like the global one unless ``name`` says otherwise. Dime
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from transport.errors import SchemaError, UsageError
 from transport.runtime.explaining import explained
 from transport.schema import TensorSpec
 from transport.weights.sharding.boxes import Box
-from transport.weights.sharding.layouts import LocalTensor, Piece
+from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
 
 
 @explained
 def whole(spec: TensorSpec, name: str | None = None) -> LocalTensor:
     """All of a tensor, as a rank has it that replicates it."""
     return box(spec, Box((0,) * len(spec.shape), spec.shape), name)
+
+
+def whole_model(specs: Iterable[TensorSpec]) -> Layout:
+    """All of these tensors, as a rank has them that has the whole model."""
+    return Layout.of(whole(spec) for spec in specs)
 
 
 @explained
