@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import uvloop
 from member_groups import ENGINE, MemberGroup
+from process_member import ProcessMember
 from weights_members import Worker, checksum_of
 
-from transport.bench.weights.process_member import ProcessMember
 from transport.errors import (
     MemberFailedError,
     WeightsTimeoutError,

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from helpers import asynchronous
+from process_member import ProcessMember
 from shard_members import SPARSE, checksum_of, served
 
-from transport.bench.weights.process_member import ProcessMember
 from transport.errors import MemberLostError, WeightsError
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State

@@ -192,6 +192,7 @@ class ShardSending:
             lease.checksum = await in_thread(self._gather, lease.memory, bucket, on_device)
             if stream.base is not None:
                 await in_thread(_ring.copy, stream.base.image(index, size_of(bucket)).data, lease.memory)
+                self._sender.bytes_copied += size_of(bucket)
             self._sender.bytes_copied += size_of(bucket)
             await self._sender.publish(lease, stream.children, frame)
         except BaseException:

@@ -1,5 +1,4 @@
-"""A trainer or replica as a process, which process_member.py starts:
-``python -m transport.bench.weights.member_process``.
+"""A trainer or replica as a process, which process_member.py starts.
 
 The first line of standard input is its configuration, each further line a request; the end of input ends it.
 """
@@ -16,8 +15,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 import uvloop
+from process_member import Answer, Request
 
-from transport.bench.weights.process_member import Answer, Request
 from transport.errors import UsageError
 from transport.weights.options import EngineOptions
 from transport.weights.ring_engine import RingEngine

@@ -17,6 +17,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -28,6 +29,7 @@ from transport.weights.plan.engine import Metadata
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.threads import ended, in_thread
 
+_HERE = Path(__file__).resolve().parent
 _STOP_S = 20.0
 _MOST_LINE = 64 << 20
 _untidy: set[str] = set()  # prefixes of ended members whose segments may be mapped by others
@@ -80,22 +82,22 @@ class ProcessMember:
         prefix: str | None = None,
         within: Sequence[str] = (),
     ) -> Self:
-        """Start ``python -m transport.bench.weights.member_process`` with this `MemberConfig`.
+        """Start member_process.py, which is beside this file, with this `MemberConfig`.
 
         prefix: of its segments' names; default random.
         within: what stands before the command, such as what enters a network namespace.
         """
+        given = {**os.environ, **(environment or {})}
         process = await asyncio.create_subprocess_exec(
             *within,
             sys.executable,
             "-P",  # without the current directory, which may hold anything
-            "-m",
-            "transport.bench.weights.member_process",
+            str(_HERE / "member_process.py"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the manager's process, which ends its members in order
             limit=_MOST_LINE,
-            env={**os.environ, **(environment or {})},
+            env={**given, "PYTHONPATH": os.pathsep.join(filter(None, [str(_HERE), given.get("PYTHONPATH")]))},
         )
         prefix = prefix or f"weights-{secrets.token_hex(8)}-"
         member = cls(name, process, prefix)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import shard_model
 import uvloop
+from links import Links
+from process_member import ProcessMember
 
 from transport.bench.result import aligned
-from transport.bench.weights import shard_model
-from transport.bench.weights.links import Links
-from transport.bench.weights.process_member import ProcessMember
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
@@ -159,7 +159,7 @@ async def _started(
 
     def made(kind: str, rank: int, world: int) -> dict[str, Any]:
         arguments = {"size_bytes": load.size_bytes, "rank": rank, "world": world, "whole": whole}
-        return {"made": f"transport.bench.weights.shard_model:{kind}", "arguments": arguments}
+        return {"made": f"shard_model:{kind}", "arguments": arguments}
 
     trainers: list[ProcessMember] = []
     ranks: list[ProcessMember] = []

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import uvloop
+from process_member import ProcessMember
 
 from transport.bench.result import aligned
-from transport.bench.weights.process_member import ProcessMember
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
@@ -131,7 +131,7 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
         trainer = await ProcessMember.start(
             "trainer",
             {
-                "made": "transport.bench.weights.model:Model",
+                "made": "model:Model",
                 "arguments": {"size_bytes": load.size_bytes, "device": load.device},
                 "engine": sending,
             },
@@ -143,7 +143,7 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
             receiving = {**common, "wires": ["tcp"], "host": f"host {number * load.hosts // count}"}
             if load.device:
                 receiving["device"] = "cupy"
-            made = {"made": "transport.bench.weights.model:Server", "engine": receiving}
+            made = {"made": "model:Server", "engine": receiving}
             prefix = segment_prefix("weights")
             members.append(await ProcessMember.start(f"replica {number}", made, _ENVIRONMENT, prefix=prefix))
         manager = WeightUpdate([trainer], members[1:])
