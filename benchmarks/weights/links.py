@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from transport.errors import InternalError
 from transport.wire.addresses import LOOPBACK

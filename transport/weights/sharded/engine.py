@@ -319,13 +319,21 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             if layout is None:
                 if self._specs is None:
                     self._specs = specs_of(tensors)
-                layout = whole_model(self._specs)
-                role = completed(role, layout)
+                layout = await in_thread(whole_model, self._specs)  # of a hundred thousand tensors it takes seconds
+                role = await in_thread(completed, role, layout)
                 specs = tuple((each.name, each.dtype, each.shape) for each in self._specs)
             if not isinstance(tensors, Mapping):
                 tensors = iterate(tensors)
-            sending = ShardSending(
-                feed, self._sender, layout, role.outgoing, role.bucket_bytes, self._progress, self._base, role.base
+            sending = await in_thread(
+                ShardSending,
+                feed,
+                self._sender,
+                layout,
+                role.outgoing,
+                role.bucket_bytes,
+                self._progress,
+                self._base,
+                role.base,
             )
             await sending.run(tensors, global_steps, specs)
             if self._base is not None:

@@ -137,13 +137,13 @@ class ShardReceiving:
                 specs = (await self._start(name, upstream)).specs
                 if specs is None:
                     raise ProtocolError(f"{name} says nothing of the model's tensors")
-                layout = whole_model(TensorSpec(*spec) for spec in specs)
+                layout = await in_thread(lambda: whole_model(tuple(TensorSpec(*spec) for spec in specs)))
                 if self._own is not None:
                     self._own = checked_targets(layout, self._own)
-                self._plan(completed(self._role, layout), layout)
+                await in_thread(lambda: self._plan(completed(self._role, layout), layout))
             else:
                 assert self._layout is not None
-                self._plan(self._role, self._layout)
+                await in_thread(self._plan, self._role, self._layout)
             return await self._run(specs)
         except BaseException as error:
             kind = type(error).__name__

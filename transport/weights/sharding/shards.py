@@ -10,7 +10,8 @@ the local tensor, named like the global one unless ``name`` says otherwise. Dime
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 from transport.errors import SchemaError, UsageError
 from transport.runtime.explaining import explained
@@ -25,8 +26,9 @@ def whole(spec: TensorSpec, name: str | None = None) -> LocalTensor:
     return box(spec, Box((0,) * len(spec.shape), spec.shape), name)
 
 
-def whole_model(specs: Iterable[TensorSpec]) -> Layout:
-    """All of these tensors, as a rank has them that has the whole model."""
+@lru_cache(4)
+def whole_model(specs: tuple[TensorSpec, ...]) -> Layout:
+    """All of these tensors, as a rank has them that has the whole model. Remembered: they are the same every time."""
     return Layout.of(whole(spec) for spec in specs)
 
 
