@@ -210,6 +210,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
+	@MYPYPATH=.:benchmarks/weights $(WAITING) "mypy benchmarks/weights" 10 $(BIN)/mypy benchmarks/weights
 	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
 	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(WAITING) "mypy benchmarks/teardown" 10 $(BIN)/mypy benchmarks/teardown
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sizes import LARGEST, SLOTS
@@ -210,7 +212,9 @@ class Bench:
 
     def weights(self, size: int) -> None:
         """A version between two processes, out of device memory and into it, without a limit of the link."""
-        from transport.bench.weights.update import Load, run
+        sys.path.append(str(Path(__file__).resolve().parents[1] / "weights"))
+        from update import Load, run
+
         from transport.runtime.progress import silent
 
         load = Load(

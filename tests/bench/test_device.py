@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import update
 from benchmark_programs import benchmark_module
 from helpers import asynchronous
+from model import Model
 
 from transport import SharedRingBuffer
 from transport.bench.reads.harness import Content
 from transport.bench.reads.reader import ON_DEVICE, Reader, Reading
-from transport.bench.weights import update
-from transport.bench.weights.model import Model
 from transport.cli import run
 from transport.runtime.progress import silent
 from transport.weights.versions.layout import weights_checksum
 
-COMMANDS = (["loopback"], ["weights"], ["fetch", "127.0.0.1:1"])
+COMMANDS = (["loopback"], ["fetch", "127.0.0.1:1"])
 ring = benchmark_module("ring")
 
 

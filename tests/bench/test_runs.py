@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,8 +14,6 @@ from transport.bench import registry, ring
 from transport.bench.programs import build
 from transport.bench.reads import loopback, session
 from transport.bench.result import Case, Sample
-from transport.bench.weights import trillion
-from transport.bench.weights.links import Links, why_not
 from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
@@ -147,68 +143,3 @@ def test_rows_from_cpp_are_the_lines_that_the_program_prints(tmp_path: Path) -> 
 def test_without_sources_the_cpp_rows_say_so(tmp_path: Path) -> None:
     with pytest.raises(MissingDependencyError, match="need the project's sources"):
         build(tmp_path, "ring_bench")
-
-
-# --- the picture ----------------------------------------------------------------------------------
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_weights_reach_every_replica_and_a_delta_costs_less_of_the_link(tmp_path: Path) -> None:
-    report = tmp_path / "weights.json"
-    arguments = ["--replicas", "1,3", "--hosts", "2", "--size", "4MiB", "--rate", "0", "--bucket", "1MiB"]
-    command = [sys.executable, "-m", "transport", "bench", "weights", *arguments, "--json", str(report)]
-    subprocess.run(command, check=True, capture_output=True, timeout=90)
-    rows = json.loads(report.read_text())["rows"]
-    assert [(row["replicas"], row["mode"]) for row in rows] == [(1, "full"), (1, "delta"), (3, "full"), (3, "delta")]
-    for row in rows:
-        assert row["verified"]
-        size = row["model_bytes"]
-        assert row["link_bytes"] == size if row["mode"] == "full" else row["link_bytes"] < 0.1 * size
-        assert row["trainer_copies"] == 2.0 if row["mode"] == "full" else row["trainer_copies"] < 0.2
-    assert [row["received"] for row in rows if row["mode"] == "full"] == [1.0, 2.0]  # once for each host
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_shards_reach_every_engine_and_no_sender_sends_the_model(tmp_path: Path) -> None:
-    report = tmp_path / "shards.json"
-    arguments = ["--senders", "2", "--receivers", "4", "--size", "4MiB", "--rate", "0", "--bucket", "256KiB"]
-    command = [sys.executable, "-m", "transport", "bench", "weights", *arguments, "--json", str(report)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    shards, whole = json.loads(report.read_text())["rows"]
-    assert (shards["mode"], shards["senders"], shards["receivers"], shards["tp"]) == ("shards", 2, 4, 2)
-    assert shards["verified"]
-    assert whole["verified"]
-    size = shards["model_bytes"]
-    assert shards["sender_bytes"] < 0.51 * size
-    assert whole["sender_bytes"] >= size
-
-
-def test_hosts_that_cannot_be_namespaces_are_on_loopback_and_a_plain_stream_has_a_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("transport.bench.weights.links.why_not", lambda: "not here")
-    with Links.made(2, 1e9) as links:
-        assert not links.shaped
-        assert links.within(1) == ()
-        assert "token bucket" in links.about
-        assert links.stream() > 0
-
-
-@pytest.mark.skipif(bool(why_not()), reason=f"no shaped links: {why_not()}")
-def test_the_rate_of_a_link_is_kept_in_a_namespace_and_nothing_of_it_stays() -> None:
-    with Links.made(2, 5e6) as links:
-        assert links.shaped
-        assert links.stream() < 7e6
-        name = links.within(0)[-1]
-    assert name not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
-
-
-def test_the_plan_of_a_large_model_names_its_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LAYERS", 2), ("SENDERS", 16), ("STAGES", 2), ("EXPERTS", 32), ("VOCABULARY", 1024)):
-        monkeypatch.setattr(trillion, name, value)
-    found = trillion.estimate(1e6)
-    assert found.senders == 16
-    assert found.moved_bytes == found.parameters, "every byte leaves one sender"
-    assert found.bottleneck.startswith("receiver's link")
-    assert f"{found.slices} slices" in trillion.text(found)

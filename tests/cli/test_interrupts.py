@@ -38,16 +38,6 @@ PLACES = ("--destination", "{destination}", "--store", "{store}")
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "demo": (("demo", "--episodes", "1000000"), ("group",), 4.0),
     "bench loopback": (("bench", "loopback", "--sizes", "64KiB,1MiB", *SHORT), BOTH, 3.0),
-    "bench weights": (
-        ("bench", "weights", "--replicas", "1,2", "--size", "16MiB", "--bucket", "4MiB"),
-        ("group",),
-        3.0,
-    ),
-    "bench weights of shards": (
-        ("bench", "weights", "--senders", "2", "--receivers", "2", "--size", "4MiB", "--bucket", "1MiB", "--alone"),
-        ("group",),
-        3.0,
-    ),
     "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),
     "bench job": (
         ("bench", "job", "--queue", "rings,sqlite,redis", "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),

@@ -12,17 +12,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import update as weights_bench
 from benchmark_programs import benchmark_module
 from gpu_payloads import busy, bytes_of, to_device, why_not
 from helpers import asynchronous
 from weights_engines import build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
-from transport.bench.weights import update as weights_bench
 from transport.errors import UsageError
 from transport.runtime.progress import silent
 from transport.weights.ring_engine import RingEngine
-from transport.weights.versions.copies import Held
+from transport.weights.sharded.held import ShardHeld
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
 pytestmark = [
@@ -34,7 +34,7 @@ pytestmark = [
 every_library = pytest.mark.parametrize("library", ["cupy", "torch"])
 
 
-async def received(made: list[RingEngine], version: int, weights: Any) -> list[Held]:
+async def received(made: list[RingEngine], version: int, weights: Any) -> list[ShardHeld]:
     """What the replicas hold; the group is left by `finalize`."""
     await build(made)
     _, *held = await asyncio.gather(
@@ -50,8 +50,8 @@ async def received(made: list[RingEngine], version: int, weights: Any) -> list[H
 async def test_a_version_from_a_device_is_the_one_from_the_host(torch: Any, library: str, known: bool) -> None:
     async with engines("ab", specs=specs_of(version_of(0)) if known else None) as made:
         for version in (1, 2):
-            proof = await transfer(made, version, to_device(library, version_of(version)))
-            assert proof.checksum == checksum_of(version)
+            found = await transfer(made, version, to_device(library, version_of(version)))
+            assert found == checksum_of(version)
 
 
 @every_library
@@ -59,8 +59,8 @@ async def test_a_version_from_a_device_is_the_one_from_the_host(torch: Any, libr
 async def test_a_delta_is_found_in_device_memory(torch: Any, library: str) -> None:
     async with engines("a", delta=True) as made:
         for version in (0, 1, 2):
-            proof = await transfer(made, version, to_device(library, version_of(version)))
-            assert proof.checksum == checksum_of(version)
+            found = await transfer(made, version, to_device(library, version_of(version)))
+            assert found == checksum_of(version)
 
 
 @asynchronous
@@ -80,7 +80,8 @@ async def test_a_version_has_what_a_kernel_queued_before_it_has_written(device: 
     async with engines("a", specs=specs_of(host)) as made:
         await build(made)
         proof, held = await asyncio.gather(made[0].send_weights(produced(), 1), made[1].receive(1))
-        assert proof == held.proof and proof is not None and proof.checksum == weights_checksum(host)
+        assert proof == held.proof
+        assert held.checksum == weights_checksum(host)
 
 
 @every_library

@@ -29,9 +29,8 @@ from transport.server.after_writer import AfterWriter
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.ticket import Ticket
-from transport.weights import offers, ring_engine
+from transport.weights import offers
 from transport.weights.options import EngineOptions
-from transport.weights.plan import topology
 from transport.weights.sharded.meeting import Meeting
 from transport.weights.sharding import roles
 from transport.weights.transfer import messages
@@ -59,8 +58,6 @@ RECORDS = [
     Ack("ab" * 16, 3, 9, 0, KEY),
     frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),
     messages.Hello(WORD, "replica"),
-    messages.Bucket(0, TICKET.encode(), 0),
-    messages.Landed(TICKET.encode(), 0),
     messages.Slices(0, 0, 0, TICKET.encode()),
     messages.Placed(0, TICKET.encode(), 0),
     offers.Offer(7, 0, TICKET.encode()),
@@ -70,8 +67,6 @@ RECORDS = [
     AfterWriter(module="m", message=PLACE.encode()),
     Configuration(store=PLACE),
     Loaded(configuration=Configuration(store=PLACE), sources={}),
-    ring_engine.Link(parent="p", address="127.0.0.1", port=1, token=WORD, rank=0, mapped=False),
-    topology.Description(name="p", host="h", address="127.0.0.1", port=1, token=WORD),
     roles.ShardDescription(name="p", host="h", address="127.0.0.1", port=1, token=WORD, layout="", bucket_bytes=1),
     roles.Peer("p", "127.0.0.1", 1, WORD),
     ServerOptions(secret=WORD.encode()),

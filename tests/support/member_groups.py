@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from process_member import ProcessMember
 from weights_members import checksum_of
 
-from transport.bench.weights.process_member import ProcessMember
 from transport.weights.manager import Outcome, WeightUpdate
 
 ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}

@@ -8,12 +8,12 @@ from typing import Any
 
 from shard_members import Serving, Shards, checksum_of
 
-from transport.bench.weights.member_process import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
 from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.replica import ShardedReplica, ShardRank
+from transport.weights.sharded.replica import ShardedReplica
 from transport.weights.versions.layout import weights_checksum
+from transport.weights.worker import Replica, Trainer
 
 BUCKET = 4096
 
@@ -51,19 +51,19 @@ class Job:
                     delta=delta,  # means nothing here; members may share their options
                     options=EngineOptions(host=host, wires=frozenset({"tcp"}), **options),
                 )
-                ranks.append(ShardRank(engine, worker))
+                ranks.append(Replica(engine, worker))
             self.replicas.append(ShardedReplica(f"server {number}", ranks))
         self.manager = WeightUpdate(self.trainers, self.replicas, engine=ShardEngine)
 
     @property
-    def ranks(self) -> list[ShardRank]:
-        return [rank for replica in self.replicas for rank in replica.ranks if isinstance(rank, ShardRank)]
+    def ranks(self) -> list[Replica]:
+        return [rank for replica in self.replicas for rank in replica.ranks if isinstance(rank, Replica)]
 
     def serves(self, *versions: int) -> None:
         """Every rank of each engine serves all of this version; -1: it has none."""
         for replica, version in zip(self.replicas, versions, strict=True):
             for rank in replica.ranks:
-                assert isinstance(rank, ShardRank)
+                assert isinstance(rank, Replica)
                 worker = rank.worker
                 assert isinstance(worker, Serving)
                 if version < 0:

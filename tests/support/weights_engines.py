@@ -10,7 +10,6 @@ from typing import Any
 from weights_members import version_of
 
 from transport.weights.options import EngineOptions
-from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
@@ -45,7 +44,8 @@ async def build(made: list[RingEngine]) -> None:
     await asyncio.gather(*(each.init_process_group(**row) for each, row in zip(made, arguments, strict=True)))
 
 
-async def transfer(made: list[RingEngine], version: int, weights: dict[str, Any] | None = None) -> Proof:
+async def transfer(made: list[RingEngine], version: int, weights: dict[str, Any] | None = None) -> int:
+    """Send a version to all; the checksum of the tensors that each of them holds then."""
     await build(made)
     sent = weights or version_of(version)
     proof, *held = await asyncio.gather(
@@ -55,6 +55,7 @@ async def transfer(made: list[RingEngine], version: int, weights: dict[str, Any]
         await each.finalize()
     assert proof is not None
     assert {each.proof for each in held} == {proof}
+    (checksum,) = {each.checksum for each in held}
     for each in made[1:]:
-        assert weights_checksum({name: array async for name, array in each.get_weights()}) == proof.checksum
-    return proof
+        assert weights_checksum({name: array async for name, array in each.get_weights()}) == checksum
+    return checksum

@@ -26,13 +26,13 @@ from transport.errors import (
     StaleSlotError,
     UsageError,
     WeightsChecksumError,
-    WeightsError,
 )
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed
+from transport.weights.transfer.messages import Start
 from transport.weights.versions.copies import Copies, Held, attach
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -44,10 +44,10 @@ pytestmark = pytest.mark.ucx
 @asynchronous
 async def test_a_version_arrives_whole_over_every_shape_of_relays(shape: str) -> None:
     async with engines("aabc", shape=shape) as made:
-        proof = await transfer(made, 1)
-        assert proof == Proof(1, checksum_of(1))
+        assert await transfer(made, 1) == checksum_of(1)
         sent = made[0].statistics().bytes_sent
-        assert sent == TOTAL * (4 if shape == "star" else 1)  # the last bucket's unused bytes do not travel
+        model = sum(array.nbytes for array in version_of(1).values())
+        assert model <= sent / (4 if shape == "star" else 1) <= TOTAL  # unused bytes of buckets do not travel
         if shape != "star":
             assert made[2].statistics().bytes_received == {}  # it maps what replica 0 has landed
 
@@ -57,7 +57,7 @@ async def test_a_delta_sends_little_and_gives_the_same_version() -> None:
     async with engines("aab", delta=True) as made:
         await transfer(made, 1)
         before = made[0].statistics().bytes_sent
-        assert await transfer(made, 2) == Proof(2, checksum_of(2))
+        assert await transfer(made, 2) == checksum_of(2)
         assert 0 < made[0].statistics().bytes_sent - before < TOTAL / 4
         await transfer(made, 3, version_of(2))  # nothing changed
         before = made[0].statistics().bytes_sent
@@ -112,7 +112,7 @@ async def test_a_trainer_whose_iterator_fails_tells_why_and_nobody_holds_a_part(
         assert all(isinstance(each, ParentLostError) and "no more tensors" in str(each) for each in received)
         for each in made:
             await each.finalize()
-        assert [each.proof for each in made[1:]] == [Proof(1, checksum_of(1))] * 2
+        assert [each.held.checksum for each in made[1:]] == [checksum_of(1)] * 2
         await transfer(made, 3)
 
 
@@ -142,8 +142,6 @@ async def test_a_wrong_order_of_calls_is_refused() -> None:
             await trainer.send_weights(iter(()), 1)
         with pytest.raises(UsageError, match="call init_process_group"):
             await trainer.receive(1)
-        with pytest.raises(WeightsError, match="no version before"):
-            trainer.revert()
 
 
 @pytest.mark.parametrize("options", [{"bucket_bytes": 100}, {"bucket_bytes": 8193}, {"in_flight": 0}, {"rate": 0.0}])
@@ -253,10 +251,12 @@ async def test_a_delta_that_arrives_wrong_is_sent_again_whole() -> None:
         await manager.update(1)
         base = made[0]._base
         assert base is not None
-        assert base._row is not None
-        head = VersionLayout.of(specs_of(version_of(2))).places[-1]
         # the trainer's own copy has what is about to change already, so it sees no change and sends none
-        base._row[head.offset :] = version_of(2)["head"].reshape(-1).view(np.uint8)
+        (stream,) = base._streams
+        head = version_of(2)["head"].reshape(-1).view(np.uint8)
+        rows = BUCKET // version_of(2)["head"][0].nbytes
+        last = head[len(head) // (rows * 384) * (rows * 384) :]
+        stream._memory[stream._starts[-2] :][: len(last)] = last
         outcome = await manager.update(2)
         assert not outcome.delta
         assert manager.statistics().fallbacks == 1
@@ -281,7 +281,7 @@ async def test_policies_that_do_not_restore(policy: Any, states: list[str]) -> N
         manager = WeightUpdate([Trainer(made[0], Source())], replicas, policy=policy)  # type: ignore[arg-type]
         await manager.update(1)
         if policy == "exclude":
-            assert (await manager.update(2)).failures == ["transfer: replica 0: RuntimeError: no room"]
+            assert (await manager.update(2)).failures == ["load: replica 0: RuntimeError: no room"]
         else:
             with pytest.raises(RuntimeError, match="no room"):
                 await manager.update(2)
@@ -305,7 +305,8 @@ async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go
         slow, quick = made[1], made[2]
         sending = asyncio.ensure_future(made[0].send_weights(iter(version_of(1).items()), 1))
         held = await quick.receive(1)  # the other one joined, and never reads
-        assert await sending == held.proof == Proof(1, checksum_of(1))
+        assert await sending == held.proof
+        assert held.checksum == checksum_of(1)
         with pytest.raises((ParentLostError, StaleSlotError)):
             await slow.receive(1)
 
@@ -362,7 +363,7 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
             return publish()
 
         lease.publish = slow  # type: ignore[method-assign]
-        task = asyncio.ensure_future(sender.publish(lease, 0))
+        task = asyncio.ensure_future(sender.publish(lease, ("child",), lambda _: Start(1)))
         await asyncio.to_thread(begun.wait)
         task.cancel()
         go_on.set()

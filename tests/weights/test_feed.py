@@ -13,7 +13,7 @@ from helpers import asynchronous, ended, until
 
 from transport.errors import ParentLostError
 from transport.weights.transfer.feed import _MOST_HELLO, _MOST_STRANGERS, Feed, Upstream
-from transport.weights.transfer.messages import Begin, Hello, encode
+from transport.weights.transfer.messages import Hello, Start, encode
 
 
 @asynchronous
@@ -31,7 +31,7 @@ async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
             await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "a")
         with pytest.raises(ParentLostError, match="joins with the next update"):
             await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "late")
-        begin = Begin(1, (("t", "float32", (3,)),))
+        begin = Start(1, (("t", "float32", (3,)),))
         await feed.tell(begin, ["a", "not there"])
         assert await first.next() == begin
         feed.drop("a")
@@ -57,7 +57,7 @@ async def test_a_stranger_at_a_feed_may_announce_no_more_than_a_greeting(monkeyp
             b"\1\x10\0\0",
             b"GET / HTTP/1.1\r\n\r\n",
             b"\x16\x03\x01\0",
-            encode(Begin(1, (("x" * 4096, "", ()),))),
+            encode(Start(1, (("x" * 4096, "", ()),))),
         ):
             reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
             writer.write(said)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,13 +15,21 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import engine_models
+import msgspec
 import numpy as np
 import pytest
 from engine_models import TRAINERS, WORKERS, Model, Training, install_nemo_rl, install_vllm, of_training
 from shard_members import MODEL, checksum_of
 
 from transport.adapters import sglang
-from transport.errors import ProtocolError, SchemaError, UsageError, WeightsError, WeightsTimeoutError
+from transport.errors import (
+    ProtocolError,
+    SchemaError,
+    StoreUnavailableError,
+    UsageError,
+    WeightsError,
+    WeightsTimeoutError,
+)
 from transport.store.base import ABSENT
 from transport.store.open import open_store
 from transport.weights.sharded.meeting import Meeting, Member, RankShards, described, of_dtensors
@@ -222,7 +232,8 @@ def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting
             member.close()
 
 
-def test_a_count_of_an_attempt_that_is_long_over_lets_no_receiver_load_before_all_are_done(meeting: Meeting) -> None:
+@contextlib.contextmanager
+def everyone_of(meeting: Meeting) -> Iterator[tuple[list[Member], list[Model], Callable[[int], list[Any]]]]:
     models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
     everyone = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
     everyone += [
@@ -234,33 +245,88 @@ def test_a_count_of_an_attempt_that_is_long_over_lets_no_receiver_load_before_al
             training.step(version)
         return together(*(lambda member=member: meeting.update(member, version) for member in everyone))
 
-    last = everyone[-1]
-    transfer = last.transfer
-
-    def failing(version: int, *rest: Any) -> None:
-        transfer(version, *rest)
-        with open_store(meeting.store) as store:
-            seen = ABSENT
-            while True:  # until the three others are done
-                entry = store.watch(f"shards/test/{version}/done", seen, 30)
-                assert entry is not None
-                if int(entry.value) >= len(everyone) - 1:
-                    break
-                seen = entry.version
-        raise RuntimeError("failed at the end")
-
     try:
-        assert update(1) == [None] * 4
-        with open_store(meeting.store) as store:
-            store.add("shards/test/2/done")  # of an attempt whose other records have expired
-        last.transfer = failing  # type: ignore[method-assign]
-        errors = update(2)
-        assert isinstance(errors[-1], RuntimeError)
-        assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
-        assert all(serves(model, 1) for model in models)
+        yield everyone, models, update
     finally:
         for member in everyone:
             member.close()
+
+
+def landed_everywhere(meeting: Meeting, version: int) -> None:
+    """Wait until all ranks but the last have landed it."""
+    with open_store(meeting.store) as store:
+        for key in meeting._keys(version, "landed")[:-1]:
+            assert store.watch(key, ABSENT, 30) is not None
+
+
+@pytest.mark.parametrize("by", ["the rank itself", "the framework"])
+def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by: str) -> None:
+    with everyone_of(meeting) as (everyone, models, update):
+        last = everyone[-1]
+        transfer = last.transfer
+
+        def failing(version: int, *rest: Any) -> None:
+            transfer(version, *rest)
+            landed_everywhere(meeting, version)
+            if by == "the rank itself":
+                raise RuntimeError("failed at the end")
+            meeting.fail(version, "RuntimeError: failed at the end")
+
+        assert update(1) == [None] * 4
+        last.transfer = failing  # type: ignore[method-assign]
+        errors = update(2)
+        assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+        assert all("failed at the end" in str(error) for error in errors)
+        assert all(serves(model, 1) for model in models)
+        last.transfer = transfer  # type: ignore[method-assign]
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
+def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.weights.sharded.meeting._THERE_S", 0.3)
+    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.05)
+    with everyone_of(meeting) as (everyone, models, update):
+        cut, slow = everyone[-2:]
+        transfer = slow.transfer
+        agree = Meeting._agree
+        gone = threading.Event()
+
+        def cut_off(self: Meeting, store: Any, member: Member, version: int, phase: str) -> None:
+            if member is cut and version == 2:
+                store.put(self._key(version, phase, member), b"", lease_s=0.3)
+                gone.set()
+                raise StoreUnavailableError("cut off")
+            agree(self, store, member, version, phase)
+
+        def late(version: int, *rest: Any) -> None:
+            transfer(version, *rest)
+            assert gone.wait(30)
+
+        assert update(1) == [None] * 4
+        monkeypatch.setattr(Meeting, "_agree", cut_off)
+        monkeypatch.setattr(Meeting, "_fail", lambda *_: None)  # it can tell nobody
+        slow.transfer = late  # type: ignore[method-assign]
+        hurried = msgspec.structs.replace(meeting, timeout_s=3.0)
+        errors = together(*(partial(hurried.update, member, 2) for member in everyone))
+        assert all(isinstance(error, WeightsError | StoreUnavailableError) for error in errors), errors
+        assert all(serves(model, 1) for model in models)
+
+
+def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) -> None:
+    with everyone_of(meeting) as (_, models, update):
+        assert update(1) == [None] * 4
+        name = next(name for name, array in models[1].parameters.items() if array.size)
+        models[1].parameters[name].flags.writeable = False
+        errors = update(2)
+        assert isinstance(errors[-1], ValueError), errors
+        assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+        models[1].parameters[name].flags.writeable = True
+        assert serves(models[0], 1)
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:

@@ -32,6 +32,7 @@ from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Limits
 from transport.weights.ring_engine import RingEngine
 from transport.weights.sharded.meeting import Meeting, Member, RankShards, _unless
+from transport.weights.sharding.roles import Role, unpack
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed, Start, encode
@@ -64,7 +65,7 @@ def together(*calls: Callable[[], object]) -> list[BaseException | None]:
 
 def columns(*sides: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """The arguments of each member, trainers first."""
-    return [{key: values[at] for key, values in side.items()} for side in sides for at in range(len(side["rank"]))]
+    return [{key: values[at] for key, values in side.items()} for side in sides for at in range(len(side["roles"]))]
 
 
 @asynchronous
@@ -201,8 +202,9 @@ async def test_a_relay_that_waits_for_its_child_hears_its_parent_and_tells_its_o
     try:
         metadata = [await each.prepare() for each in made]
         arguments = columns(*RingEngine.build_topology(1, 3, metadata))
-        relay = next(at for at, row in enumerate(arguments) if at and row["wired"] and row["mapped"])
-        mapping = next(at for at, row in enumerate(arguments) if at and (row["link"] or {}).get("mapped"))
+        parts = [unpack(row["roles"][0], Role).incoming for row in arguments]
+        relay = next(at for at, part in enumerate(parts) if part and part[0].wired and part[0].local)
+        mapping = next(at for at, part in enumerate(parts) if part and part[0].mapped)
         joining = [asyncio.ensure_future(made[at].init_process_group(**arguments[at])) for at in (relay, mapping, 0)]
         await joining[1]
         await joining[2]
@@ -239,7 +241,7 @@ async def test_a_replica_that_cannot_join_ends_the_wait_of_all_others() -> None:
         manager = WeightUpdate(
             [Trainer(made[0], Source())],
             replicas,  # type: ignore[arg-type]
-            limits=Limits(init=3600, total=7200),
+            limits=Limits(connect=3600, total=7200),
         )
         with pytest.raises(RuntimeError, match="no way") as caught:
             await manager.update(1)
@@ -271,7 +273,7 @@ async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
 
         made[1].init_process_group = cancelled  # type: ignore[method-assign]
         manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
-        with pytest.raises(MemberFailedError, match="replica 0: its init was cancelled"):
+        with pytest.raises(MemberFailedError, match="replica 0: its connect was cancelled"):
             await manager.update(1)
 
 
@@ -347,8 +349,10 @@ def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: 
 
     with ranks() as everyone:
         setattr(everyone[0].engine, step, never)
-        errors = together(*(partial(soon.update, member, 1) for member in everyone))
+        patient = (partial(meeting.update, member, 1) for member in everyone[1:])
+        errors = together(partial(soon.update, everyone[0], 1), *patient)
         assert isinstance(errors[0], WeightsTimeoutError)
+        assert all(isinstance(error, WeightsError) for error in errors[1:])
         assert re.search(r"sender 0: version 1.* within 1 s", str(errors[0]))
 
 
@@ -359,7 +363,7 @@ async def test_the_loss_of_a_child_counts_for_all_its_buckets_while_another_is_p
         try:
             await sender.begin(feed, ["a"])
             first = await sender.reserve(64)
-            await sender.publish(first, 0)
+            await sender.publish(first, ("a",), lambda _: Start(1))
             (ticket, names), *_ = sender._unread.values()
             acknowledge = sender._acknowledge
 

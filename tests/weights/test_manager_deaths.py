@@ -48,9 +48,9 @@ async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_o
         with pytest.raises(MemberLostError, match=r"the process of replica 3 was ended by SIGKILL"):
             await group.update()
         group.manager._on_step = lambda step, members: None
-        await group.serves(1, 1, 1, -1)
+        await group.serves(2, 2, 2, -1)  # it was killed after the commit
         assert group.manager.admissions["replica 3"].state is State.EXCLUDED
-        assert group.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 1)
+        assert group.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 2)
 
         # replica 2 lands for its host alone; it dies with half of its buckets
         reached, go = tmp_path / "reached", tmp_path / "reached.go"
@@ -61,8 +61,8 @@ async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_o
         go.write_bytes(b"")
         with pytest.raises(MemberLostError, match=r"the process of replica 2 was ended by SIGKILL"):
             await updating
-        await group.serves(3, 3, -1, -1)
-        assert group.manager.admitted == {"replica 0": 3, "replica 1": 3}
+        await group.serves(2, 2, -1, -1)  # not all had landed it
+        assert group.manager.admitted == {"replica 0": 2, "replica 1": 2}
 
 
 @asynchronous
@@ -154,10 +154,10 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
 
         await until(found)
         with SharedRingBuffer.attach(segments[0], role="writer") as ring:
-            await until(lambda: bytes(ring.native.payload(0)[:131072]) == row[:131072])
+            await until(lambda: bytes(ring.native.payload(0)[:100000]) == row[:100000])
             ring.native.payload(0)[100] ^= 1
         os.kill(group.replicas[0].process.pid, signal.SIGCONT)
         with pytest.raises(error, match=r"checksum|attempts"):
             await updating
         assert group.manager.admissions["replica 0"].state is State.PENDING
-        assert await group.replicas[0].call("told", "look") == [-1, None, False, True]
+        assert await group.replicas[0].call("told", "look") == [-1, None, True, True]

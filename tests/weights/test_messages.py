@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 
 from transport.errors import ProtocolError, UsageError
 from transport.weights.transfer import messages
-from transport.weights.transfer.messages import Begin, Bucket, End, Failed, Frame, Hello, Landed, Welcome
+from transport.weights.transfer.messages import Alive, Failed, Frame, Hello, Placed, Slices, Start, Welcome, Whole
 from transport.weights.transfer.pace import Pace
 
 FRAMES: list[Frame] = [
     Hello("token", "replica 0"),
     Welcome(),
-    Begin(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ())), 6, 2**64 - 1),
-    Bucket(3, b"TK", 1 << 40, ((0, 64, 2, -1), (64, 64, 4, 1))),
-    Landed(b"TK", 1),
-    End(4, 2**64 - 1),
+    Alive(),
+    Start(7),
+    Start(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ()))),
+    Slices(3, 1, 4, b"TK", ((0, 64, 2, -1), (64, 64, 4, 1)), 2**64 - 1),
+    Whole(2, 2**64 - 1),
+    Placed(0, b"TK", 1),
     Failed("LinkError", "why"),
 ]
 
@@ -30,7 +32,7 @@ def test_a_frame_comes_back_from_its_bytes(frame: Frame) -> None:
 
 
 def test_the_bytes_of_a_frame_stay_what_they_are() -> None:
-    assert messages.encode(End(2, 255)) == b"\x08\x00\x00\x00\x93\xa3end\x02\xcc\xff"
+    assert messages.encode(Whole(2, 255)) == b"\x0a\x00\x00\x00\x93\xa5whole\x02\xcc\xff"
 
 
 @given(body=st.binary(max_size=64))

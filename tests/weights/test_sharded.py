@@ -19,13 +19,16 @@ from transport.errors import (
     InternalError,
 )
 from transport.schema import DTYPES
+from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
+from transport.weights.plan.steps import Step
 from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed
 from transport.weights.versions.layout import weights_checksum
+from transport.weights.worker import Replica
 
 pytestmark = pytest.mark.ucx
 
@@ -291,3 +294,28 @@ async def test_a_rank_that_wants_nothing_has_every_version_at_once() -> None:
     finally:
         for each in (sender, *receivers):
             await each.close()
+
+
+@asynchronous
+async def test_a_replica_that_cannot_hold_two_versions_is_paused_before_the_transfer_and_the_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with job(1, ["a", "b"]) as made:
+        rank = made.ranks[0]
+        own = ShardEngine("in place", rank.engine.layout, address="127.0.0.1", in_place=rank.worker.tensors)  # type: ignore[attr-defined]
+        replica = Replica(own, rank.worker)
+        manager = WeightUpdate(made.trainers, [replica, made.replicas[1]], engine=ShardEngine)  # type: ignore[arg-type, list-item]
+        try:
+            await manager.update(1)
+            seen: dict[Step, list[bool]] = {}
+            workers = [rank.worker, made.ranks[1].worker]
+            manager._on_step = lambda step, _: seen.update({step: [each.generating for each in workers]})  # type: ignore[attr-defined]
+            outcome = await manager.update(2)
+            assert seen[Step.TRANSFER] == [False, True]
+            assert outcome.pause_s["in place"] > outcome.steps_s["transfer"]
+            assert outcome.pause_s["server 1"] < outcome.pause_s["in place"]
+            assert "in place lands versions in its own tensors" in caplog.text
+            assert set(manager.admitted.values()) == {2}
+        finally:
+            await own.close()

@@ -1,137 +1,17 @@
-"""The order of steps: intent before each, clean-up that always runs, the first error first, verdicts by proof alone."""
+"""What an update means for each replica: by proof alone."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.errors import MemberFailedError, UsageError, WeightsTimeoutError
 from transport.weights.plan.admission import Event
-from transport.weights.plan.steps import CLOSING, FORWARD, Limits, Proof, Step, UpdateMachine, Verdict, verdicts
+from transport.weights.plan.steps import Proof, Verdict, excluded, known_alone, verdicts
 
-FAILED = MemberFailedError("it did not work")
-
-
-def machine(policy: str = "restore", **limits: float) -> UpdateMachine:
-    return UpdateMachine(["t"], ["a", "b"], policy, Limits(**limits), now=0.0)  # type: ignore[arg-type]
-
-
-def walk(update: UpdateMachine, faults: dict[tuple[Step, str], BaseException], admitted: str = "ab") -> list[Step]:
-    """Drive it to its end; the steps that were begun."""
-    seen = []
-    while (do := update.next(1.0)) is not None:
-        seen.append(do.step)
-        assert update.begun[do.step] == set(do.members)  # the flag is up before anything is done
-        update.report((name, faults[do.step, name]) for name in do.members if (do.step, name) in faults)
-        if do.step is Step.PROVE:
-            update.admit(admitted)
-    return seen
-
-
-def test_without_faults_every_step_comes_once_in_order() -> None:
-    update = machine()
-    assert walk(update, {}) == list(Step)
-    assert update.failures == []
-    assert update.begun[Step.TRANSFER] == {"t", "a", "b"}
-    assert update.begun[Step.RESUME_GENERATION] == {"a", "b"}
-
-
-CLEANED = {
-    Step.ABORT: [Step.PROVE, Step.RESUME_GENERATION],
-    Step.RELEASE_KV: [Step.PROVE, Step.RESUME_KV, Step.RESUME_GENERATION],
-    Step.PREPARE: list(CLOSING),
-    Step.INIT: list(CLOSING),
-    Step.TRANSFER: list(CLOSING),
-}
-
-
-@pytest.mark.parametrize("step", CLEANED, ids=str)
-def test_a_failure_undoes_what_was_begun_and_nothing_else(step: Step) -> None:
-    update = machine()
-    seen = walk(update, {(step, "a"): FAILED})
-    assert seen == [*FORWARD[: FORWARD.index(step) + 1], *CLEANED[step]]
-    assert update.begun[Step.RESUME_GENERATION] == {"a", "b"}  # also of the one whose abort may or may not have worked
-
-
-@given(faults=st.sets(st.tuples(st.sampled_from(list(CLOSING)), st.sampled_from("tab"))))
-def test_no_failure_of_a_closing_step_keeps_another_from_running(faults: set[tuple[Step, str]]) -> None:
-    update = machine()
-    errors = {each: MemberFailedError(f"{each}") for each in sorted(faults, key=str)}
-    assert walk(update, dict(errors)) == list(Step)
-    due = [(step, name) for step in CLOSING for name in ("t", "a", "b") if (step, name) in faults]
-    asked = [(step, name) for step, name in due if name in update.begun[step]]
-    assert [(failure.step, failure.member) for failure in update.failures] == asked
-
-
-def test_the_first_failure_stays_the_first() -> None:
-    update = machine()
-    second = MemberFailedError("resume")
-    walk(update, {(Step.TRANSFER, "b"): FAILED, (Step.RESUME_KV, "a"): second})
-    assert [failure.error for failure in update.failures] == [FAILED, second]
-    assert update.failed_in("a", CLOSING) == (Step.RESUME_KV, "a", second)
-    assert update.failed_in("b", CLOSING) is None
-
-
-def test_only_who_is_admitted_resumes_generation_but_every_cache_comes_back() -> None:
-    update = machine()
-    walk(update, {(Step.TRANSFER, "b"): FAILED}, admitted="a")
-    assert update.begun[Step.RESUME_KV] == {"a", "b"}
-    assert update.begun[Step.RESUME_GENERATION] == {"a"}
-
-
-def test_exclude_goes_on_without_a_replica_while_a_group_can_still_be_built() -> None:
-    update = machine("exclude")
-    assert walk(update, {(Step.ABORT, "a"): FAILED}) == list(Step)
-    assert update.group == ("b",)
-    assert update.begun[Step.TRANSFER] == {"t", "b"}
-    assert update.begun[Step.RESUME_GENERATION] == {"a", "b"}
-    assert Step.TRANSFER not in walk(machine("exclude"), {(Step.ABORT, "a"): FAILED, (Step.PREPARE, "b"): FAILED})
-
-
-def test_exclude_does_not_go_on_without_the_trainer() -> None:
-    assert Step.INIT not in walk(machine("exclude"), {(Step.PREPARE, "t"): FAILED})
-
-
-def test_cancelling_is_a_failure() -> None:
-    update = machine()
-    for _ in FORWARD[:-2]:
-        do = update.next(1.0)
-        assert do is not None
-        update.report(())
-    update.fail(do.step, "", asyncio.CancelledError())
-    assert walk(update, {}) == list(CLOSING)
-
-
-def test_the_deadline_of_the_whole_bounds_every_forward_step_and_no_closing_one() -> None:
-    update = machine(total=10.0, abort=30.0, finalize=7.0)
-    do = update.next(4.0)
-    assert do is not None
-    assert (do.step, do.limit_s) == (Step.ABORT, 6.0)
-    update.report(())
-    steps = []
-    while (do := update.next(11.0)) is not None:
-        steps.append(do.step)
-        update.report(())
-        update.admit("ab")
-    assert steps == [Step.PROVE, Step.RESUME_GENERATION]
-    assert isinstance(update.failures[0].error, WeightsTimeoutError)
-
-
-@pytest.mark.parametrize(
-    ("trainers", "replicas", "policy"),
-    [([], ["a"], "restore"), (["t"], [], "restore"), (["a"], ["a"], "restore"), (["t"], ["a"], "hope")],
-)
-def test_what_cannot_be_updated(trainers: list[str], replicas: list[str], policy: str) -> None:
-    with pytest.raises(UsageError):
-        UpdateMachine(trainers, replicas, policy, Limits(), 0.0)  # type: ignore[arg-type]
-
-
-# --- verdicts ---------------------------------------------------------------------------------------------------
 OLD, NEW, OTHER = Proof(1, 11), Proof(2, 22), Proof(2, 33)
 WHY = {"": "manager", "n": "why"}
+POLICIES = ["restore", "exclude", "fail_job"]
 
 
 def judged(policy: str, proofs: dict[str, Proof | None], lost: str = "") -> dict[str, Event]:
@@ -161,12 +41,18 @@ def test_a_failed_job_admits_nobody() -> None:
     assert found == {"n": Verdict(Event.PROVEN_NEW, 2, "")}
 
 
-@given(
-    proof=st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3))),
-    new=st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3))),
-    old=st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3))),
-    policy=st.sampled_from(["restore", "exclude", "fail_job"]),
-)
+def test_a_replica_that_was_not_paused_goes_on_unless_it_is_gone_or_the_policy_leaves_it_behind() -> None:
+    assert excluded("restore", "ab", "", WHY, "b") == {"b": "manager"}
+    assert excluded("exclude", "ab", "", WHY) == {}
+    assert excluded("exclude", "ab", "c", WHY) == {"a": "manager", "b": "manager"}
+    assert excluded("fail_job", "a", "", WHY) == {"a": "the job failed: manager"}
+    assert excluded("fail_job", "a", "", {}) == {}
+
+
+proofs = st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3)))
+
+
+@given(proof=proofs, new=proofs, old=proofs, policy=st.sampled_from(POLICIES))
 def test_nobody_is_admitted_without_proof_of_the_new_or_the_old_version(
     proof: Proof | None, new: Proof | None, old: Proof | None, policy: str
 ) -> None:
@@ -175,3 +61,15 @@ def test_nobody_is_admitted_without_proof_of_the_new_or_the_old_version(
         assert proof is not None
         assert proof in (new, old)
         assert verdict.version == proof.version
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(mine=proofs, other=proofs, new=proofs, failed=st.booleans())
+def test_a_replica_that_resumes_before_the_others_have_proven_anything_gets_the_same_verdict(
+    policy: str, mine: Proof | None, other: Proof | None, new: Proof | None, failed: bool
+) -> None:
+    if known_alone(policy, mine, new):  # type: ignore[arg-type]
+        old = {"r": OLD, "s": OLD}
+        before = verdicts(policy, {"r": mine, "s": None}, new, old, {})["r"]  # type: ignore[arg-type]
+        after = verdicts(policy, {"r": mine, "s": other}, new, old, {"s": "x"} if failed else {})["r"]  # type: ignore[arg-type]
+        assert before.event == after.event

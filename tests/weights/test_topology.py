@@ -7,15 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import UsageError
-from transport.weights.plan.topology import LOCAL_READERS, Description, base_of, depth, hops
-
-
-def replica(host: str, version: int = -1, checksum: int = 0) -> Description:
-    return Description(name=host, host=host, address="127.0.0.1", port=1, token="", version=version, checksum=checksum)
+from transport.weights.plan.topology import LOCAL_READERS, depth, hops
 
 
 def of(hosts: str, shape: str = "tree", fanout: int = 2) -> list[tuple[int, bool]]:
-    return [(hop.parent, hop.mapped) for hop in hops([replica(host) for host in hosts], shape, fanout)]  # type: ignore[arg-type]
+    return [(hop.parent, hop.mapped) for hop in hops(hosts, shape, fanout)]  # type: ignore[arg-type]
 
 
 def test_one_replica_of_a_host_lands_and_the_others_map() -> None:
@@ -24,16 +20,16 @@ def test_one_replica_of_a_host_lands_and_the_others_map() -> None:
 
 def test_a_chain_passes_from_host_to_host() -> None:
     assert of("ababc", "chain") == [(-1, False), (0, False), (0, True), (1, True), (1, False)]
-    assert depth(hops([replica(host) for host in "abcd"], "chain")) == 4
+    assert depth(hops("abcd", "chain")) == 4
 
 
 def test_a_chain_may_be_longer_than_python_recurses() -> None:
-    assert depth(hops([replica(str(each)) for each in range(5000)], "chain")) == 5000
+    assert depth(hops([str(each) for each in range(5000)], "chain")) == 5000
 
 
 def test_a_tree_is_as_deep_as_its_logarithm() -> None:
     assert of("abcdefg") == [(-1, False), (0, False), (0, False), (1, False), (1, False), (2, False), (2, False)]
-    assert depth(hops([replica(str(each)) for each in range(127)])) == 7
+    assert depth(hops([str(each) for each in range(127)])) == 7
 
 
 def test_a_star_has_nobody_between() -> None:
@@ -54,7 +50,7 @@ def test_more_replicas_than_a_segment_has_places_for_land_twice() -> None:
 def test_every_way_ends_at_the_trainer_and_no_parent_has_too_many(
     hosts: list[int], shape: str, fanout: int, local: int
 ) -> None:
-    found = hops([replica(str(host)) for host in hosts], shape, fanout, local)  # type: ignore[arg-type]
+    found = hops([str(host) for host in hosts], shape, fanout, local)  # type: ignore[arg-type]
     for place, hop in enumerate(found):
         if hop.mapped:
             assert hosts[hop.parent] == hosts[place]
@@ -68,15 +64,6 @@ def test_every_way_ends_at_the_trainer_and_no_parent_has_too_many(
         wired = sum(not hop.mapped for hop in children)
         assert wired <= (1 if shape == "chain" or parent == -1 else fanout)
         assert len(children) - wired <= local
-
-
-def test_a_delta_needs_the_same_proven_version_everywhere() -> None:
-    trainer = replica("t", 4, 9)
-    assert base_of(trainer, [replica("a", 4, 9), replica("b", 4, 9)]) == (4, 9)
-    assert base_of(trainer, [replica("a", 4, 9), replica("b", 4, 8)]) is None
-    assert base_of(trainer, [replica("a", 3, 9)]) is None
-    assert base_of(trainer, [replica("a")]) is None
-    assert base_of(replica("t"), [replica("a")]) is None
 
 
 @pytest.mark.parametrize(("shape", "fanout"), [("ring", 2), ("tree", 0)])

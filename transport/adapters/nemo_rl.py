@@ -60,17 +60,16 @@ class ShardedTransport(CheckpointEngine):  # type: ignore[misc]  # nemo_rl has n
         update = _ring.checksum("".join(each.token for each in ranks).encode()) >> 1  # the same for all workers
         made = roles(ranks[:senders], ranks[senders:], update)
         role = [*made[0], *made[1]][place]
+        self._version = update  # no worker counts: one that was started again would never meet the others
         self._engine.run(self._engine.engine.init_process_group(roles=[pack(role)]))
 
     async def send_weights(self, weights: Any) -> None:
         """Send this worker's shards."""
-        self._version += 1
         member = self._engine
         await asyncio.to_thread(member.run, member.engine.send_weights(member.tensors, self._version))
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
         """This worker's tensors, by the names of its own layout, once all of them are there and proven."""
-        self._version += 1
         member = self._engine
         await asyncio.to_thread(member.run, member.engine.receive(self._version))
         yield list(member.arrays().items())

@@ -13,8 +13,6 @@ from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
 from transport.cli.bench_options import check_device as _check_device
 from transport.cli.bench_options import counts as _counts
-from transport.cli.bench_weights import EXAMPLE as _WEIGHTS_EXAMPLE
-from transport.cli.bench_weights import weights
 from transport.cli.output import JsonTarget, about, causes, emit
 from transport.errors import UsageError
 
@@ -33,7 +31,6 @@ _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listen
 
 
 app.command("job", epilog=_JOB_EXAMPLE)(job)
-app.command("weights", epilog=_WEIGHTS_EXAMPLE)(weights)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"

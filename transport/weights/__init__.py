@@ -10,14 +10,15 @@ if TYPE_CHECKING:
     from transport.weights.options import EngineOptions
     from transport.weights.plan.admission import Admission
     from transport.weights.plan.steps import Limits
-    from transport.weights.ring_engine import EngineStatistics, RingEngine
+    from transport.weights.ring_engine import RingEngine
+    from transport.weights.sharded.engine import EngineStatistics
     from transport.weights.versions.layout import weights_checksum
     from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Source, Trainer
 
 _HOMES = {
     "Admission": "plan.admission",
     "EngineOptions": "options",
-    "EngineStatistics": "ring_engine",
+    "EngineStatistics": "sharded.engine",
     "Limits": "plan.steps",
     "Offer": "offers",
     "Outcome": "manager",

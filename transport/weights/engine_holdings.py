@@ -51,6 +51,16 @@ class EngineHoldings(Generic[V]):
         self._previous: V | None = None  # the one before, until `finalize`
         self._process = os.getpid()
 
+    @property
+    def held(self) -> V | None:
+        """The complete version that this member holds."""
+        return self._held
+
+    @property
+    def previous(self) -> V | None:
+        """The version before, which `revert` returns to; None after `finalize`."""
+        return self._previous
+
     def _check_process(self) -> None:
         """ClosedError in a forked child, which has neither the connections nor the threads of its parent."""
         if self._process != os.getpid():

@@ -4,16 +4,16 @@
     outcome = await manager.update(version)       # raises the first error; `error.outcome` has the result for each
     manager.admitted                              # {"replica 0": 7, ...}: replicas with traffic, and their version
 
-`UpdateMachine` decides the order of steps, and `verdicts` the result; this file carries them out. Members run a step
-concurrently, each within the step's limit; a member that exceeds it is cancelled and not waited for. Closing steps also
-run when the update is cancelled, and are waited for, at most for the sum of their limits.
+A version is staged first: it lands beside the one that is served, on every replica, and each proves what has landed.
+Nobody is paused for that, and a failure leaves everybody as it was. Then it is committed: each replica is paused, loads
+it, proves what it serves and goes on. Members are called within the step's limit; a late one is cancelled, and not
+waited for. A commit that has begun is completed even if the update is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,7 +23,7 @@ from transport.runtime.arguments import named_kind
 from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.engine import WeightEngine
-from transport.weights.plan.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
+from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
 from transport.weights.ring_engine import RingEngine
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
@@ -35,7 +35,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         delta: whether only changes were sent.
         replicas: state of every replica afterwards.
         failures: one line each, in the order of time.
-        steps_s: seconds of each step.
+        steps_s: seconds of each step; of a step that replicas take by themselves those of the slowest.
+        pause_s: seconds for which each replica that was paused did not generate.
     """
 
     version: int
@@ -43,6 +44,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[str, Admission]
     failures: list[str]
     steps_s: dict[str, float]
+    pause_s: dict[str, float]
     seconds: float
 
 
@@ -55,6 +57,7 @@ class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     deltas: int
     fallbacks: int  # deltas that were sent again as a whole version
     seconds: float
+    pause_s: dict[str, float]  # of each replica, its last pause
     replicas_by_state: dict[str, int]
 
 
@@ -63,9 +66,11 @@ class WeightUpdate:
     """The manager of one run. Belongs to one loop; one update at a time.
 
     Args:
-        policy: after a failure, "restore" admits every replica with the version that it proves; "exclude" excludes
-            replicas that fell behind others, and succeeds if one has the new version; "fail_job" admits none.
-        on_step: called at the beginning of each step, with the step and its members.
+        policy: "restore" commits only what every replica has landed and proven, and after a failure admits every
+            replica with the version that it proves; "exclude" commits what some have landed, excludes those that fell
+            behind, and succeeds if one has the new version; "fail_job" commits as "restore", and after a failure
+            admits none.
+        on_step: called at the beginning of each step, with the step and its members; in a commit for each replica.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class WeightUpdate:
         engine: type[WeightEngine] = RingEngine,
         on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
+        if policy not in POLICIES:
+            raise UsageError(f"policy={policy!r}: choose {', '.join(map(repr, POLICIES))}")
         for trainer in trainers:
             _check_member(trainer, "a trainer")
         self._trainers = {trainer.name: trainer for trainer in trainers}
@@ -91,6 +98,7 @@ class WeightUpdate:
         self._busy = False
         self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
         self._seconds = 0.0
+        self._pause_s: dict[str, float] = {}
         self._process = os.getpid()
         for replica in replicas:
             self.join(replica)
@@ -136,6 +144,7 @@ class WeightUpdate:
         return WeightsStatistics(
             **self._counts,
             seconds=self._seconds,
+            pause_s=dict(self._pause_s),
             replicas_by_state={state.value: states.count(state) for state in State},
         )
 
@@ -154,34 +163,51 @@ class WeightUpdate:
             raise ClosedError("a forked child does not have its parent's members of an update; make them in the child")
         if self._busy:
             raise UsageError("an update is already running; wait for its end")
-        names = tuple(name for name, each in self._admissions.items() if each.state is not State.EXCLUDED)
-        machine = UpdateMachine(
-            tuple(self._trainers), names, self._policy, self._limits, time.monotonic()
-        )  # raises before any step begins
+        if not self._trainers or self._trainers.keys() & self._replicas.keys() or not self._to_update():
+            raise UsageError(
+                f"{len(self._trainers)} trainers, {len(self._to_update())} replicas: give at least one of each, with "
+                "different names"
+            )
         self._busy = True
         try:
-            outcome, error = await self._one(machine, names, version, whole=whole)
-            wrong = any(isinstance(each.error, WeightsChecksumError) for each in machine.failures)
-            if wrong and outcome.delta and not isinstance(error, asyncio.CancelledError):
+            outcome, error, wrong = await self._one(version, whole=whole)
+            if wrong and outcome.delta and self._to_update() and not isinstance(error, asyncio.CancelledError):
                 self._counts["fallbacks"] += 1
-                names = tuple(name for name in names if self._admissions[name].state is not State.EXCLUDED)
-                if names:
-                    machine = UpdateMachine(tuple(self._trainers), names, self._policy, self._limits, time.monotonic())
-                    outcome, error = await self._one(machine, names, version, whole=True)
+                outcome, error, _ = await self._one(version, whole=True)
             if error is not None:
                 raise error
             return outcome
         finally:
             self._busy = False
 
-    async def _one(
-        self, machine: UpdateMachine, names: tuple[str, ...], version: int, *, whole: bool = False
-    ) -> tuple[Outcome, BaseException | None]:
+    def _to_update(self) -> dict[str, ReplicaMember]:
+        return {
+            name: replica
+            for name, replica in self._replicas.items()
+            if self._admissions[name].state is not State.EXCLUDED
+        }
+
+    async def _one(self, version: int, *, whole: bool) -> tuple[Outcome, BaseException | None, bool]:
+        """One attempt: its outcome, its error, and whether bytes were wrong."""
         self._counts["updates"] += 1
-        for name in names:
+        replicas = self._to_update()
+
+        def pausing(name: str) -> None:
             self._admissions[name] = self._admissions[name].after(Event.BEGIN)
-        run = Run(machine, self._trainers, self._replicas, version, self._engine, self._on_step, whole)
-        work = asyncio.get_running_loop().create_task(run.drive(self._judge))
+
+        run = Run(
+            self._trainers,
+            replicas,
+            version,
+            policy=self._policy,
+            limits=self._limits,
+            engine=self._engine,
+            on_step=self._on_step,
+            whole=whole,
+            old=self._proven,
+            pausing=pausing,
+        )
+        work = asyncio.get_running_loop().create_task(run.drive())
         cancelled = False
         while not work.done():
             try:
@@ -191,20 +217,23 @@ class WeightUpdate:
                     run.cancel(error)
                 cancelled = True
         work.result()  # raises only defects of this package
-        self._admit(run)
-        return self._conclude(run, version)
+        self._admit(run, replicas)
+        wrong = any(isinstance(each.error, WeightsChecksumError) for each in run.failures)
+        return *self._conclude(run, version), wrong
 
     def _conclude(self, run: Run, version: int) -> tuple[Outcome, BaseException | None]:
-        failures = run.machine.failures
+        failures = run.failures
         outcome = Outcome(
             version=version,
             delta=run.delta,
             replicas=self.admissions,
             failures=[f"{each.step}: {each.member or 'manager'}: {text_of(each.error)}" for each in failures],
             steps_s=run.steps_s,
+            pause_s=run.pause_s,
             seconds=sum(run.steps_s.values()),
         )
         self._seconds += outcome.seconds
+        self._pause_s |= run.pause_s
         self._counts["deltas"] += run.delta
         satisfied = self._policy == "exclude" and any(
             each.admitted and each.version == version for each in outcome.replicas.values()
@@ -226,28 +255,28 @@ class WeightUpdate:
             return outcome, cancelling
         return outcome, first
 
-    def _judge(self, run: Run) -> dict[str, Verdict]:
-        """The verdict on every replica's proof."""
-        return verdicts(
-            self._policy,
-            {name: run.proofs.get(name) for name in run.machine.begun.get(Step.PROVE, ())},
-            run.new,
-            self._proven,
-            {each.member: f"{each.step}: {text_of(each.error)}" for each in reversed(run.machine.failures)},
-            frozenset(name for name, replica in self._replicas.items() if getattr(replica, "lost", False)),
-        )
-
-    def _admit(self, run: Run) -> None:
+    def _admit(self, run: Run, replicas: dict[str, ReplicaMember]) -> None:
         """Apply the verdicts, but a replica that could not resume takes no traffic, whatever its weights are."""
-        for name, (event, version, reason) in run.verdicts.items():
-            resuming = run.machine.failed_in(name, (Step.RESUME_KV, Step.RESUME_GENERATION))
+        resuming = {
+            each.member: f"{each.step}: {text_of(each.error)}"
+            for each in reversed(run.failures)
+            if each.step in (Step.RESUME_KV, Step.RESUME_GENERATION)
+        }
+        for name in run.proofs:
+            event, version, reason = run.verdict(name)
             if event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
                 self._proven[name] = run.proofs[name]
-                if resuming is not None:
-                    lost = getattr(self._replicas[name], "lost", False)
-                    event, version = Event.EXCLUDE if lost else Event.UNPROVEN, None
-                    reason = f"{resuming.step}: {text_of(resuming.error)}"
+                if name in resuming:
+                    event, version, reason = Event.UNPROVEN, None, resuming[name]
             self._admissions[name] = self._admissions[name].after(event, version=version, reason=reason)
+        untouched = replicas.keys() - run.proofs.keys()
+        arrived = [name for name, proof in run.proofs.items() if proof is not None and proof == run.new]
+        for name, reason in excluded(self._policy, untouched, arrived, run.reasons, run.lost).items():
+            self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
+        for name in untouched:  # one that serves goes on; one that has nothing says why
+            why = run.reasons.get(name)
+            if self._admissions[name].state is State.PENDING and why:
+                self._admissions[name] = msgspec.structs.replace(self._admissions[name], reason=why)
 
 
 def _check_member(member: object, what: str) -> None:

@@ -9,6 +9,8 @@ of a version or none of it, by the same worker interface and the same checksums.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,13 +49,14 @@ class Taker:
     """A worker that takes versions on offer. One thread.
 
     Attributes:
-        version: the version that the worker serves, proven when it was loaded; -1: none.
+        version: the version that the worker serves, proven when it was loaded; -1: none, or unknown weights, because
+            a load failed and the version before could not be loaded again.
     """
 
     def __init__(self, worker: RolloutWorker) -> None:
         self.worker = worker
         self.version = -1
-        self._held: dict[str, np.ndarray[Any, Any]] = {}
+        self._held: tuple[Offer, dict[str, Any]] | None = None  # the version that was taken last
 
     def take(self, client: BlockingClient, notice: bytes, rank: int, timeout: float) -> int:
         """Read, prove and load the version of a notice; returns it.
@@ -78,19 +81,34 @@ class Taker:
                 f"v{found.version}: checksum mismatch: received {arrived:016x}, expected {found.checksum:016x}"
             )
         try:
-            self._load(weights, found.version)
-            served = self.worker.served_checksum()
-            if served not in (None, found.checksum):
-                raise WeightsChecksumError(
-                    f"v{found.version}: checksum mismatch after loading: the worker would serve {served or 0:016x}, "
-                    f"expected {found.checksum:016x}"
-                )
-        except BaseException:
-            if self._held:
-                self._load(self._held, self.version)
+            self._load(found, weights)
+        except BaseException as error:
+            if self._held is not None:
+                try:
+                    self._load(*self._held)
+                except Exception as second:
+                    error.add_note(f"the version before was not restored: {type(second).__name__}: {second}")
             raise
-        self._held, self.version = weights, found.version
+        self._held = found, weights
         return found.version
 
-    def _load(self, weights: dict[str, np.ndarray[Any, Any]], version: int) -> None:
-        check(self.worker.load(weights, version), "load")
+    def _load(self, found: Offer, weights: dict[str, Any]) -> None:
+        """Load and prove a version; while this runs, and if it fails, `version` is -1."""
+        self.version = -1
+        check(_awaited(self.worker.load(weights, found.version)), "load")
+        served = _awaited(self.worker.served_checksum())
+        if served not in (None, found.checksum):
+            raise WeightsChecksumError(
+                f"v{found.version}: checksum mismatch after loading: the worker would serve {served or 0:016x}, "
+                f"expected {found.checksum:016x}"
+            )
+        self.version = found.version
+
+
+def _awaited(result: Any) -> Any:
+    """What a worker's method returned, once it is there."""
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result

@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, WeightsTimeoutError
 from transport.weights.plan.admission import Event
 from transport.weights.plan.engine import Metadata, WeightEngine
-from transport.weights.plan.steps import CLOSING, Do, Proof, Step, UpdateMachine, Verdict
+from transport.weights.plan.steps import (
+    DROPS_ONE,
+    STAGE,
+    Failure,
+    Limits,
+    Policy,
+    Proof,
+    Step,
+    Verdict,
+    known_alone,
+    verdicts,
+)
 from transport.weights.worker import check
 
 log = logging.getLogger(__name__)
@@ -51,15 +62,19 @@ class ReplicaMember(Protocol):
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None: ...
 
-    async def receive_weights(self, version: int) -> Proof: ...
+    async def land(self, version: int) -> Proof: ...
 
-    async def finalize(self) -> None: ...
+    async def load(self) -> None: ...
 
     async def prove(self) -> Proof | None: ...
+
+    async def restore(self) -> None: ...
 
     async def resume_kv_cache(self) -> None: ...
 
     async def resume_generation(self) -> None: ...
+
+    async def finalize(self) -> None: ...
 
 
 def text_of(error: BaseException) -> str:
@@ -68,68 +83,168 @@ def text_of(error: BaseException) -> str:
 
 
 class Run:
-    """Carries out the machine's steps and keeps their results."""
+    """One update of these replicas. `drive` runs it; what it found is in the attributes.
+
+    Args:
+        old: the last proof of each replica.
+        pausing: called with the name of each replica before it is paused.
+
+    Attributes:
+        failures: in the order of time.
+        proofs: of the replicas that were paused; None: no proof.
+        steps_s: seconds of each step; of a step that replicas take by themselves those of the slowest.
+        pause_s: seconds of each replica that was paused, until it generated again or the update ended.
+    """
 
     def __init__(
         self,
-        machine: UpdateMachine,
         trainers: Mapping[str, TrainerMember],
         replicas: Mapping[str, ReplicaMember],
         version: int,
+        *,
+        policy: Policy,
+        limits: Limits,
         engine: type[WeightEngine],
         on_step: Callable[[Step, tuple[str, ...]], None],
         whole: bool,
+        old: Mapping[str, Proof | None],
+        pausing: Callable[[str], None],
     ) -> None:
-        self.machine = machine
+        self.failures: list[Failure] = []
         self.proofs: dict[str, Proof | None] = {}
-        self.verdicts: dict[str, Verdict] = {}
         self.steps_s: dict[str, float] = {}
+        self.pause_s: dict[str, float] = {}
+        self.new: Proof | None = None  # the version as its senders prove it
         self.delta = False
-        self._trainers = trainers
-        self._replicas = replicas
+        self._trainers = dict(trainers)
+        self._replicas = dict(replicas)
         self._version = version
+        self._policy: Policy = policy
+        self._limits = limits
         self._engine = engine
         self._on_step = on_step
         self._whole = whole
+        self._old = dict(old)
+        self._pausing = pausing
         self._metadata: dict[str, Metadata] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
-        self._sent: list[Proof] = []
-        self._received: dict[str, Proof] = {}
-        self._forward: set[asyncio.Task[Any]] = set()
-        self._closing = False
+        self._sent: set[Proof] = set()
+        self._landed: dict[str, Proof] = {}
+        self._dropped: set[str] = set()  # replicas that the stage went on without
+        self._late: set[tuple[Step, str]] = set()
+        self._asked: set[tuple[Step, str]] = set()
+        self._paused: dict[str, float] = {}  # since when
+        self._under_way: set[asyncio.Task[Any]] = set()  # of the stage
+        self._staging = True
+        self._stopped = False  # the stage failed: nothing is committed
+        self._step_now = Step.PREPARE
+        self._judged = asyncio.Event()  # every paused replica has proven what it serves, or could not
+
+    # --- failures -----------------------------------------------------------------------------------------------
+    def cancel(self, error: asyncio.CancelledError) -> None:
+        """End the stage now. A commit that has begun is completed, and the update then fails."""
+        self._fail(self._step_now, "", error)
+        for task in self._under_way:
+            task.cancel()
+
+    def _fail(self, step: Step, member: str, error: BaseException) -> None:
+        self.failures.append(Failure(step, member, error))
+        if self._staging:
+            if self._policy == "exclude" and step in DROPS_ONE and member in self._replicas:
+                self._dropped.add(member)
+                self._stopped |= not self._group
+            else:
+                self._stopped = True
 
     @property
-    def new(self) -> Proof | None:
-        """The new version as its sender proves it; if the sender is gone, as all receivers prove it."""
-        claimed = set(self._sent) or set(self._received.values())
-        return claimed.pop() if len(claimed) == 1 else None
+    def reasons(self) -> dict[str, str]:
+        """Of each member that failed its first failure; "" is the manager."""
+        return {each.member: f"{each.step}: {text_of(each.error)}" for each in reversed(self.failures)}
 
-    def cancel(self, error: asyncio.CancelledError) -> None:
-        """Begin the closing steps now. A cancellation during closing steps only makes the update fail."""
-        step = self.machine._under_way or Step.ABORT
-        if not self._closing:
-            self.machine.fail(Step.ABORT if step in CLOSING else step, "", error)
-            for task in self._forward:
-                task.cancel()
-        else:
-            self.machine.fail(step, "", error)
+    @property
+    def lost(self) -> frozenset[str]:
+        """Replicas whose process is gone."""
+        return frozenset(name for name, replica in self._replicas.items() if getattr(replica, "lost", False))
 
-    async def drive(self, judge: Callable[[Run], dict[str, Verdict]]) -> None:
+    @property
+    def _group(self) -> tuple[str, ...]:
+        return tuple(name for name in self._replicas if name not in self._dropped)
+
+    # --- the phases -----------------------------------------------------------------------------------------------
+    async def drive(self) -> None:
         """Run all steps."""
-        while (do := self.machine.next(time.monotonic())) is not None:
-            self._closing = do.step in CLOSING
-            begun = time.monotonic()
-            try:
-                self._on_step(do.step, do.members)
-            except Exception:  # an observer's error must not leave replicas paused
-                log.exception("the on_step callback failed at step %s", do.step)
-            self.machine.report(await self._step(do))
-            self.steps_s[do.step.value] = time.monotonic() - begun
-            if do.step is Step.PROVE:
-                self.verdicts = judge(self)
-                proven = (Event.PROVEN_NEW, Event.PROVEN_OLD)
-                self.machine.admit(name for name, verdict in self.verdicts.items() if verdict.event in proven)
-        await self._tidy()
+        try:
+            await self._stage()
+            self._staging = False
+            committed = () if self._stopped else self._group
+            names = list(dict.fromkeys([*self._paused, *committed]))
+            self.proofs = dict.fromkeys(names)
+            left = set(names)
+            await asyncio.gather(*(self._commit(name, name in committed, left) for name in names))
+        finally:
+            prepared = {name for step, name in self._asked if step is Step.PREPARE}
+            for step, members in (
+                (Step.FINALIZE_TRAINERS, self._trainers),
+                (Step.FINALIZE_REPLICAS, self._replicas),
+            ):
+                await self._step(step, [name for name in members if name in prepared], self._limits.of(step))
+            await self._tidy()
+
+    async def _stage(self) -> None:
+        until = time.monotonic() + self._limits.total
+        for step in STAGE:
+            left = until - time.monotonic()
+            if left <= 0 and not self._stopped:
+                text = f"timeout: the update took longer than {self._limits.total:g} s before {step}"
+                self._fail(step, "", WeightsTimeoutError(text))
+            if self._stopped:
+                return
+            in_place = [name for name in self._group if self._metadata.get(name, {}).get("in_place")]
+            members = in_place if step is Step.PAUSE_IN_PLACE else [*self._trainers, *self._group]
+            if step is Step.PAUSE_IN_PLACE:
+                for name in in_place:
+                    log.info("%s lands versions in its own tensors, and is paused for the whole transfer", name)
+                    self._begin_pause(name)
+            await self._step(step, members, min(self._limits.of(step), left))
+        self.new = self._sent.pop() if len(self._sent) == 1 else None
+        for name in self._group:
+            if self._landed.get(name) != self.new or self.new is None:
+                what = f"{name} has landed {self._landed.get(name)}, and the senders sent {self.new}"
+                self._fail(Step.TRANSFER, name, MemberFailedError(what))
+
+    async def _commit(self, name: str, load: bool, left: set[str]) -> None:
+        """Have one replica load what it has landed, or without ``load`` go on as it is; its version is proven."""
+        ready = name in self._paused  # in place: paused before the transfer
+        if not ready:
+            self._begin_pause(name)
+            ready = await self._one(Step.ABORT, name) and await self._one(Step.RELEASE_KV, name)
+        if load and ready:
+            if await self._one(Step.LOAD, name) and await self._one(Step.PROVE, name) and self.proofs[name] != self.new:
+                self._fail(Step.PROVE, name, MemberFailedError(f"{name} does not prove v{self._version}"))
+            # A load that is late goes on: nothing can be loaded before it ends, and nothing is proven.
+            if self.proofs[name] != self.new and (Step.LOAD, name) not in self._late:
+                self.proofs[name] = None
+                await self._one(Step.RESTORE, name) and await self._one(Step.PROVE, name)
+        else:
+            await self._one(Step.PROVE, name)
+        left.discard(name)
+        if not left:
+            self._judged.set()
+        if not known_alone(self._policy, self.proofs[name], self.new):
+            await self._judged.wait()
+        if (Step.RELEASE_KV, name) in self._asked or (Step.PAUSE_IN_PLACE, name) in self._asked:
+            await self._one(Step.RESUME_KV, name)
+        if self.verdict(name).event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
+            await self._one(Step.RESUME_GENERATION, name)
+        self.pause_s[name] = time.monotonic() - self._paused[name]
+
+    def verdict(self, name: str) -> Verdict:
+        """The verdict on a replica that was paused."""
+        return verdicts(self._policy, self.proofs, self.new, self._old, self.reasons, self.lost)[name]
+
+    def _begin_pause(self, name: str) -> None:
+        self._paused[name] = time.monotonic()
+        self._pausing(name)
 
     async def _tidy(self) -> None:
         """Remove the segments of killed members; not earlier, because other members of their host may map them."""
@@ -142,65 +257,81 @@ class Run:
                 except Exception:  # does not change the update's result; `transport reclaim` finds the segments
                     log.exception("the segments of %s were not removed; run: transport reclaim", member.name)
 
-    async def _step(self, do: Do) -> list[tuple[str, BaseException]]:
-        """Run a step with all its members at once; returns failures, causes first, then in the order of time."""
-        if do.step is Step.GROUP:
+    # --- a step -----------------------------------------------------------------------------------------------
+    async def _one(self, step: Step, name: str) -> bool:
+        """Have one replica do a step; whether it did."""
+        return not await self._step(step, [name], self._limits.of(step))
+
+    async def _step(self, step: Step, members: Sequence[str], limit_s: float) -> list[tuple[str, BaseException]]:
+        """Run a step with all these members at once; returns failures, causes first, then in the order of time."""
+        if not members:
             return []
-        if do.step is Step.TOPOLOGY:
-            return self._topology()
+        self._step_now = step
+        begun = time.monotonic()
+        try:
+            self._on_step(step, tuple(members))
+        except Exception:  # an observer's error must not leave replicas paused
+            log.exception("the on_step callback failed at step %s", step)
+        self._asked |= {(step, name) for name in members}
+        if self._staging and self._stopped:  # the callback cancelled the update
+            return []
+        failed = self._topology() if step is Step.TOPOLOGY else await self._asking(step, members, limit_s)
+        for name, error in failed:
+            self._fail(step, name, error)
+        self.steps_s[step.value] = max(self.steps_s.get(step.value, 0.0), time.monotonic() - begun)
+        return failed
+
+    async def _asking(self, step: Step, members: Sequence[str], limit_s: float) -> list[tuple[str, BaseException]]:
         failed: list[tuple[str, BaseException]] = []
 
         async def one(name: str) -> None:
             try:
-                await self._ask(do.step, name)
+                await self._ask(step, name)
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise  # the manager cancelled it, and records why
-                cancelled = MemberFailedError(f"{name}: its {do.step} was cancelled, and not by the manager")
+                cancelled = MemberFailedError(f"{name}: its {step} was cancelled, and not by the manager")
                 cancelled.__cause__ = error
                 failed.append((name, cancelled))
             except BaseException as error:
                 failed.append((name, error))
 
-        tasks = {asyncio.get_running_loop().create_task(one(name)): name for name in do.members}
-        if not self._closing:
-            self._forward = set(tasks)
-        late = await self._over(do, set(tasks), failed)
-        self._forward = set()
-        gave_up = do.step is Step.INIT and bool(failed)
+        tasks = {asyncio.get_running_loop().create_task(one(name)): name for name in members}
+        if self._staging:
+            self._under_way = set(tasks)
+        late = await self._over(step, limit_s, set(tasks), failed)
+        self._under_way = set()
+        gave_up = step is Step.CONNECT and bool(failed)
         for task in late:
             task.cancel()
+            self._late.add((step, tasks[task]))
             if not gave_up:
-                failed.append(
-                    (
-                        tasks[task],
-                        WeightsTimeoutError(f"timeout: {tasks[task]} did not finish {do.step} in {do.limit_s:.4g} s"),
-                    )
-                )
+                text = f"timeout: {tasks[task]} did not finish {step} in {limit_s:.4g} s"
+                failed.append((tasks[task], WeightsTimeoutError(text)))
         if late:
             await asyncio.wait(late, timeout=_GRACE_S)
         # Several members detect one failure at almost the same time, in any order: its cause comes first.
         return sorted(failed, key=lambda each: isinstance(each[1], ParentLostError | ChildrenLostError))
 
     async def _over(
-        self, do: Do, left: set[asyncio.Task[None]], failed: list[tuple[str, BaseException]]
+        self, step: Step, limit_s: float, left: set[asyncio.Task[None]], failed: list[tuple[str, BaseException]]
     ) -> set[asyncio.Task[None]]:
         """Wait until the step is over; returns the members that have not ended.
 
         A member that cannot join ends the step for those that wait for it.
         """
-        until = time.monotonic() + do.limit_s
+        until = time.monotonic() + limit_s
         while left and (passed := until - time.monotonic()) > 0:
-            when = asyncio.FIRST_COMPLETED if do.step is Step.INIT else asyncio.ALL_COMPLETED
+            when = asyncio.FIRST_COMPLETED if step is Step.CONNECT else asyncio.ALL_COMPLETED
             _, left = await asyncio.wait(left, timeout=passed, return_when=when)
-            if do.step is Step.INIT and failed:
+            if step is Step.CONNECT and failed:
                 _, left = await asyncio.wait(left, timeout=_GRACE_S) if left else (set(), left)
                 break
         return left
 
     def _topology(self) -> list[tuple[str, BaseException]]:
-        trainers, replicas = list(self._trainers), list(self.machine.group)
+        trainers, replicas = list(self._trainers), list(self._group)
         try:
             metadata = [self._metadata[name] for name in (*trainers, *replicas)]
             if self._whole:
@@ -222,13 +353,12 @@ class Run:
                 raise MemberFailedError(f"{name}: prepare returned {result!r:.80}, expected a dict")
             self._metadata[name] = result
         elif step is Step.TRANSFER:
-            if isinstance(result, Proof):
-                if name in self._trainers:
-                    self._sent.append(result)
-                else:
-                    self._received[name] = result
-            elif name not in self._trainers:
-                raise MemberFailedError(f"{name}: receive_weights returned {result!r:.80}, expected a Proof")
+            if name in self._replicas:
+                if not isinstance(result, Proof):
+                    raise MemberFailedError(f"{name}: land returned {result!r:.80}, expected a Proof")
+                self._landed[name] = result
+            elif isinstance(result, Proof):
+                self._sent.add(result)
         elif step is Step.PROVE:
             self.proofs[name] = result if isinstance(result, Proof) else None
 
@@ -237,23 +367,31 @@ class Run:
         if trainer is not None:
             if step is Step.PREPARE:
                 return trainer.prepare()
-            if step is Step.INIT:
+            if step is Step.CONNECT:
                 return trainer.init_process_group(self._arguments[name])
             if step is Step.TRANSFER:
                 return trainer.send_weights(self._version)
             return trainer.finalize()
         assert replica is not None
-        if step is Step.INIT:
+        if step is Step.CONNECT:
             return replica.init_process_group(self._arguments[name])
         if step is Step.TRANSFER:
-            return replica.receive_weights(self._version)
+            return replica.land(self._version)
         plain: dict[Step, Callable[[], Coroutine[Any, Any, Any]]] = {
+            Step.PREPARE: replica.prepare,
+            Step.PAUSE_IN_PLACE: lambda: _paused(replica),
             Step.ABORT: replica.abort,
             Step.RELEASE_KV: replica.release_kv_cache,
-            Step.PREPARE: replica.prepare,
-            Step.FINALIZE_REPLICAS: replica.finalize,
+            Step.LOAD: replica.load,
             Step.PROVE: replica.prove,
+            Step.RESTORE: replica.restore,
             Step.RESUME_KV: replica.resume_kv_cache,
             Step.RESUME_GENERATION: replica.resume_generation,
+            Step.FINALIZE_REPLICAS: replica.finalize,
         }
         return plain[step]()
+
+
+async def _paused(replica: ReplicaMember) -> Any:
+    check(await replica.abort(), Step.ABORT.value)  # type: ignore[func-returns-value]  # an engine may return its error
+    return await replica.release_kv_cache()

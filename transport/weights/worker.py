@@ -140,6 +140,12 @@ class ReplicaEngine(Protocol):
     @property
     def on_device(self) -> bool: ...
 
+    @property
+    def in_place(self) -> bool: ...
+
+    @property
+    def spoilt(self) -> bool: ...
+
     async def prepare(self) -> Metadata: ...
 
     async def init_process_group(self, **arguments: Any) -> None: ...
@@ -159,14 +165,18 @@ class ReplicaEngine(Protocol):
 
 @explained_calls
 class Replica:
-    """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's."""
+    """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's.
+
+    With ``in_place`` of the engine `RolloutWorker.load` gets the engine's own tensors, already changed.
+    """
 
     def __init__(self, engine: ReplicaEngine, worker: RolloutWorker) -> None:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
-        self._loaded: Proof | None = None  # None: nothing, or unknown weights
-        self._checksum = 0  # of what is loaded
+        self._landed: Version | None = None  # in this update
+        self._served: Version | None = None  # by the load that ended last; None: nothing, or unknown weights
+        self._loading: asyncio.Task[None] | None = None  # begun last; it may outlast its caller
 
     # --- the worker's part -------------------------------------------------------------------------------------
     async def abort(self) -> None:
@@ -194,56 +204,84 @@ class Replica:
         """See `WeightEngine`."""
         await self.engine.init_process_group(**arguments)
 
-    async def finalize(self) -> None:
-        """See `WeightEngine`."""
-        await self.engine.finalize()
-
-    async def receive_weights(self, version: int) -> Proof:
-        """Receive, load and prove version ``version``.
-
-        If loading fails, is cancelled or has a checksum mismatch, the previous version is loaded again, if any.
-        """
-        held: Version = await self.engine.receive(version)
+    async def land(self, version: int) -> Proof:
+        """Receive a version and prove what landed. The one before is served until `load`, except in place."""
         try:
-            await self._load(held)
-            return held.proof
-        except BaseException as error:
-            await self._restore(error)
-            raise
+            self._landed = await self.engine.receive(version)
+        finally:
+            if self.engine.in_place and (self._landed is not None or self.engine.spoilt):
+                self._served = None
+        assert self._landed is not None
+        return self._landed.proof
+
+    async def load(self) -> None:
+        """Load what has landed."""
+        if self._landed is None:
+            raise UsageError(f"{self.name}: call land() before load()")
+        await self._load(self._landed)
+
+    async def restore(self) -> None:
+        """Serve the version before again, if there is one. In place it is gone: nothing is proven then."""
+        landed, self._landed = self._landed, None
+        if landed is None:
+            return
+        if self._loading is not None and not self._loading.done():
+            await asyncio.wait([self._loading])  # it reads what is released here
+        touched = self._served is None or self._served is landed
+        self.engine.revert()
+        if touched or self.engine.in_place:
+            self._served = None
+            if self.engine.held is not None and not self.engine.in_place:
+                await self._load(self.engine.held)
+
+    async def finalize(self) -> None:
+        """Leave the group; what has landed and was not loaded is dropped."""
+        landed, self._landed = self._landed, None
+        try:
+            if landed is not None and self._served is not landed:
+                self.engine.revert()
+        finally:
+            await self.engine.finalize()
 
     async def _load(self, held: Version) -> None:
-        self._loaded = None
+        """Loads run one after the other, each to its end. One that outlasts its caller proves nothing."""
+        before, self._served = self._loading, None
+        self._loading = task = asyncio.ensure_future(self._loaded(before, held))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_retrieved)
+            raise
+        self._served = held if self._loading is task else None
+
+    async def _loaded(self, before: asyncio.Task[None] | None, held: Version) -> None:
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+            if self._loading is not asyncio.current_task():
+                raise MemberFailedError(f"{self.name}: the load of {held.proof} gave way to a later one")
         weights = dict(self.engine.arrays(held))
         if self.engine.on_device:
             await in_thread(held.settle)  # the worker's threads and streams are its own
         await call(self.worker.load, weights, held.proof.version)
-        del weights
-        as_given = self.worker.serves_given and not self.engine.on_device
-        served = None if as_given else await call(self.worker.served_checksum)
-        if served is not None and served != held.checksum:
-            raise WeightsChecksumError(
-                f"{self.name}: checksum mismatch after loading {held.proof}: it would serve {served:016x}; its load "
-                "changed or lost tensors"
-            )
-        self._loaded, self._checksum = held.proof, held.checksum
-
-    async def _restore(self, first: BaseException) -> None:
-        """Load the previous version, which is still held. An error becomes a note of ``first``."""
-        try:
-            self.engine.revert()
-            if self.engine.held is not None:
-                await settled(asyncio.ensure_future(self._load(self.engine.held)))
-        except BaseException as error:
-            first.add_note(f"{self.name}: the previous version was not restored: {type(error).__name__}: {error}")
 
     async def prove(self) -> Proof | None:
-        """The version that is served, proven by the checksum of all its bytes. None: unknown."""
-        if self._loaded is None:
+        """The version that is served. None: unknown. Raises WeightsChecksumError if the worker serves something else.
+
+        What the worker serves is hashed, unless it serves the memory that was hashed when the version landed
+        (`RolloutWorker.serves_given`).
+        """
+        served = self._served
+        if served is None:
             return None
-        served = await call(self.worker.served_checksum)
-        if served is not None and served != self._checksum:
-            return None
-        return self._loaded
+        if not self.worker.serves_given or self.engine.on_device:
+            found = await call(self.worker.served_checksum)
+            if found is not None and found != served.checksum:
+                self._served = None
+                raise WeightsChecksumError(
+                    f"{self.name}: checksum mismatch after loading {served.proof}: it would serve {found:016x}; its "
+                    "load changed or lost tensors"
+                )
+        return served.proof
 
 
 class Source(Protocol):
@@ -292,13 +330,23 @@ class Trainer:
 
 
 async def call(method: Any, *arguments: Any) -> Any:
-    """Call a worker's method, coroutine or not. Raises its errors, and MemberFailedError for an error it returns."""
+    """Call a worker's method, and await what it returns if that is awaitable; other methods run in a thread.
+
+    Raises its errors, and MemberFailedError for an error it returns.
+    """
     if inspect.iscoroutinefunction(method):
         result = await method(*arguments)
     else:
         result = await settled(asyncio.ensure_future(asyncio.to_thread(method, *arguments)))
+    while inspect.isawaitable(result):
+        result = await result
     check(result, getattr(method, "__name__", "a call"))
     return result
+
+
+def _retrieved(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # so that asyncio does not log it
 
 
 def check(result: object, what: str) -> None:

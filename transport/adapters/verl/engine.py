@@ -12,7 +12,6 @@ class from any base class with these methods.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import warnings
@@ -23,7 +22,7 @@ import numpy as np
 
 from transport.adapters.verl.options import ring_arguments
 from transport.devices.arrays import kind_of
-from transport.errors import MissingDependencyError, WeightsError
+from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.releases import require_fitting
@@ -129,14 +128,11 @@ class _Adapter:
             self._loading = False
         finally:
             if not taken:
-                try:
+                if self._engine.previous is None:
+                    text = "the consumer stopped before the end of version %d, which is kept: no version is before it"
+                    log.warning(text, held.proof.version)
+                else:
                     self._engine.revert()
-                except WeightsError as error:  # the first version has none before it; anything else is raised
-                    log.warning(
-                        "the consumer stopped before the end of version %d, which is kept: %s",
-                        held.proof.version,
-                        error,
-                    )
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
         """The tensors of the version that this engine holds."""
@@ -152,9 +148,8 @@ class _Adapter:
 
     def restore(self, version: int) -> bool:
         """Go back to ``version``; the next `receive_weights` yields it. False: this engine does not hold it."""
-        if self.state()["version"] > version:
-            with contextlib.suppress(WeightsError):  # no version is before it
-                self._engine.revert()
+        if self.state()["version"] > version and self._engine.previous is not None:
+            self._engine.revert()
         self._again = version >= 0 and self.state()["version"] == version
         return self._again
 

@@ -1,69 +1,63 @@
-"""The order of an update's steps, and the handling of their failures. Pure: reports in, the next step out.
+"""The steps of an update, what each may take, and what its proofs mean. Pure.
 
-    abort → group → release KV → prepare → topology → init → transfer        forward, until the first failure
-      → finalize (trainers, then replicas) → prove → resume KV → resume generation      closing, always, every step
+    stage    prepare → topology → connect → (pause in place) → transfer    nobody is paused; a failure ends it
+    commit   abort → release KV → load → prove → (restore → prove) → resume KV → resume generation
+    end      finalize trainers → finalize replicas                          always
 
-A flag of intent is set *before* a step begins, so a step is undone even if its result is unknown: finalize for members
-with a begun prepare, resume KV after a begun release, resume generation after a begun abort. If a closing step fails,
-the next one still runs. The first failure is the update's error; later ones become its notes.
+Every replica proves in *transfer* what has landed beside the version that it serves. Only then, and only if the policy
+has what it asks for, replicas are paused and load it: each by itself, so that none waits for a slow one. A commit that
+began is completed, also when the update is cancelled. A replica whose versions land in its own tensors cannot hold two:
+it is paused before the transfer.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from transport.errors import UsageError, WeightsTimeoutError
 from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Event
 
 Policy = Literal["restore", "exclude", "fail_job"]
+POLICIES: tuple[str, ...] = get_args(Policy)
 
 
 class Step(enum.StrEnum):
     """Steps of an update, in this order."""
 
-    ABORT = "abort"
-    GROUP = "group"
-    RELEASE_KV = "release KV"
     PREPARE = "prepare"
     TOPOLOGY = "topology"
-    INIT = "init"
+    CONNECT = "connect"
+    PAUSE_IN_PLACE = "pause in place"
     TRANSFER = "transfer"
-    FINALIZE_TRAINERS = "finalize trainers"
-    FINALIZE_REPLICAS = "finalize replicas"
+    ABORT = "abort"
+    RELEASE_KV = "release KV"
+    LOAD = "load"
     PROVE = "prove"
+    RESTORE = "restore"
     RESUME_KV = "resume KV"
     RESUME_GENERATION = "resume generation"
+    FINALIZE_TRAINERS = "finalize trainers"
+    FINALIZE_REPLICAS = "finalize replicas"
 
 
-FORWARD = tuple(Step)[: tuple(Step).index(Step.TRANSFER) + 1]
-CLOSING = tuple(Step)[len(FORWARD) :]
-
-_OF_TRAINERS = frozenset({Step.PREPARE, Step.INIT, Step.TRANSFER, Step.FINALIZE_TRAINERS})
-_OF_NO_MEMBER = frozenset({Step.GROUP, Step.TOPOLOGY})  # the manager's own
-_DROPS_ONE = frozenset({Step.ABORT, Step.RELEASE_KV, Step.PREPARE})  # a group without this replica can still be built
-_UNDOES = {
-    Step.FINALIZE_TRAINERS: Step.PREPARE,
-    Step.FINALIZE_REPLICAS: Step.PREPARE,
-    Step.PROVE: Step.ABORT,
-    Step.RESUME_KV: Step.RELEASE_KV,
-    Step.RESUME_GENERATION: Step.ABORT,
-}
+STAGE = (Step.PREPARE, Step.TOPOLOGY, Step.CONNECT, Step.PAUSE_IN_PLACE, Step.TRANSFER)
+DROPS_ONE = frozenset({Step.PREPARE, Step.TRANSFER})  # the others can go on without a replica that fails here
 
 
 @explained_calls
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits in seconds of each step, and of all forward steps together (``total``), without closing steps."""
+    """Time limits in seconds of each step, and of the stage as a whole (``total``)."""
 
     abort: float = 30.0
     release_kv: float = 30.0
     prepare: float = 60.0
-    init: float = 60.0
+    connect: float = 60.0
     transfer: float = 600.0
+    load: float = 120.0
     finalize: float = 30.0
     prove: float = 60.0
     resume: float = 60.0
@@ -72,27 +66,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, step: Step) -> float:
         """The limit of one step."""
         return {
-            Step.ABORT: self.abort,
-            Step.GROUP: self.init,
-            Step.RELEASE_KV: self.release_kv,
             Step.PREPARE: self.prepare,
-            Step.TOPOLOGY: self.init,
-            Step.INIT: self.init,
+            Step.TOPOLOGY: self.connect,
+            Step.CONNECT: self.connect,
+            Step.PAUSE_IN_PLACE: self.abort + self.release_kv,
             Step.TRANSFER: self.transfer,
-            Step.FINALIZE_TRAINERS: self.finalize,
-            Step.FINALIZE_REPLICAS: self.finalize,
+            Step.ABORT: self.abort,
+            Step.RELEASE_KV: self.release_kv,
+            Step.LOAD: self.load,
             Step.PROVE: self.prove,
+            Step.RESTORE: self.load,
             Step.RESUME_KV: self.resume,
             Step.RESUME_GENERATION: self.resume,
+            Step.FINALIZE_TRAINERS: self.finalize,
+            Step.FINALIZE_REPLICAS: self.finalize,
         }[step]
-
-
-class Do(NamedTuple):
-    """Begin a step for these members, all at once."""
-
-    step: Step
-    members: tuple[str, ...]
-    limit_s: float
 
 
 class Failure(NamedTuple):
@@ -101,102 +89,6 @@ class Failure(NamedTuple):
     step: Step
     member: str
     error: BaseException
-
-
-class UpdateMachine:
-    """One update. Call `next`, do it, `report` who failed (in the order of time), again until `next` is None."""
-
-    def __init__(
-        self, trainers: Sequence[str], replicas: Sequence[str], policy: Policy, limits: Limits, now: float
-    ) -> None:
-        if policy not in ("restore", "exclude", "fail_job"):
-            raise UsageError(f"policy={policy!r}: choose 'restore', 'exclude' or 'fail_job'")
-        if not trainers or not replicas or len({*trainers, *replicas}) != len(trainers) + len(replicas):
-            raise UsageError(
-                f"{len(trainers)} trainers, {len(replicas)} replicas: give at least one of each, with different names"
-            )
-        self._trainers = tuple(trainers)
-        self._replicas = tuple(replicas)
-        self._policy = policy
-        self._limits = limits
-        self._deadline = now + limits.total
-        self._steps = iter(Step)
-        self._forward = True
-        self._under_way: Step | None = None
-        self.failures: list[Failure] = []
-        self.begun: dict[Step, frozenset[str]] = {}  # flags of intent
-        self.dropped: set[str] = set()  # replicas that the update continues without
-        self._admitted: frozenset[str] = frozenset()
-
-    def __repr__(self) -> str:
-        return f"<UpdateMachine {self._under_way or 'not begun'}, {len(self.failures)} failures>"
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        """Replicas that are to receive the new version."""
-        return tuple(name for name in self._replicas if name not in self.dropped)
-
-    def next(self, now: float) -> Do | None:
-        """The next step, with its flags of intent set. None: the update is over."""
-        for step in self._steps:
-            if step in FORWARD and not self._go_on(step, now):
-                continue
-            self._under_way = step
-            members = self._members(step)
-            if not members and step not in _OF_NO_MEMBER:
-                continue
-            self.begun[step] = frozenset(members)
-            limit_s = self._limits.of(step)
-            if step in FORWARD:
-                limit_s = min(limit_s, self._deadline - now)
-            return Do(step, members, limit_s)
-        return None
-
-    def _go_on(self, step: Step, now: float) -> bool:
-        if self._forward and now >= self._deadline:
-            self.fail(
-                step,
-                "",
-                WeightsTimeoutError(f"timeout: the update took longer than {self._limits.total:g} s before {step}"),
-            )
-        return self._forward
-
-    def _members(self, step: Step) -> tuple[str, ...]:
-        if step in _OF_NO_MEMBER:
-            return ()
-        if step in FORWARD:
-            return (self._trainers if step in _OF_TRAINERS else ()) + self.group
-        among = self._trainers if step in _OF_TRAINERS else self._replicas
-        due = self.begun.get(_UNDOES[step], frozenset())
-        if step is Step.RESUME_GENERATION:
-            due &= self._admitted
-        return tuple(name for name in among if name in due)
-
-    def report(self, failed: Iterable[tuple[str, BaseException]]) -> None:
-        """Report the members that failed in the last step, in the order of time; empty: it succeeded."""
-        assert self._under_way is not None
-        for member, error in failed:
-            self.fail(self._under_way, member, error)
-
-    def fail(self, step: Step, member: str, error: BaseException) -> None:
-        """Record a failure: of a member's step, or of the whole update (``member`` ""), such as a cancellation."""
-        self.failures.append(Failure(step, member, error))
-        if step in CLOSING:
-            return
-        if self._policy == "exclude" and step in _DROPS_ONE and member in self._replicas:
-            self.dropped.add(member)
-            self._forward &= bool(self.group)
-        else:
-            self._forward = False
-
-    def admit(self, names: Iterable[str]) -> None:
-        """Set the replicas that have proven what they serve: only these resume generation."""
-        self._admitted = frozenset(names)
-
-    def failed_in(self, member: str, steps: Iterable[Step]) -> Failure | None:
-        """The first failure of a member in one of these steps."""
-        wanted = frozenset(steps)
-        return next((each for each in self.failures if each.member == member and each.step in wanted), None)
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -219,13 +111,13 @@ class Verdict(NamedTuple):
 
 def verdicts(
     policy: Policy,
-    proofs: dict[str, Proof | None],
+    proofs: Mapping[str, Proof | None],
     new: Proof | None,
-    old: dict[str, Proof | None],
-    reasons: dict[str, str],
-    lost: frozenset[str] = frozenset(),
+    old: Mapping[str, Proof | None],
+    reasons: Mapping[str, str],
+    lost: Collection[str] = (),
 ) -> dict[str, Verdict]:
-    """The verdict on each replica. A pure function of what was proven, not of what was sent or skipped.
+    """The verdict on each replica that was paused: a function of what it proves, not of what was sent or skipped.
 
     Args:
         proofs: the proof of each replica now; None: no proof.
@@ -252,4 +144,27 @@ def verdicts(
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         else:
             found[name] = Verdict(Event.PROVEN_OLD, proof.version, reason)
+    return found
+
+
+def known_alone(policy: Policy, proof: Proof | None, new: Proof | None) -> bool:
+    """Whether the verdict on a replica does not depend on the others: then it resumes without waiting for them."""
+    return policy == "restore" or (policy == "exclude" and proof is not None and proof == new)
+
+
+def excluded(
+    policy: Policy,
+    untouched: Collection[str],
+    arrived: Collection[str],
+    reasons: Mapping[str, str],
+    lost: Collection[str] = (),
+) -> dict[str, str]:
+    """Which of the replicas that were not paused take no traffic from now on, and why."""
+    found = {}
+    for name in untouched:
+        reason = reasons.get(name) or reasons.get("") or "it did not receive the version"
+        if name in lost or (policy == "exclude" and arrived):
+            found[name] = reason
+        elif policy == "fail_job" and reasons:
+            found[name] = f"the job failed: {reason}"
     return found

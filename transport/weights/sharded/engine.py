@@ -4,43 +4,47 @@
     server = ShardEngine("server 0", layout)                   # what this rank wants
 
 No rank has the model. `build_topology` computes the plan from the layouts, once as long as they stay. A rank that
-sends and one that receives are the same class. Memory: a sender has `in_flight` buckets; a receiver two
-versions of what it lands, `in_flight` buckets for arrivals, and as many if it relays; with ``in_place`` no version.
+sends and one that receives are the same class. Without a layout (`RingEngine`) the first trainer's rank sends the whole
+model, whatever its tensors are, as one part that all receivers want. Memory: a sender has `in_flight` buckets; a
+receiver two versions of what it lands, `in_flight` buckets for arrivals, and as many if it relays; with ``in_place`` no
+version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
-from transport.errors import UsageError, WeightsError
+from transport.errors import SchemaError, UsageError
 from transport.runtime.arguments import expect
 from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
+from transport.schema import TensorSpec
 from transport.settings import Settings
 from transport.ticket import host_identity
 from transport.weights.engine_holdings import EngineHoldings
 from transport.weights.options import EngineOptions
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
-from transport.weights.ring_engine import EngineStatistics
 from transport.weights.sharded.changes import ShardBase
 from transport.weights.sharded.held import ShardHeld
 from transport.weights.sharded.parts import checked_targets
 from transport.weights.sharded.receiving import Scratch, ShardReceiving, children_of
-from transport.weights.sharded.sending import ShardSending
+from transport.weights.sharded.sending import ShardSending, iterate
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.roles import Role, ShardDescription, describe, pack, roles, unpack
+from transport.weights.sharding.roles import Role, ShardDescription, completed, describe, pack, roles, unpack
+from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed
-from transport.weights.transfer.sending import iterate
-from transport.weights.transfer.threads import ended
+from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.versions.layout import specs_of
+from transport.weights.versions.tensors import on_host, tensor_of
 from transport.wire.addresses import advertised
 
 BUCKET_BYTES = 32 << 20
@@ -61,20 +65,39 @@ _SETTINGS = Settings(
 )
 
 
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine was made.
+
+    Attributes:
+        bytes_sent: bytes over this member's link; each bucket counts once for each child that pulled it.
+        bytes_copied: bytes that this member copied from memory to memory. A mapped version is not copied.
+        bytes_received: bytes that UCX put into this member's memory, by wire.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_copied: int
+    bytes_received: dict[str, int]
+
+
 class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     """One rank's side of updates. Belongs to the loop of its first use; `close` releases everything.
 
     Args:
         name: unique among all ranks.
-        layout: of the tensors that this rank has (a trainer's) or wants.
+        layout: of the tensors that this rank has (a trainer's) or wants. None, of all ranks or of no one: the whole
+            model, which the first trainer sends.
         bucket_bytes, in_flight: largest size and number of buckets. All ranks use the smallest size that one of them
             has, or less: a 64th of the largest part for each hop, but 256 KiB at least.
         address: to listen on; default: the address of this host's default route.
         in_place: the engine's own tensors by name, in host memory: versions land in them, and in no slot. An update
             that fails after its first byte has spoilt them: `spoilt` is true until the next version is complete.
-        device: as of `RingEngine`: received tensors are copied there.
+        device: "cupy" or "torch" (":1" for the second device): received tensors are copied to its memory, as that
+            library's arrays. Tensors that are sent may always be in device memory.
         delta: of a trainer's rank: keep what was sent last, which takes as much memory again, and send changes since
             then where all senders do so and all receivers have that version.
+        specs: without a layout: the tensors of `send_weights`, if known before the first version; otherwise the first
+            version is held in memory until its iterator ends.
         progress: called with (done, due, bytes) while a version moves.
         options: further choices; ``shape`` and ``fanout`` of the first trainer's rank count.
 
@@ -86,7 +109,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     def __init__(
         self,
         name: str,
-        layout: Layout,
+        layout: Layout | None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         in_flight: int = IN_FLIGHT,
@@ -94,11 +117,14 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         in_place: Mapping[str, Any] | None = None,
         device: str | None = None,
         delta: bool = False,
+        specs: Sequence[TensorSpec] | None = None,
         progress: Progress = silent,
         options: EngineOptions = _OPTIONS,
     ) -> None:
         expect(options, EngineOptions, "options", "EngineOptions")
-        expect(layout, Layout, "layout", "a Layout")
+        if layout is not None:
+            expect(layout, Layout, "layout", "a Layout")
+            layout.check()
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
             raise UsageError(
                 f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64, {_LEAST_BUCKET} or more, "
@@ -106,11 +132,11 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             )
         if in_place is not None and device is not None:
             raise UsageError("in_place and device exclude each other: in_place is for tensors in host memory")
-        layout.check()
         self.name = name
         self.layout = layout
         self._bucket_bytes = bucket_bytes
-        self._own = None if in_place is None else checked_targets(layout, in_place)
+        self._own = checked_targets(layout, in_place) if layout is not None and in_place is not None else in_place
+        self._specs = None if specs is None else tuple(specs)
         self._options = options
         self._host = options.host or host_identity()
         self._address = address or advertised()[0]
@@ -119,24 +145,26 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         super().__init__(bucket_bytes, in_flight, self._address, options)
         self._in_flight = in_flight
         self._scratch: Scratch | None = None
-        self._packed = pack(layout)
+        self._packed = "" if layout is None else pack(layout)
         self._role: Role | None = None
         self._upstreams: dict[str, Upstream] = {}
         self._spoilt = False
         self._base = ShardBase() if delta else None
 
     def __repr__(self) -> str:
-        return f"<ShardEngine {self.name} {self._held!r}>"
+        return f"<{type(self).__name__} {self.name} {self._held!r}>"
 
     @property
     def proof(self) -> Proof | None:
-        """The complete version that this rank holds."""
-        return None if self._held is None else self._held.proof
+        """The complete version that this rank holds, or has kept to send changes since then."""
+        if self._held is not None:
+            return self._held.proof
+        return None if self._base is None else self._base.proof
 
     @property
-    def held(self) -> ShardHeld | None:
-        """The complete version that this rank holds."""
-        return self._held
+    def sends(self) -> bool:
+        """Whether this rank sends in its group; without a layout only the first trainer's does."""
+        return self._role is None or bool(self._role.outgoing)
 
     @property
     def spoilt(self) -> bool:
@@ -168,10 +196,9 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     async def prepare(self) -> Metadata:
         """Listen for the ranks that will pull from this one."""
         await self.finalize()
-        self._feed = Feed(self._sender.lost)
+        self._feed = Feed(self._sender.lost, self._options.stall_s)
         await self._feed.open(self._address)
-        sent = None if self._base is None else self._base.proof
-        proof = sent or (None if self._spoilt else self.proof)  # a rank sends or receives
+        proof = None if self._spoilt else self.proof
         described = ShardDescription(
             name=self.name,
             host=self._host,
@@ -186,7 +213,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             shape=self._options.shape,
             fanout=self._options.fanout,
         )
-        return {"ranks": [msgspec.to_builtins(described)]}
+        return {"ranks": [msgspec.to_builtins(described)], "in_place": self.in_place}
 
     @classmethod
     def build_topology(
@@ -239,7 +266,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
 
         async def connect(peer: Any) -> None:
             self._upstreams[peer.name] = await Upstream.connect(
-                peer.name, peer.address, peer.port, peer.token, self.name
+                peer.name, peer.address, peer.port, peer.token, self.name, self._options.stall_s
             )
 
         tasks = [asyncio.ensure_future(connect(peer)) for peer in role.peers]
@@ -264,30 +291,51 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
 
     # --- weights ---------------------------------------------------------------------------------------------
     async def send_weights(self, weights: Weights | Mapping[str, Any], global_steps: int) -> Proof | None:
-        """Send this rank's shards; returns when all that want them have read them.
+        """Send this rank's shards; returns when all that want them have read them. None: this rank sends nothing.
 
         weights: its local tensors by name, or pairs of name and tensor, which are then held until the end. Tensors
-            must not change meanwhile.
+            must not change meanwhile. Without a layout pairs are held only while they are sent, once the model's
+            tensors are known; they come in an order that stays.
         """
-        feed, role = self._feed, self._role
+        feed, role, layout = self._feed, self._role, self.layout
         if feed is None or role is None:
             raise UsageError(f"{self.name}: call init_process_group() before send_weights()")
+        if role.whole and not role.outgoing:
+            if not isinstance(weights, Mapping):
+                async for _ in iterate(weights):
+                    pass  # the other trainers wait until the tensors are produced
+            return None
         self._role = msgspec.structs.replace(role, base=None)  # the group's next version is whole
         try:
-            tensors = weights
+            tensors: Any = weights
+            if not isinstance(weights, Mapping) and (layout is not None or self._specs is None):
+                tensors = {}
+                async for name, value in iterate(weights):
+                    if name in tensors:
+                        raise SchemaError(f"{name}: two tensors have this name")
+                    # a device has no room for all of a model at once
+                    tensors[name] = value if layout is not None else await in_thread(on_host, tensor_of(value, name))
+            specs = None
+            if layout is None:
+                if self._specs is None:
+                    self._specs = specs_of(tensors)
+                layout = await in_thread(whole_model, self._specs)  # of a hundred thousand tensors it takes seconds
+                role = await in_thread(completed, role, layout)
+                specs = tuple((each.name, each.dtype, each.shape) for each in self._specs)
             if not isinstance(tensors, Mapping):
-                tensors = {name: value async for name, value in iterate(tensors)}
-            sending = ShardSending(
+                tensors = iterate(tensors)
+            sending = await in_thread(
+                ShardSending,
                 feed,
                 self._sender,
-                self.layout,
+                layout,
                 role.outgoing,
                 role.bucket_bytes,
                 self._progress,
                 self._base,
                 role.base,
             )
-            await sending.run(tensors, global_steps)
+            await sending.run(tensors, global_steps, specs)
             if self._base is not None:
                 self._base.end(Proof(global_steps, role.update))
         except BaseException as error:
@@ -338,11 +386,11 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     def revert(self) -> None:
         """Return to the version before, or to none, because the new one is not to be served. Only until `finalize`.
 
-        Raises WeightsError if versions land in place: the one before is gone then.
+        Where versions land in place the one before is gone: the engine's own tensors are no version then.
         """
         if self.in_place:
             self._spoilt = True
-            raise WeightsError(f"{self.name} has no version before {self.proof}: it landed in the engine's own tensors")
+            return
         held, self._held, self._previous = self._held, self._previous, None
         if held is not None:
             held.release()

@@ -42,7 +42,13 @@ class ShardHeld:
         return {each.name: found[each.name] if each.nbytes else _empty(each) for each in self.layout.tensors}
 
     def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
-        """The tensors by name, in new memory of a device (see `Held.on_device`), all of which are there at once."""
+        """The tensors by name, in new memory of a device (see `Held.on_device`).
+
+        All of them are there at once where the version is of several parts.
+        """
+        if self._is_one_part:
+            yield from self._parts[0].on_device(library, device, group_bytes)
+            return
         found = {name: value for part in self._parts for name, value in part.on_device(library, device, group_bytes)}
         for each in self.layout.tensors:
             if not each.nbytes:
@@ -52,7 +58,11 @@ class ShardHeld:
 
     def hash(self) -> None:
         """Compute `checksum`, once, when the version is complete. Blocks."""
-        self._checksum = weights_checksum(self.arrays())
+        self._checksum = self._parts[0].checksum if self._is_one_part else weights_checksum(self.arrays())
+
+    @property
+    def _is_one_part(self) -> bool:
+        return len(self._parts) == 1 and self._parts[0].layout.specs == self.layout.specs
 
     @property
     def checksum(self) -> int:

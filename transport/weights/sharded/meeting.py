@@ -8,7 +8,9 @@
         meeting.update(member, version)
 
 The calls of these engines return nothing to the trainer. So all ranks meet in a store: each writes what `prepare` told
-it, the first sender writes everybody's role. A receiver loads a version when all receivers have landed and proven it.
+it, the first sender writes everybody's role. Whether a version is loaded is one final record, and whether it stays
+loaded is another (`transport.store.decision`): the first sender writes "go" when every rank has come so far and is
+there; a rank that fails, or waits too long, writes why. Whatever stands holds for all of them.
 """
 
 from __future__ import annotations
@@ -24,11 +26,19 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from transport.errors import StoreError, TransportError, UsageError, WeightsError, WeightsTimeoutError
+from transport.errors import (
+    StoreError,
+    StoreUnavailableError,
+    TransportError,
+    UsageError,
+    WeightsError,
+    WeightsTimeoutError,
+)
 from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Store
+from transport.store.decision import decide, decided, wait_decided
 from transport.store.open import open_store
 from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharding import shards
@@ -37,6 +47,9 @@ from transport.weights.sharding.layouts import Layout, LocalTensor
 from transport.weights.transfer.threads import ended, in_thread
 
 _LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
+_THERE_S = 10.0  # lease of "I have come so far": several looks
+_PHASES = ("landed", "loaded")
+_GO = b""  # no reason against it
 
 Failed = Callable[[], str | None]  # why another rank has failed
 
@@ -106,7 +119,7 @@ class Member:
         if in_place:
             options["in_place"] = rank.tensors
         self.engine = ShardEngine(self.name, rank.layout, **options)
-        self._loading = False  # a load has begun and is not complete
+        self._loaded: Any = None  # the version that ``rank.tensors`` hold; None: what they held before, or a mixture
         self._loop = LoopThread(f"weights of {self.name}")
 
     def run(self, coroutine: Any, timeout_s: float | None = None) -> Any:
@@ -148,7 +161,7 @@ class Member:
         """Copy the version into ``rank.tensors``; nothing to do where it landed in them."""
         if self.engine.in_place:
             return
-        self._loading = True
+        self._loaded = None
         for name, array in self.arrays().items():
             target = self.tensors[name]
             if hasattr(target, "copy_"):  # torch
@@ -158,16 +171,13 @@ class Member:
                     target.copy_(array if isinstance(array, torch.Tensor) else _tensor(torch, array))
             else:
                 target[...] = array
-        self._loading = False
+        self._loaded = self.engine.held
 
     def back(self, first: BaseException) -> None:
         """Return to the version before, after ``first``; in place there is none. An error becomes a note of it."""
-        if self.engine.in_place:
-            self.engine.spoil()
-            return
         self.engine.revert()
         try:
-            if self._loading:
+            if self.engine.held is not self._loaded:
                 self.load()
         except Exception as error:
             first.add_note(f"{self.name}: the version before was not loaded: {type(error).__name__}: {error}")
@@ -237,6 +247,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Raises:
             WeightsTimeoutError: a rank did not come. WeightsError: another rank failed.
             UsageError: the number was used before.
+            StoreError: the store was away for ``timeout_s``; what the others decided is then unknown here.
             Exception: what failed here; the others are told.
         """
         before = member.engine.held
@@ -250,7 +261,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     self._together(store, member, version)
                 except BaseException as error:
                     with contextlib.suppress(StoreError):  # then the others wait until their time is over
-                        self._tell(store, version, f"{member.name}: {type(error).__name__}: {error}")
+                        self._fail(store, version, f"{member.name}: {type(error).__name__}: {error}")
                     if member.engine.held is not before:
                         member.back(error)
                     raise
@@ -258,49 +269,81 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 member.run(member.engine.finalize())
 
     def fail(self, version: int, reason: str) -> None:
-        """End a version for all ranks, because something else than a rank has failed."""
+        """End a version for all ranks, because something else than a rank has failed. No effect on a finished one."""
         with open_store(self.store) as store:
-            self._tell(store, version, reason)
+            self._fail(store, version, reason)
 
-    def _tell(self, store: Store, version: int, reason: str) -> None:
-        store.put(self._name(version, "failed"), reason[:2000].encode(), lease_s=2 * self.timeout_s)
+    def _fail(self, store: Store, version: int, reason: str) -> None:
+        for phase in _PHASES:
+            if self._decide(store, version, phase, reason[:2000].encode()) != _GO:
+                return
+
+    def _decide(self, store: Store, version: int, phase: str, proposal: bytes) -> bytes:
+        return decide(store, self._name(version, phase), proposal, lease_s=2 * self.timeout_s)
 
     def _together(self, store: Store, member: Member, version: int) -> None:
         if member.sends and member.rank == 0:
-            # Of an attempt that is long over; no rank can have added to it before it has its role.
-            store.delete(self._name(version, "done"))
             everybody = [msgspec.json.decode(self._wait(store, version, key)) for key in self._keys(version, "here")]
             actor, rollout = ShardEngine.build_topology(self.senders, self.receivers, everybody)
             for key, role in zip(self._keys(version, "role"), [*actor["roles"], *rollout["roles"]], strict=True):
                 store.put(key, msgspec.json.encode(role), lease_s=2 * self.timeout_s)
-            store.delete(self._name(version - 1, "done"))
         role = msgspec.json.decode(self._wait(store, version, self._key(version, "role", member)))
         failed = partial(self._failed, store, version)
         member.join(role, version, self.timeout_s, failed)
         member.transfer(version, self.timeout_s, failed)
-        done = self._name(version, "done")
-        store.add(done)
-        everyone = self.senders + self.receivers
-        self._wait(store, version, done, lambda value: int(value) == everyone)  # else an engine would have a part of it
+        self._agree(store, member, version, "landed")
         if not member.sends:
             member.load()
+        self._agree(store, member, version, "loaded")
 
-    def _wait(self, store: Store, version: int, key: str, enough: Callable[[bytes], bool] = bool) -> bytes:
-        """The record, once it is there and enough. WeightsError when a rank has failed meanwhile."""
+    def _agree(self, store: Store, member: Member, version: int, phase: str) -> None:
+        """Wait until every rank has come so far. WeightsError when one has failed, and then for all ranks.
+
+        A rank that waits says so again and again: one that ended, or lost its way to the store, is not counted.
+        """
+        keys, mine = self._keys(version, phase), self._key(version, phase, member)
         begun = time.monotonic()
-        seen = ABSENT
+        found = None
+        while found is None:
+            left = begun + self.timeout_s - time.monotonic()
+            try:
+                if left <= 0:
+                    text = f"{member.name}: not all ranks have {phase} version {version} within {self.timeout_s:g} s"
+                    found = self._decide(store, version, phase, text.encode())
+                    if found == text.encode():
+                        raise WeightsTimeoutError(f"timeout: {text}; look at the other ranks' logs")
+                    break
+                store.put(mine, b"", lease_s=_THERE_S)
+                if member.sends and member.rank == 0:
+                    there = store.get_many(keys)
+                    missing = next((key for key, entry in zip(keys, there, strict=True) if entry is None), "")
+                    if not missing:
+                        found = self._decide(store, version, phase, _GO)
+                        break
+                    store.watch(missing, ABSENT, min(left, _LOOK_S / 10))
+                    found = decided(store, self._name(version, phase))
+                else:
+                    found = wait_decided(store, self._name(version, phase), min(left, _LOOK_S))
+            except StoreUnavailableError:
+                if left <= 0:
+                    raise
+        if found != _GO:
+            raise WeightsError(f"v{version}: {found.decode(errors='replace')}")
+
+    def _wait(self, store: Store, version: int, key: str) -> bytes:
+        """The record, once it is there. WeightsError when a rank has failed meanwhile."""
+        begun = time.monotonic()
         while (left := begun + self.timeout_s - time.monotonic()) > 0:
-            entry = store.watch(key, seen, min(left, _LOOK_S))
-            if entry is not None and enough(entry.value):
+            entry = store.watch(key, ABSENT, min(left, _LOOK_S))
+            if entry is not None:
                 return entry.value
-            seen = ABSENT if entry is None else entry.version
             if (reason := self._failed(store, version)) is not None:
                 raise WeightsError(reason)
         raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
 
     def _failed(self, store: Store, version: int) -> str | None:
-        failed = store.get(self._name(version, "failed"))
-        return None if failed is None else f"v{version}: {failed.value.decode(errors='replace')}"
+        found = decided(store, self._name(version, _PHASES[0]))
+        return None if found in (None, _GO) else f"v{version}: {(found or b'').decode(errors='replace')}"
 
     def _key(self, version: int, what: str, member: Member) -> str:
         return self._name(version, f"{what}/{'s' if member.sends else 'r'}{member.rank}")

@@ -53,6 +53,7 @@ class PartLanding:
         self._based = False
         self._ranks = {source.sender: source.rank for source in incoming.sources}
         self._lease: WriteLease | None = None
+        self._row: Bytes | None = None
         self._arrays: list[np.ndarray[Any, Any]] = []
 
     @property
@@ -74,7 +75,7 @@ class PartLanding:
         """
         lease = copies.take(self.row_layout.total, 1 + len(self.incoming.local))
         self._lease = lease
-        row = np.frombuffer(lease.memory, np.uint8)
+        self._row = row = np.frombuffer(lease.memory, np.uint8)
         end = 0
         for place in self.row_layout.places:  # what is between tensors is part of the checksum
             row[end : place.offset] = 0
@@ -130,11 +131,19 @@ class PartLanding:
         return bucket, ticket
 
     def place_of(self, bucket: Sequence[Chunk]) -> Bytes | None:
-        """The place of a bucket that is one contiguous range of a tensor; None: it is none."""
-        if len(bucket) != 1:
+        """Where a bucket stands as it comes: a range of a tensor, or tensors side by side; None: nowhere."""
+        targets = [self._target(chunk) for chunk in bucket]
+        if not all(target.flags.c_contiguous for target in targets):
             return None
-        target = self._target(bucket[0])
-        return target.reshape(-1).view(np.uint8) if target.flags.c_contiguous else None
+        if len(bucket) == 1:
+            return targets[0].reshape(-1).view(np.uint8)
+        first = targets[0].ctypes.data
+        if self._row is None or any(
+            target.ctypes.data - first != chunk.at for target, chunk in zip(targets, bucket, strict=True)
+        ):
+            return None
+        start = first - self._row.ctypes.data
+        return self._row[start : start + size_of(bucket)]
 
     def place(self, bucket: Sequence[Chunk], data: Bytes, checksum: int) -> None:
         """Spread a bucket into its place, and prove it there. In a thread. Changes ``data``."""
@@ -199,13 +208,13 @@ class PartLanding:
             return None
         lease.checksum = checksum
         ticket = lease.publish()
-        self._lease, self._arrays = None, []
+        self._lease, self._row, self._arrays = None, None, []
         return ticket, copies.hold(ticket, self.row_layout, Proof(version, checksum))
 
     def abort(self) -> None:
         """Give the slot back, if it is not published. Idempotent."""
         lease, self._lease = self._lease, None
-        self._arrays = []
+        self._row, self._arrays = None, []
         if lease is not None:
             lease.abort()
 

@@ -19,14 +19,16 @@ from transport import _ring
 from transport.client.client import UCXXClient
 from transport.errors import ChildrenLostError, InternalError, ProtocolError, WeightsChecksumError, WeightsError
 from transport.runtime.progress import Progress, silent
+from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
 from transport.weights.sharded.held import ShardHeld
-from transport.weights.sharded.parts import PartLanding
+from transport.weights.sharded.parts import PartLanding, checked_targets
 from transport.weights.sharded.sending import relay
 from transport.weights.sharding.buckets import Chunk
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.roles import Incoming, Role
+from transport.weights.sharding.roles import Incoming, Role, completed
+from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed, Placed, Slices, Start, Whole
@@ -73,7 +75,7 @@ class ShardReceiving:
     def __init__(
         self,
         role: Role,
-        layout: Layout,
+        layout: Layout | None,
         upstreams: Mapping[str, Upstream],
         client: UCXXClient | None,
         copies: Copies,
@@ -87,7 +89,6 @@ class ShardReceiving:
         progress: Progress = silent,
     ) -> None:
         self._role = role
-        self._layout = layout
         self._upstreams = upstreams
         self._client = client
         self._copies = copies
@@ -99,10 +100,7 @@ class ShardReceiving:
         self._spoil = spoil
         self._base = base
         self._progress = progress
-        self._landings = {
-            each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
-        }
-        self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
+        self._layout = layout
         # Buckets that are read at once share the link, and each arrives later. A relay that waits for four of them
         # before it has one to pass on costs the whole chain behind it that time. So few are on the link; those that
         # have come and are being placed or relayed are not among them. Of many parents, one from each.
@@ -117,14 +115,36 @@ class ShardReceiving:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._buckets = self._bytes = 0
 
+    def _plan(self, role: Role, layout: Layout) -> None:
+        self._role = role
+        self._layout = layout
+        self._landings = {
+            each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
+        }
+        self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
+
     async def run(self, version: int) -> ShardHeld:
         """Receive the complete version. A failure is sent to the children, and leaves no part of the version in slots.
 
         In the engine's own tensors it may leave a mixture.
         """
         self._version = version
+        self._landings = {}
         try:
-            return await self._run()
+            specs = None
+            if self._role.whole:
+                ((name, upstream),) = self._upstreams.items()
+                specs = (await self._start(name, upstream)).specs
+                if specs is None:
+                    raise ProtocolError(f"{name} says nothing of the model's tensors")
+                layout = await in_thread(lambda: whole_model(tuple(TensorSpec(*spec) for spec in specs)))
+                if self._own is not None:
+                    self._own = checked_targets(layout, self._own)
+                await in_thread(lambda: self._plan(completed(self._role, layout), layout))
+            else:
+                assert self._layout is not None
+                await in_thread(self._plan, self._role, self._layout)
+            return await self._run(specs)
         except BaseException as error:
             kind = type(error).__name__
             await announce_failure(self._feed, Failed(kind, str(error) or kind))
@@ -133,7 +153,15 @@ class ShardReceiving:
             for landing in self._landings.values():
                 landing.abort()
 
-    async def _run(self) -> ShardHeld:
+    async def _start(self, name: str, upstream: Upstream) -> Start:
+        frame = await upstream.next()
+        if not isinstance(frame, Start):
+            raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Start")
+        if frame.version != self._version:
+            raise WeightsError(f"version mismatch: {name} sends v{frame.version}, expected v{self._version}")
+        return frame
+
+    async def _run(self, specs: Any) -> ShardHeld:
         try:
             if self._role.base is not None and (self._base is None or self._base.proof != self._role.base):
                 raise WeightsError(f"base mismatch: changes since {self._role.base} come, this rank has {self._base!r}")
@@ -143,7 +171,7 @@ class ShardReceiving:
                     self._sender.bytes_copied += await in_thread(landing.open, self._copies, base)
                 else:
                     landing.open_in_place(self._own, based=base is not None)
-            await self._feed.tell(Start(self._version), self._feed.children)
+            await self._feed.tell(Start(self._version, specs), self._feed.children)
             for name, upstream in self._upstreams.items():
                 self._begin(self._follow(name, upstream))
             if self._upstreams:
@@ -152,6 +180,7 @@ class ShardReceiving:
                 raise InternalError(f"{len(self._proven)} of {len(self._role.incoming)} parts are proven")
             with contextlib.suppress(ChildrenLostError):
                 await self._sender.drained()
+            assert self._layout is not None
             held = ShardHeld(self._layout, Proof(self._version, self._role.update), self._held, self._own)
             await in_thread(held.hash)
             return held
@@ -189,11 +218,8 @@ class ShardReceiving:
             if not landing.incoming.first and landing.incoming.sources[0].parent == name
         }
         mapped = {part for part, each in self._mapped.items() if each.mapped is not None and each.mapped[0] == name}
-        frame = await upstream.next()
-        if not isinstance(frame, Start):
-            raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Start")
-        if frame.version != self._version:
-            raise WeightsError(f"version mismatch: {name} sends v{frame.version}, expected v{self._version}")
+        if not self._role.whole:
+            await self._start(name, upstream)
         while buckets or relayed or mapped:
             frame = await upstream.next()
             if isinstance(frame, Slices) and buckets:
@@ -215,6 +241,7 @@ class ShardReceiving:
     async def _map(self, incoming: Incoming, frame: Placed) -> None:
         """Map a part that another receiver of the host has landed, and prove it here."""
         assert incoming.mapped is not None
+        assert self._layout is not None
         row_layout = PartLanding(incoming, self._layout, self._role.bucket_bytes).row_layout
         ticket = Ticket.decode(frame.ticket)
         work = asyncio.ensure_future(

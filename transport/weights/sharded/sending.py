@@ -7,7 +7,7 @@ the others while it holds fewer slots than there are. A receiver that is lost ta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from transport.errors import ChildrenLostError, SchemaError
 from transport.ring.leases import WriteLease
 from transport.runtime.progress import Progress, silent
 from transport.schema import DTYPES
+from transport.weights.plan.engine import Weights
 from transport.weights.plan.steps import Proof
 from transport.weights.sharded.changes import ShardBase, StreamBase
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
@@ -76,19 +77,28 @@ class ShardSending:
         for at, stream in enumerate(self._streams):  # senders begin with different receivers, so that none waits
             stream.turn = (at - stream.sender) % len(self._streams)
         self._progress = progress
-        self._values: list[Any] = []
-        self._arrays: list[Any] = []
+        self._values: list[Any] = [None] * len(layout.tensors)
+        self._arrays: list[Any] = [None] * len(layout.tensors)
+        self._coming: AsyncIterator[tuple[str, Any]] | None = None  # tensors that are produced when they are due
+        self._taken = self._dropped = 0
 
-    async def run(self, weights: Mapping[str, Any], version: int) -> None:
+    async def run(self, weights: Mapping[str, Any] | AsyncIterator[tuple[str, Any]], version: int, specs: Any) -> None:
         """Send everything; returns when every receiver that is left has read every bucket.
+
+        weights: the layout's tensors. Of an iterator, which gives them in the layout's order, each is held while it is
+            sent; there is only one stream then.
+        specs: what the receivers are told of the tensors.
 
         Raises SchemaError for tensors that are not the layout's, ChildrenLostError when no receiver is left.
         """
         due = sum(len(stream.buckets) for stream in self._streams)
-        if not due:
+        if not due and specs is None:
             return
-        self._take(weights)
-        await self._feed.tell(Start(version), self._feed.children)
+        if isinstance(weights, Mapping):
+            self._take(weights)
+        else:
+            self._coming = weights
+        await self._feed.tell(Start(version, specs), self._feed.children)
         done = moved = 0
         since = time.monotonic()
         while streams := [each for each in self._streams if each.left and self._alive(each)]:
@@ -96,6 +106,8 @@ class ShardSending:
             unread = {each.children: self._sender.unread(each.children) for each in streams}
             stream = min(streams, key=lambda each: (unread[each.children], -each.left, each.turn))
             ahead = unread[stream.children] < _AHEAD
+            if self._coming is not None:
+                await self._due(stream.buckets[stream.sent])
             if ahead and stream.changes:
                 size = await self._send_changes(stream)
             else:
@@ -111,6 +123,8 @@ class ShardSending:
                 stream.base.complete = not stream.left
             done, moved = done + 1, moved + size
             self._progress(done, due, moved)
+        if self._coming is not None and self._sender.children:
+            await self._end()
         await self._sender.drained()  # raises ChildrenLostError when no child is left
 
     def _alive(self, stream: _Stream) -> bool:
@@ -118,21 +132,49 @@ class ShardSending:
 
     def _take(self, weights: Mapping[str, Any]) -> None:
         used = {piece.source for stream in self._streams for bucket in stream.buckets for piece, _, _ in bucket}
-        self._values = [None] * len(self._layout.tensors)
-        self._arrays = [None] * len(self._layout.tensors)
         for number in sorted(used):
-            spec = self._layout.tensors[number]
-            if spec.name not in weights:
-                raise SchemaError(f"tensor {spec.name} is missing: every tensor of the layout is needed")
-            value = weights[spec.name]
-            tensor = tensor_of(value, spec.name)
-            if (tensor.dtype.name, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-                raise SchemaError(
-                    f"tensor mismatch: {spec.name} is {tensor.dtype.name} {tuple(tensor.shape)}, "
-                    f"expected {spec.dtype} {spec.shape}; give the shards that the layout describes"
-                )
-            self._values[number] = value if isinstance(tensor, OnDevice) else None
-            self._arrays[number] = tensor
+            name = self._layout.tensors[number].name
+            if name not in weights:
+                raise SchemaError(f"tensor {name} is missing: every tensor of the layout is needed")
+            self._put(number, name, weights[name])
+
+    def _put(self, number: int, name: str, value: Any) -> None:
+        spec = self._layout.tensors[number]
+        tensor = tensor_of(value, name)
+        if (name, tensor.dtype.name, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+            raise SchemaError(
+                f"tensor mismatch: {name} is {tensor.dtype.name} {tuple(tensor.shape)}, "
+                f"expected {spec.name} {spec.dtype} {spec.shape}; give the tensors of the layout, in its order"
+            )
+        # Of an iterator the stream that is current now is the one that makes the tensor.
+        self._values[number] = None if not isinstance(tensor, OnDevice) else value if self._coming is None else tensor
+        self._arrays[number] = tensor
+
+    async def _due(self, bucket: Sequence[Chunk]) -> None:
+        """Have the tensors of the next bucket, and no longer those before it."""
+        for number in range(self._dropped, bucket[0].slice.source):
+            self._values[number] = self._arrays[number] = None
+        self._dropped = bucket[0].slice.source
+        while self._taken <= bucket[-1].slice.source:
+            await self._next()
+
+    async def _next(self) -> None:
+        assert self._coming is not None
+        item = await anext(self._coming, None)
+        if item is None:
+            name = self._layout.tensors[self._taken].name
+            raise SchemaError(f"tensor {name} is missing: every tensor of the layout is needed")
+        self._put(self._taken, *item)
+        self._taken += 1
+
+    async def _end(self) -> None:
+        """The iterator has nothing else. SchemaError for more or fewer tensors than the layout's."""
+        assert self._coming is not None
+        while self._taken < len(self._layout.tensors):
+            await self._next()
+        item = await anext(self._coming, None)
+        if item is not None:
+            raise SchemaError(f"unexpected tensor {item[0]}: the layout has no more tensors; give specs that list it")
 
     async def _send(self, stream: _Stream, lease: WriteLease) -> None:
         bucket = stream.buckets[stream.sent]
@@ -150,8 +192,9 @@ class ShardSending:
             lease.checksum = await in_thread(self._gather, lease.memory, bucket, on_device)
             if stream.base is not None:
                 await in_thread(_ring.copy, stream.base.image(index, size_of(bucket)).data, lease.memory)
+                self._sender.bytes_copied += size_of(bucket)
             self._sender.bytes_copied += size_of(bucket)
-            await self._sender.publish_to(lease, stream.children, frame)
+            await self._sender.publish(lease, stream.children, frame)
         except BaseException:
             lease.abort()
             raise
@@ -182,7 +225,7 @@ class ShardSending:
         try:
             await in_thread(_ring.copy, lease.memory, data.data)
             self._sender.bytes_copied += len(data)
-            await self._sender.publish_to(lease, stream.children, frame)
+            await self._sender.publish(lease, stream.children, frame)
         except BaseException:
             lease.abort()
             raise
@@ -196,7 +239,9 @@ class ShardSending:
         found = {}
         for chunk in bucket:
             value = self._values[chunk.slice.source]
-            if value is not None:
+            if isinstance(value, OnDevice):  # as the iterator's thread made it; all of its first dimensions
+                found[chunk.at] = value.box(chunk.slice.source_start, chunk.slice.size)
+            elif value is not None:
                 box = view(value, chunk.slice.source_start, chunk.slice.size)
                 tensor = tensor_of(box, self._layout.tensors[chunk.slice.source].name)
                 assert isinstance(tensor, OnDevice)
@@ -246,6 +291,16 @@ def _clear_gaps(flat: np.ndarray[Any, Any], bucket: Sequence[Chunk]) -> None:
         end = at + nbytes
 
 
+async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
+    """Either kind of iterator as an asynchronous one."""
+    if isinstance(weights, Iterable):
+        for name, value in weights:
+            yield name, value
+    else:
+        async for name, value in weights:
+            yield name, value
+
+
 async def relay(
     sender: BucketSender,
     feed: Feed,
@@ -273,7 +328,7 @@ async def relay(
         lease.checksum = checksum
         await in_thread(fill, lease.memory)
         sender.bytes_copied += size
-        await sender.publish_to(lease, children, forward)
+        await sender.publish(lease, children, forward)
     except BaseException:
         lease.abort()
         raise

@@ -20,9 +20,9 @@ from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.runtime.decoders import hiding
 from transport.weights.plan import topology
 from transport.weights.plan.steps import Proof
-from transport.weights.plan.topology import Description, Hop
+from transport.weights.plan.topology import Hop
 from transport.weights.sharding.layouts import MOST_BYTES, Layout
-from transport.weights.sharding.plan import ShardPlan, Slice, make_plan
+from transport.weights.sharding.plan import Part, ShardPlan, Slice, Stream, make_plan
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ _KEPT_LAYOUTS = 1024
 class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's description of itself.
 
-    layout: packed; of what it has (a trainer's rank) or wants.
+    layout: packed; of what it has (a trainer's rank) or wants. Empty: the whole model, whatever its tensors are.
     in_place: it receives into its own tensors, which no other process can map.
     version, update: the complete version that it has, which changes can be based on; version -1: none.
     """
@@ -112,6 +112,8 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     update: a number that this update has and no other; together with the version it is what members prove.
     bucket_bytes: of all streams: what every rank has room for, or less, so that a chain of relays is soon filled.
     base: the version that all ranks have, where buckets may hold changes since it.
+    whole: the first sender sends its whole model to all receivers, as one part; `completed` with its tensors once they
+        are known.
     """
 
     update: int
@@ -120,6 +122,7 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     incoming: tuple[Incoming, ...] = ()
     outgoing: tuple[Outgoing, ...] = ()
     base: Proof | None = None
+    whole: bool = False
 
     @property
     def children(self) -> list[str]:
@@ -185,19 +188,32 @@ def roles(
         raise UsageError(
             f"{len(senders)} senders and {len(receivers)} receivers: give at least one of each, with different names"
         )
-    layouts = [layout_of(each.layout) for each in receivers]
-    plan = plan_of([layout_of(each.layout) for each in senders], layouts)
+    whole_model = not senders[0].layout
+    if whole_model:
+        if any(each.layout for each in everyone):
+            raise UsageError("some ranks have a layout and others the whole model: give all of them one, or none")
+        everyone = [senders[0], *receivers]
+        layouts = [Layout(()) for _ in receivers]
+        one = Part(tuple(range(len(receivers))), (), (Stream(0, (), 0),))
+        plan = ShardPlan(len(senders), len(receivers), (one,))
+    else:
+        layouts = [layout_of(each.layout) for each in receivers]
+        plan = plan_of([layout_of(each.layout) for each in senders], layouts)
     room = min(each.bucket_bytes for each in everyone)
     numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
     place = _order(receivers)
     groups = [sorted(part.receivers, key=place.__getitem__) for part in plan.parts]
     trees = [
-        _hops([receivers[each] for each in among], senders[0], part.nbytes, min(room, _FINEST))
+        _hops(
+            [receivers[each] for each in among],
+            senders[0],
+            part.nbytes,
+            min(room, _FINEST),
+        )
         for part, among in zip(plan.parts, groups, strict=True)
     ]
-    bucket_bytes = finer(
-        room, [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
-    )
+    sizes = [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
+    bucket_bytes = room if whole_model else finer(room, sizes)
     (version, number), *others = {(each.version, each.update) for each in everyone}
     base = None if whole or others or version < 0 else Proof(version, number)
     incoming: list[list[Incoming]] = [[] for _ in receivers]
@@ -237,7 +253,7 @@ def roles(
                 )
             )
     return (
-        [Role(update, bucket_bytes, outgoing=tuple(each), base=base) for each in outgoing],
+        [Role(update, bucket_bytes, outgoing=tuple(each), base=base, whole=whole_model) for each in outgoing],
         [
             Role(
                 update,
@@ -245,9 +261,30 @@ def roles(
                 tuple(Peer(peer.name, peer.address, peer.port, peer.token) for peer in peers.values()),
                 tuple(each),
                 base=base,
+                whole=whole_model,
             )
             for each, peers in zip(incoming, parents, strict=True)
         ],
+    )
+
+
+def completed(role: Role, layout: Layout) -> Role:
+    """The role of a whole model whose tensors are known: they are its part, each of them one slice."""
+    tensors = layout.tensors
+    slices = tuple(
+        Slice(at, (0,) * len(each.shape), at, (0,) * len(each.shape), each.shape)
+        for at, each in enumerate(tensors)
+        if each.nbytes
+    )
+    numbers, dtypes = tuple(range(len(tensors))), tuple(each.dtype for each in tensors)
+    incoming = [
+        each._replace(tensors=numbers, sources=tuple(source._replace(slices=slices) for source in each.sources))
+        for each in role.incoming
+    ]
+    outgoing = [each._replace(dtypes=dtypes, slices=slices) for each in role.outgoing]
+    there = bool(slices)  # else nothing is sent
+    return msgspec.structs.replace(
+        role, incoming=tuple(incoming) if there else (), outgoing=tuple(outgoing) if there else ()
     )
 
 
@@ -273,13 +310,10 @@ def _order(receivers: Sequence[ShardDescription]) -> dict[int, int]:
 def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription, nbytes: int, bucket_bytes: int) -> list[Hop]:
     """The parent of each receiver of a part of so many bytes."""
     shape, fanout = sender.shape, sender.fanout
-    if shape == "chain" and nbytes < len({each.host for each in receivers}) * bucket_bytes:
+    few = bool(sender.layout) and nbytes < len({each.host for each in receivers}) * bucket_bytes
+    if shape == "chain" and few:
         shape, fanout = "tree", _WIDE  # few bytes: the time is that of the hops
-    described = [
-        Description(name=each.name, host=each.host, address=each.address, port=each.port, token=each.token)
-        for each in receivers
-    ]
-    hops = topology.hops(described, shape, fanout)
+    hops = topology.hops([each.host for each in receivers], shape, fanout)
     if any(each.in_place for each in receivers):
         hops = [Hop(parent=hop.parent, mapped=False) for hop in hops]
     return hops

@@ -11,18 +11,25 @@ the local tensor, named like the global one unless ``name`` says otherwise. Dime
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from transport.errors import SchemaError, UsageError
 from transport.runtime.explaining import explained
 from transport.schema import TensorSpec
 from transport.weights.sharding.boxes import Box
-from transport.weights.sharding.layouts import LocalTensor, Piece
+from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
 
 
 @explained
 def whole(spec: TensorSpec, name: str | None = None) -> LocalTensor:
     """All of a tensor, as a rank has it that replicates it."""
     return box(spec, Box((0,) * len(spec.shape), spec.shape), name)
+
+
+@lru_cache(4)
+def whole_model(specs: tuple[TensorSpec, ...]) -> Layout:
+    """All of these tensors, as a rank has them that has the whole model. Remembered: they are the same every time."""
+    return Layout.of(whole(spec) for spec in specs)
 
 
 @explained

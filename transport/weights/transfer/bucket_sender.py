@@ -20,7 +20,7 @@ from transport.schema import Schema
 from transport.server.server import UCXXServer
 from transport.ticket import Ticket
 from transport.weights.transfer.feed import Feed
-from transport.weights.transfer.messages import Bucket, Frame
+from transport.weights.transfer.messages import Frame
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.threads import in_thread
 from transport.wires import Wire
@@ -57,7 +57,6 @@ class BucketSender:
         self._children: tuple[str, ...] = ()  # by rank
         self._gone: set[str] = set()
         self._unread: dict[int, tuple[Ticket, tuple[str, ...]]] = {}  # by slot: the last one, its children
-        self._index = 0
         self.bytes_sent = 0  # over the link: each bucket once for each child
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
 
@@ -67,7 +66,7 @@ class BucketSender:
         bucket_bytes: of this update; default: those of the sender. A ring whose slots are smaller is replaced.
         """
         self.abandon()
-        self._feed, self._children, self._index = feed, tuple(children), 0
+        self._feed, self._children = feed, tuple(children)
         self._gone = set(feed.left)  # they came before this was called, and failed
         needed = self._bucket_bytes if bucket_bytes is None else bucket_bytes
         if self._ring is not None and self._ring.slot_capacity < needed:
@@ -167,16 +166,7 @@ class BucketSender:
                     self.lost(name)
             return
 
-    async def publish(self, lease: WriteLease, start: int, records: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """Publish a filled bucket to all children, within the link's rate."""
-        index = self._index
-
-        def frame(ticket: bytes) -> Frame:
-            return Bucket(index, ticket, start, tuple(records))
-
-        await self.publish_to(lease, self._children, frame)
-
-    async def publish_to(self, lease: WriteLease, names: tuple[str, ...], frame: Callable[[bytes], Frame]) -> None:
+    async def publish(self, lease: WriteLease, names: tuple[str, ...], frame: Callable[[bytes], Frame]) -> None:
         """Publish a bucket to those that it was reserved for; ``frame`` makes the message from the encoded ticket."""
         left = [name for name in names if name not in self._gone]
         size = lease.layout.total * len(left)
@@ -187,7 +177,6 @@ class BucketSender:
         self.bytes_sent += size
         if self._feed is not None:
             await self._feed.tell(frame(ticket.encode()), left)
-        self._index += 1
 
     def _published(self, lease: WriteLease, names: tuple[str, ...]) -> Ticket:
         """Publish in a thread; known here as soon as it is done, even if the caller is cancelled meanwhile."""
@@ -195,28 +184,6 @@ class BucketSender:
         self._unread.pop(ticket.slot, None)  # so that the order is that of publishing
         self._unread[ticket.slot] = ticket, names
         return ticket
-
-    async def send(
-        self,
-        size: int,
-        fill: Callable[[WriteLease], None],
-        start: int = 0,
-        records: Sequence[tuple[int, int, int, int]] = (),
-    ) -> None:
-        """`reserve`, ``fill`` in a thread, `publish`; a slot that was not published is given back."""
-        lease = await self.reserve(size)
-        try:
-            await in_thread(fill, lease)
-            self.bytes_copied += size
-            await self.publish(lease, start, records)
-        except BaseException:
-            lease.abort()
-            raise
-
-    @property
-    def buckets(self) -> int:
-        """Published in this update."""
-        return self._index
 
     async def drained(self) -> None:
         """Wait until every remaining child has read every bucket."""

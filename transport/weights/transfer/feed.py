@@ -17,6 +17,7 @@ from typing import Any
 from transport.errors import ParentLostError, ProtocolError, TransportError
 from transport.weights.transfer.messages import (
     MAX_FRAME_BYTES,
+    Alive,
     Failed,
     Frame,
     Hello,
@@ -43,9 +44,12 @@ class Feed:
 
     Args:
         lost: called with a child's name if its connection ends before the feed is closed.
+        stall_s: a child that takes no message for so long is dropped; children hear something four times as often.
     """
 
-    def __init__(self, lost: Callable[[str], None]) -> None:
+    def __init__(self, lost: Callable[[str], None], stall_s: float = 60.0) -> None:
+        self._stall_s = stall_s
+        self._beating: asyncio.Task[None] | None = None
         self.token = secrets.token_hex(16)
         self.port = 0
         self._lost = lost
@@ -64,6 +68,7 @@ class Feed:
         for each in self._server.sockets:  # what they accept inherits it
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
         await self._server.start_serving()
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def joined(self, names: Iterable[str], parents: Iterable[Upstream] = ()) -> None:
@@ -155,15 +160,32 @@ class Feed:
             raise ProtocolError(f"{hello.name} is not in this group; it joins with the next update")
         return hello.name
 
+    async def _beat(self) -> None:
+        """A parent with nothing to say is told from one that is stopped, or whose host is gone."""
+        while True:
+            await asyncio.sleep(self._stall_s / 4)
+            for writer in list(self._children.values()):
+                if not writer.transport.get_write_buffer_size():  # else it has something to read
+                    writer.write(_ALIVE)
+
     async def tell(self, frame: Frame, names: Iterable[str]) -> None:
-        """Send to these children, except disconnected ones."""
+        """Send to these children, except disconnected ones. One that takes nothing for ``stall_s`` is dropped."""
         data = encode(frame)
-        for name in names:
-            writer = self._children.get(name)
-            if writer is not None:
-                with contextlib.suppress(OSError):  # `_serve` detects the disconnect
-                    writer.write(data)
-                    await writer.drain()
+        told = {name: writer for name in names if (writer := self._children.get(name)) is not None}
+        for writer in told.values():
+            writer.write(data)
+        if any(writer.transport.get_write_buffer_size() for writer in told.values()):
+            await asyncio.gather(*(self._taken(name, writer) for name, writer in told.items()))
+
+    async def _taken(self, name: str, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await writer.drain()
+        except TimeoutError:
+            self.drop(name)
+            self._lost(name)
+        except OSError:
+            return  # `_serve` detects the disconnect
 
     def drop(self, name: str) -> None:
         """Abort the connection of a child that is too slow. `lost` is called."""
@@ -180,9 +202,10 @@ class Feed:
         for writer in self._children.values():
             writer.close()
         self._children.clear()
-        await ended(*self._tasks)
+        await ended(self._beating, *self._tasks)
 
 
+_ALIVE = encode(Alive())
 _TELL_S = 1.0  # a child that does not receive the message detects the disconnect instead
 
 
@@ -200,7 +223,10 @@ async def announce_failure(feed: Feed, frame: Frame) -> None:
 class Upstream:
     """The child's side: receives the parent's messages. One task at a time may wait for `next`."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stall_s: float = 60.0
+    ) -> None:
+        self._stall_s = stall_s
         self._parent = name
         self._reader = reader
         self._writer = writer
@@ -210,13 +236,18 @@ class Upstream:
         self._changed = asyncio.Event()  # a frame came, or was taken, or no more come
 
     @classmethod
-    async def connect(cls, parent: str, address: str, port: int, token: str, name: str) -> Upstream:
-        """Join a parent's feed. ParentLostError if it is unreachable or refuses."""
+    async def connect(
+        cls, parent: str, address: str, port: int, token: str, name: str, stall_s: float = 60.0
+    ) -> Upstream:
+        """Join a parent's feed. ParentLostError if it is unreachable or refuses.
+
+        stall_s: a parent that says nothing at all for so long is lost.
+        """
         try:
             reader, writer = await asyncio.open_connection(address, port)
         except OSError as error:
             raise ParentLostError(f"{parent} is unreachable at {address}:{port}: {error}") from error
-        upstream = cls(parent, reader, writer)
+        upstream = cls(parent, reader, writer, stall_s)
         try:
             writer.write(encode(Hello(token, name)))
             answer = await upstream.next()
@@ -275,7 +306,13 @@ class Upstream:
 
     async def _read(self) -> tuple[Frame, int]:
         try:
-            frame, size = await _next(self._reader)
+            while True:
+                async with asyncio.timeout(self._stall_s):
+                    frame, size = await _next(self._reader)
+                if not isinstance(frame, Alive):
+                    break
+        except TimeoutError as error:
+            raise ParentLostError(f"{self._parent} has said nothing for {self._stall_s:g} s (stall_s)") from error
         except (OSError, EOFError) as error:
             raise ParentLostError(f"{self._parent} disconnected during the update") from error
         if isinstance(frame, Failed):

@@ -30,48 +30,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """The child is accepted."""
 
 
-class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """A version begins.
-
-    specs: name, dtype and shape of every tensor, in order.
-    base: version from which changes are sent; -1: all bytes are.
-    """
-
-    version: int
-    specs: tuple[tuple[str, str, tuple[int, ...]], ...]
-    base: int = -1
-    base_checksum: int = 0
-
-
-@hiding("ticket")
-class Bucket(msgspec.Struct, frozen=True, array_like=True, tag="bucket"):
-    """The next bucket is in its slot.
-
-    start: of its bytes in the row, where all are sent.
-    records: (offset, length, itemsize, changes) of what it holds, one after another, where changes are.
-    """
-
-    index: int
-    ticket: bytes
-    start: int
-    records: tuple[tuple[int, int, int, int], ...] = ()
-
-
-@hiding("ticket")
-class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
-    """To children on the same host: the whole version is in one slot, complete and verified."""
-
-    ticket: bytes
-    checksum: int
-
-
-class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """All buckets were announced; this is the checksum of the whole version."""
-
-    buckets: int
-    checksum: int
-
-
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The sender will not complete the version."""
 
@@ -80,9 +38,17 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """A version of shards begins: of this sender's, or of what this replica relays."""
+    """A version begins: of this sender's, or of what this replica relays.
+
+    specs: name, dtype and shape of every tensor, in order, where the whole model is sent.
+    """
 
     version: int
+    specs: tuple[tuple[str, str, tuple[int, ...]], ...] | None = None
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """The sender is there, and has nothing else to say."""
 
 
 @hiding("ticket")
@@ -118,7 +84,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     checksum: int
 
 
-Frame = Hello | Welcome | Begin | Bucket | Landed | End | Failed | Start | Slices | Whole | Placed
+Frame = Hello | Welcome | Alive | Failed | Start | Slices | Whole | Placed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode

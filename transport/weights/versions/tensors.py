@@ -6,6 +6,9 @@ because the current stream is a property of the thread; its handle is valid in e
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +66,18 @@ class OnDevice:
         self.shape = tensor.shape
         stream = handle_for_others(library.stream(tensor.device), tensor.device)
         self.data = DeviceBytes(tensor.address, tensor.nbytes, tensor.device, stream, tensor.value)
+
+    def box(self, start: Sequence[int], size: Sequence[int]) -> OnDevice:
+        """A box of it. SchemaError unless its bytes are one range."""
+        strides = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        first = next((at for at, count in enumerate(size) if count != 1), len(size))
+        if tuple(size[first + 1 :]) != tuple(self.shape[len(self.shape) - len(size) + first + 1 :]):
+            raise SchemaError("a box of device memory that is not one range: give the tensor itself")
+        at = sum(place * stride for place, stride in zip(start, strides, strict=True)) * self.dtype.itemsize
+        found = copy.copy(self)
+        found.shape = tuple(size)
+        found.data = self.data[at : at + math.prod(size) * self.dtype.itemsize]
+        return found
 
 
 Tensor = np.ndarray[Any, Any] | OnDevice

@@ -1,18 +1,29 @@
-"""``transport bench weights``: updates of the weights, from one trainer or from the shards of many."""
+"""Updates of the weights, from one trainer or from the shards of many.
+
+python benchmarks/weights --senders 4,8 --receivers 16,8 --size 256MiB --rate 50MB --shape chain
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
+import resharding
 import typer
+import update as measuring
 
+from transport.bench.machine import machine, settings_of
+from transport.bench.result import Report
+from transport.bench.units import parse_size
+from transport.cli import run_program
 from transport.cli.bench_options import check_device, counts
 from transport.cli.output import JsonTarget, about, emit
 from transport.errors import UsageError
+from transport.runtime.progress import bar_with_time_left
+from transport.weights.plan.topology import SHAPES
 
 _MOST_HOSTS = 64
 _LONGEST_UPDATE_S = 3600.0
-EXAMPLE = "Example: transport bench weights --senders 4,8 --receivers 16,8 --size 256MiB --rate 50MB --shape chain"
 
 
 def weights(
@@ -24,11 +35,8 @@ def weights(
         ),
     ] = "1GiB",
     rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Bytes per second of the trainer's link; 0: no limit. Default: 100MB; of --plan: 50GB."
-        ),
-    ] = None,
+        str, typer.Option(metavar="SIZE", help="Bytes per second of the trainer's link; 0: no limit.")
+    ] = "100MB",
     bucket: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that are sent at a time.")] = "64MiB",
     shape: Annotated[
         str, typer.Option(metavar="chain|tree|star", help="Order of the relays; star: no relays.")
@@ -52,9 +60,6 @@ def weights(
     beside: Annotated[
         bool, typer.Option("--beside/--alone", help="With --senders: beside it, all of the model from one trainer.")
     ] = True,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Only compute a plan for 1 T parameters, 256 → 128 ranks; sends nothing.")
-    ] = False,
     json_target: JsonTarget = None,
 ) -> None:
     """Measure weight updates from a trainer with a limited link to replicas of this host.
@@ -62,17 +67,7 @@ def weights(
     Each replica proves by checksum which version it serves. With --senders every trainer rank sends its shards, every
     process is a host of its own (a network namespace where the kernel allows it), and --rate is that of every link.
     """
-    from transport.bench.machine import machine, settings_of
-    from transport.bench.result import Report
-    from transport.bench.units import parse_size
-    from transport.bench.weights import update as measuring
-    from transport.runtime.progress import bar_with_time_left
-    from transport.weights.plan.topology import SHAPES
 
-    if plan:
-        _plan(rate or "50GB", json_target)
-        return
-    rate = rate or "100MB"
     if shape not in SHAPES:
         raise UsageError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
     if device is not None:
@@ -114,11 +109,6 @@ def _sharded(
     beside: bool,
     json_target: str | None,
 ) -> None:
-    from transport.bench.machine import machine, settings_of
-    from transport.bench.result import Report
-    from transport.bench.units import parse_size
-    from transport.bench.weights import resharding
-    from transport.runtime.progress import bar_with_time_left
 
     load = resharding.ShardLoad(
         size_bytes=parse_size(size),
@@ -135,19 +125,7 @@ def _sharded(
     emit(report, "\n".join([about(report), "", resharding.table(rows, load, links)]), json_target)
 
 
-def _plan(rate: str, json_target: str | None) -> None:
-    from transport.bench.machine import machine
-    from transport.bench.result import Report
-    from transport.bench.weights import trillion
-
-    where = machine()
-    found = trillion.estimate(_rate(rate) or 50e9)
-    report = Report(machine=where, settings={}, rows=[found])
-    emit(report, "\n".join([about(report), "", trillion.text(found)]), json_target)
-
-
 def _rate(text: str) -> float:
-    from transport.bench.units import parse_size
 
     return 0.0 if text == "0" else float(parse_size(text))
 
@@ -159,3 +137,7 @@ def _pairs(senders: str, receivers: str) -> list[tuple[int, int]]:
     if len(found[0]) != len(found[1]):
         raise UsageError(f"--senders {senders} --receivers {receivers}: give as many numbers of both")
     return list(zip(*found, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("benchmarks/weights", weights))

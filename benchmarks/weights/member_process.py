@@ -1,5 +1,4 @@
-"""A trainer or replica as a process, which process_member.py starts:
-``python -m transport.bench.weights.member_process``.
+"""A trainer or replica as a process, which process_member.py starts.
 
 The first line of standard input is its configuration, each further line a request; the end of input ends it.
 """
@@ -16,22 +15,20 @@ from typing import Any, BinaryIO
 
 import msgspec
 import uvloop
+from process_member import Answer, Request
 
-from transport.bench.weights.process_member import Answer, Request
 from transport.errors import UsageError
 from transport.weights.options import EngineOptions
 from transport.weights.ring_engine import RingEngine
 from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.replica import ShardRank
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.worker import Replica, RolloutWorker, Trainer
 
 _MOST_LINE = 64 << 20
 _METHODS = frozenset(
     {
-        *("abort", "release_kv_cache", "prepare", "init_process_group", "send_weights", "receive_weights"),
+        *("abort", "release_kv_cache", "prepare", "init_process_group", "send_weights", "land", "load", "restore"),
         *("prove", "finalize", "resume_kv_cache", "resume_generation", "told", "statistics"),
-        *("land", "load_landed", "restore"),
     }
 )
 
@@ -64,7 +61,7 @@ def make(config: MemberConfig) -> Trainer | Replica:
         if named.pop("in_place", False):
             named["in_place"] = made.tensors
         shards = ShardEngine(config.name, made.layout, **named)
-        return ShardRank(shards, made) if isinstance(made, RolloutWorker) else Trainer(shards, made)
+        return Replica(shards, made) if isinstance(made, RolloutWorker) else Trainer(shards, made)
     engine = RingEngine(config.name, **named)
     if isinstance(made, RolloutWorker):
         return Replica(engine, made)

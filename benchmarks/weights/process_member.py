@@ -1,6 +1,6 @@
 """Members in processes of their own, driven over their standard input and output: one JSON object per line.
 
-    {"id": 3, "method": "receive_weights", "arguments": [7]}
+    {"id": 3, "method": "land", "arguments": [7]}
     {"id": 3, "result": …}   or   {"id": 3, "error": [kind, text]}
     {"cancel": 3}
 
@@ -17,6 +17,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -28,6 +29,7 @@ from transport.weights.plan.engine import Metadata
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.threads import ended, in_thread
 
+_HERE = Path(__file__).resolve().parent
 _STOP_S = 20.0
 _MOST_LINE = 64 << 20
 _untidy: set[str] = set()  # prefixes of ended members whose segments may be mapped by others
@@ -80,22 +82,22 @@ class ProcessMember:
         prefix: str | None = None,
         within: Sequence[str] = (),
     ) -> Self:
-        """Start ``python -m transport.bench.weights.member_process`` with this `MemberConfig`.
+        """Start member_process.py, which is beside this file, with this `MemberConfig`.
 
         prefix: of its segments' names; default random.
         within: what stands before the command, such as what enters a network namespace.
         """
+        given = {**os.environ, **(environment or {})}
         process = await asyncio.create_subprocess_exec(
             *within,
             sys.executable,
             "-P",  # without the current directory, which may hold anything
-            "-m",
-            "transport.bench.weights.member_process",
+            str(_HERE / "member_process.py"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the manager's process, which ends its members in order
             limit=_MOST_LINE,
-            env={**os.environ, **(environment or {})},
+            env={**given, "PYTHONPATH": os.pathsep.join(filter(None, [str(_HERE), given.get("PYTHONPATH")]))},
         )
         prefix = prefix or f"weights-{secrets.token_hex(8)}-"
         member = cls(name, process, prefix)
@@ -161,11 +163,17 @@ class ProcessMember:
     async def send_weights(self, version: int) -> Proof | None:
         return _proof(await self.call("send_weights", version))
 
-    async def receive_weights(self, version: int) -> Proof:
-        proof = _proof(await self.call("receive_weights", version))
+    async def land(self, version: int) -> Proof:
+        proof = _proof(await self.call("land", version))
         if proof is None:
-            raise MemberFailedError(f"{self.name} returned no proof for v{version}")
+            raise MemberFailedError(f"{self.name}: land returned no proof for v{version}")
         return proof
+
+    async def load(self) -> None:
+        await self.call("load")
+
+    async def restore(self) -> None:
+        await self.call("restore")
 
     async def prove(self) -> Proof | None:
         return _proof(await self.call("prove"))
@@ -202,25 +210,6 @@ class ProcessMember:
         for prefix in list(_untidy):
             if await in_thread(remove_dead, prefix):
                 _untidy.discard(prefix)
-
-
-class ProcessRank(ProcessMember):
-    """A receiver of a `ShardedReplica` in a process of its own."""
-
-    async def land(self, version: int) -> Proof:
-        return await self._proven("land", version)
-
-    async def load_landed(self) -> Proof:
-        return await self._proven("load_landed")
-
-    async def restore(self) -> None:
-        await self.call("restore")
-
-    async def _proven(self, method: str, *arguments: Any) -> Proof:
-        proof = _proof(await self.call(method, *arguments))
-        if proof is None:
-            raise MemberFailedError(f"{self.name}: {method} returned no proof")
-        return proof
 
 
 def _proof(value: Any) -> Proof | None:

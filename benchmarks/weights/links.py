@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from transport.errors import InternalError
 from transport.wire.addresses import LOOPBACK
@@ -86,7 +87,7 @@ class Links:
     def stream(self) -> float:
         """Bytes per second that one plain TCP stream carries from host 1 to host 0, measured at the receiver."""
         size = int(max(1 << 20, (self.rate or 1e9) * _STREAM_BYTES_S))
-        module = [sys.executable, "-P", "-m", "transport.bench.weights.stream"]
+        module = [sys.executable, "-P", str(Path(__file__).with_name("stream.py"))]
         with subprocess.Popen(
             [*self.within(0), *module, self.address(0)], stdout=subprocess.PIPE, text=True
         ) as receiver:

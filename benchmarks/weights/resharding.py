@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import shard_model
 import uvloop
+from links import Links
+from process_member import ProcessMember
 
 from transport.bench.result import aligned
-from transport.bench.weights import shard_model
-from transport.bench.weights.links import Links
-from transport.bench.weights.process_member import ProcessMember, ProcessRank
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
@@ -116,7 +116,7 @@ async def _measure(load: ShardLoad, senders: int, receivers: int, mode: str, lin
         for version in range(1, load.repetitions + 1):
             outcome = await manager.update(version, whole=True)
             transfers.append(outcome.steps_s[Step.TRANSFER.value])
-            preparing.append(outcome.steps_s[Step.TOPOLOGY.value] + outcome.steps_s[Step.INIT.value])
+            preparing.append(outcome.steps_s[Step.TOPOLOGY.value] + outcome.steps_s[Step.CONNECT.value])
         after = [(await trainer.call("statistics"))["bytes_sent"] for trainer in trainers]
         wrong = sum(await asyncio.gather(*(rank.call("told", "verify") for rank in ranks)))
         if wrong or set(manager.admitted.values()) != {load.repetitions}:
@@ -149,7 +149,7 @@ async def _measure(load: ShardLoad, senders: int, receivers: int, mode: str, lin
 
 async def _started(
     load: ShardLoad, senders: int, receivers: int, tp: int, links: Links, members: list[ProcessMember], whole: bool
-) -> tuple[list[ProcessMember], list[ProcessRank]]:
+) -> tuple[list[ProcessMember], list[ProcessMember]]:
     """The processes, each on its host; ``members`` has them as soon as they are there."""
 
     def engine(host: int) -> dict[str, Any]:
@@ -159,15 +159,15 @@ async def _started(
 
     def made(kind: str, rank: int, world: int) -> dict[str, Any]:
         arguments = {"size_bytes": load.size_bytes, "rank": rank, "world": world, "whole": whole}
-        return {"made": f"transport.bench.weights.shard_model:{kind}", "arguments": arguments}
+        return {"made": f"shard_model:{kind}", "arguments": arguments}
 
-    trainers, ranks = [], []
+    trainers: list[ProcessMember] = []
+    ranks: list[ProcessMember] = []
     for host in range(senders + receivers):
-        kind: type[ProcessMember] = ProcessMember if host < senders else ProcessRank
         place = host - senders
         what = made("Shards", host, senders) if host < senders else made("Server", place % tp, tp)
         name = f"trainer {host}" if host < senders else f"engine {place // tp}.{place % tp}"
-        member = await kind.start(
+        member = await ProcessMember.start(
             name,
             {**what, "engine": engine(host)},
             _ENVIRONMENT,
@@ -175,10 +175,7 @@ async def _started(
             within=links.within(host),
         )
         members.append(member)
-        if isinstance(member, ProcessRank):
-            ranks.append(member)
-        else:
-            trainers.append(member)
+        (trainers if host < senders else ranks).append(member)
     return trainers, ranks
 
 

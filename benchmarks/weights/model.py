@@ -1,4 +1,4 @@
-"""The model that `bench weights` sends: random tensors of a transformer's shapes, about as large as is asked for."""
+"""The model that the benchmark sends: random tensors of a transformer's shapes, about as large as is asked for."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Model:
 
 
 class Server(ReferenceWorker):
-    """A replica that serves what it is given: the mapped version, or arrays of its engine's device."""
+    """A replica that serves what it is given: the mapped version, or arrays of its engine's device; or a copy."""
 
     def told(self) -> int:
         """The most memory that this process has had of its own, in bytes."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import uvloop
+from process_member import ProcessMember
 
 from transport.bench.result import aligned
-from transport.bench.weights.process_member import ProcessMember
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
@@ -49,7 +49,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         mode: "full", or "delta" with the share that changed.
         transfer_s: send and receive, until the last replica has loaded and proven the version.
-        update_s: the whole update, abort to resume.
+        update_s: the whole update, prepare to finalize.
+        pause_ms: for which a replica did not generate: the median of all, and the longest.
         link_bytes: that left the trainer.
         ratio: of transfer_s to that of the fewest replicas in the same mode.
         of_full: of transfer_s to that of "full" with as many replicas.
@@ -62,6 +63,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     transfer_s: float
     update_s: float
+    pause_ms: tuple[float, float]
     model_bytes: int
     link_bytes: int
     ratio: float
@@ -101,6 +103,7 @@ def run(load: Load, replicas: Sequence[int], progress: Progress) -> list[Row]:
 
 def _row(count: int, mode: str, samples: list[_Sample], size: int, before: list[Row]) -> Row:
     transfer_s = statistics.median(each.outcome.steps_s[Step.TRANSFER.value] for each in samples)
+    pauses = [pause for each in samples for pause in each.outcome.pause_s.values()]
     fewest = next((row.transfer_s for row in before if row.mode == mode), transfer_s)
     full = next((row.transfer_s for row in before if row.replicas == count and row.mode == "full"), transfer_s)
     return Row(
@@ -108,6 +111,7 @@ def _row(count: int, mode: str, samples: list[_Sample], size: int, before: list[
         mode=mode,
         transfer_s=round(transfer_s, 3),
         update_s=round(statistics.median(each.outcome.seconds for each in samples), 3),
+        pause_ms=(round(statistics.median(pauses) * 1e3, 2), round(max(pauses) * 1e3, 2)),
         model_bytes=size,
         link_bytes=samples[-1].link_bytes,
         ratio=round(transfer_s / fewest, 3),
@@ -127,7 +131,7 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
         trainer = await ProcessMember.start(
             "trainer",
             {
-                "made": "transport.bench.weights.model:Model",
+                "made": "model:Model",
                 "arguments": {"size_bytes": load.size_bytes, "device": load.device},
                 "engine": sending,
             },
@@ -139,7 +143,7 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
             receiving = {**common, "wires": ["tcp"], "host": f"host {number * load.hosts // count}"}
             if load.device:
                 receiving["device"] = "cupy"
-            made = {"made": "transport.bench.weights.model:Server", "engine": receiving}
+            made = {"made": "model:Server", "engine": receiving}
             prefix = segment_prefix("weights")
             members.append(await ProcessMember.start(f"replica {number}", made, _ENVIRONMENT, prefix=prefix))
         manager = WeightUpdate([trainer], members[1:])
@@ -191,6 +195,8 @@ def table(rows: Sequence[Row], load: Load) -> str:
             "× fewest",
             "× full",
             "update s",
+            "pause ms: median",
+            "longest",
             "link GB",
             "copies: trainer",
             "replicas",
@@ -205,6 +211,8 @@ def table(rows: Sequence[Row], load: Load) -> str:
             f"{row.ratio:.2f}",
             f"{row.of_full:.2f}",
             f"{row.update_s:.2f}",
+            f"{row.pause_ms[0]:.1f}",
+            f"{row.pause_ms[1]:.1f}",
             f"{row.link_bytes / 1e9:.3f}",
             f"{row.trainer_copies:.2f}",
             f"{row.replica_copies:.2f}",
@@ -220,4 +228,4 @@ def table(rows: Sequence[Row], load: Load) -> str:
         f"{load.changed:.1%}; copies and wire: bytes for each byte of the model, all replicas together; every version "
         "proven by every replica"
     )
-    return "\n".join([about, "", *aligned(cells, right=frozenset(range(2, 10)))])
+    return "\n".join([about, "", *aligned(cells, right=frozenset(range(2, 12)))])

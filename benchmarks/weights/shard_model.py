@@ -1,4 +1,4 @@
-"""The model that `bench weights --senders` sends: what each trainer rank has of it, and what each engine rank wants.
+"""The model that the benchmark sends with --senders: what each trainer rank has of it, and what each engine rank wants.
 
 Values follow from name, place and version, so that every receiver can say whether a tensor is what it should be.
 """

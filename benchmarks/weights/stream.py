@@ -1,7 +1,7 @@
 """One plain TCP stream, the limit that weights are compared with: a receiver that prints its port and then its rate.
 
-python -m transport.bench.weights.stream ADDRESS               receive
-python -m transport.bench.weights.stream ADDRESS PORT BYTES    send
+python benchmarks/weights/stream.py ADDRESS               receive
+python benchmarks/weights/stream.py ADDRESS PORT BYTES    send
 """
 
 from __future__ import annotations

@@ -1,0 +1,247 @@
+"""A version is staged beside the one that is served, and committed once it is proven everywhere; in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import asynchronous
+from weights_engines import engines
+from weights_members import Source, checksum_of, version_of
+
+from transport.errors import MemberFailedError, WeightsChecksumError, WeightsTimeoutError
+from transport.weights.manager import WeightUpdate
+from transport.weights.plan.admission import State
+from transport.weights.plan.steps import Limits, Step
+from transport.weights.versions.layout import weights_checksum
+from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Trainer
+
+pytestmark = pytest.mark.ucx
+
+
+@contextlib.asynccontextmanager
+async def group(*workers: RolloutWorker, **options: Any) -> AsyncIterator[tuple[WeightUpdate, list[Replica], Source]]:
+    source = Source()
+    async with engines("a" * len(workers)) as made:
+        replicas = [Replica(engine, worker) for engine, worker in zip(made[1:], workers, strict=True)]
+        try:
+            yield WeightUpdate([Trainer(made[0], source)], replicas, **options), replicas, source  # type: ignore[arg-type]
+        finally:
+            for replica in replicas:
+                replica.worker.weights = {}  # type: ignore[attr-defined]
+
+
+class Watched(ReferenceWorker):
+    """Counts what it is asked."""
+
+    def __init__(self, resident: str = "mapped") -> None:
+        super().__init__(resident)
+        self.aborts = 0
+
+    def abort(self) -> Any:
+        self.aborts += 1
+        return super().abort()
+
+
+@asynchronous
+async def test_every_replica_generates_and_takes_traffic_until_all_have_proven_what_landed() -> None:
+    workers = [Watched(), Watched()]
+    async with group(*workers) as (manager, _, _):
+        await manager.update(1)
+        seen = {}
+
+        def look(step: Step, _: tuple[str, ...]) -> None:
+            seen[step] = [worker.generating for worker in workers], dict(manager.admitted)
+
+        manager._on_step = look
+        outcome = await manager.update(2)
+        for step in (Step.PREPARE, Step.TOPOLOGY, Step.CONNECT, Step.TRANSFER):
+            assert seen[step] == ([True, True], {"replica 0": 1, "replica 1": 1})
+        assert manager.admitted == {"replica 0": 2, "replica 1": 2}
+        assert outcome.pause_s.keys() == manager.admitted.keys()
+        assert manager.statistics().pause_s == outcome.pause_s
+        assert max(outcome.pause_s.values()) <= outcome.seconds
+
+
+@asynchronous
+async def test_a_version_that_one_replica_has_not_landed_is_served_by_none_and_pauses_none() -> None:
+    workers = [Watched(), Watched()]
+    async with group(*workers) as (manager, replicas, _):
+        await manager.update(1)
+        land = replicas[1].land
+
+        async def failing(version: int) -> Any:
+            await land(version)
+            raise MemberFailedError("it cannot prove what has landed")
+
+        replicas[1].land = failing  # type: ignore[method-assign]
+        with pytest.raises(MemberFailedError) as caught:
+            await manager.update(2)
+        assert caught.value.outcome is not None
+        assert caught.value.outcome.pause_s == {}
+        assert [worker.aborts for worker in workers] == [1, 1]
+        assert manager.admitted == {"replica 0": 1, "replica 1": 1}
+        for replica in replicas:
+            assert replica.worker.served_checksum() == checksum_of(1)
+            assert replica.engine.held.proof.version == 1
+        replicas[1].land = land  # type: ignore[method-assign]
+        await manager.update(3)
+        assert manager.admitted == {"replica 0": 3, "replica 1": 3}
+
+
+class Slow(ReferenceWorker):
+    """Loads in place; its load of version 2 waits in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__("in_place")
+        self.waits, self.go_on = threading.Event(), threading.Event()
+        self.running = self.most = 0
+
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.weights = self.weights or {name: np.array(array) for name, array in weights.items()}
+        for at, (name, array) in enumerate(weights.items()):
+            if version == 2 and at == 2:
+                self.waits.set()
+                assert self.go_on.wait(60)
+            self.load_tensor(name, array)
+        self.running -= 1
+
+
+@asynchronous
+async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_later() -> None:
+    worker, quick = Slow(), ReferenceWorker()
+    async with group(worker, quick, limits=Limits(load=0.3)) as (manager, _, _):
+        await manager.update(1)
+        with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
+            await manager.update(2)
+        assert manager.admitted == {"replica 1": 2}
+        with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
+            await manager.update(3)  # the first load is still under way
+        assert manager.admitted == {"replica 1": 3}
+        assert not worker.generating
+        worker.go_on.set()
+        manager._limits = Limits()
+        await manager.update(4)
+        assert manager.admitted == {"replica 0": 4, "replica 1": 4}
+        assert worker.served_checksum() == checksum_of(4)
+        assert worker.most == 1
+
+
+@asynchronous
+async def test_a_replica_whose_load_is_slow_does_not_keep_another_one_paused() -> None:
+    worker, quick = Slow(), ReferenceWorker()
+    async with group(worker, quick) as (manager, _, _):
+        await manager.update(1)
+        resumed = asyncio.Event()
+        manager._on_step = lambda step, names: (
+            resumed.set() if (step, names) == (Step.RESUME_GENERATION, ("replica 1",)) else None
+        )
+        updating = asyncio.ensure_future(manager.update(2))
+        await resumed.wait()
+        assert await asyncio.to_thread(worker.waits.wait, 30)
+        worker.go_on.set()
+        await updating
+        assert manager.admitted == {"replica 0": 2, "replica 1": 2}
+
+
+@asynchronous
+async def test_a_commit_that_has_begun_is_completed_although_the_update_is_cancelled() -> None:
+    worker = Slow()
+    async with group(worker) as (manager, _, _):
+        await manager.update(1)
+        updating = asyncio.ensure_future(manager.update(2))
+        assert await asyncio.to_thread(worker.waits.wait, 30)
+        updating.cancel()
+        worker.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert manager.admitted == {"replica 0": 2}
+        assert worker.served_checksum() == checksum_of(2)
+        assert worker.generating
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return wrapper
+
+
+class Decorated(ReferenceWorker):
+    """Its coroutine functions do not look like any."""
+
+    @timed
+    async def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        await asyncio.sleep(0)
+        return super().load(weights, version)
+
+    @timed
+    async def resume_generation(self) -> Any:
+        await asyncio.sleep(0)
+        self.generating = True
+
+
+@asynchronous
+async def test_what_a_method_returns_is_awaited_however_it_was_made() -> None:
+    worker = Decorated("own")
+    async with group(worker) as (manager, _, _):
+        for version in (1, 2):
+            await manager.update(version)
+            assert worker.version == version
+            assert worker.served_checksum() == checksum_of(version)
+            assert worker.generating
+
+
+class Drops(ReferenceWorker):
+    """Loses a tensor's change in the load of ``bad``; ``always``: also when the version before is loaded again."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__("own")
+        self.always, self.bad = always, False
+
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        super().load(weights, version)
+        self.bad |= version == 2
+        if version == 2 or (self.bad and self.always):
+            self.weights["head"][0, 0] += 1
+
+
+@pytest.mark.parametrize("always", [False, True])
+@asynchronous
+async def test_a_replica_takes_traffic_only_with_what_it_proves_to_serve(always: bool) -> None:
+    worker = Drops(always=always)
+    async with group(worker) as (manager, replicas, _):
+        await manager.update(1)
+        with pytest.raises(WeightsChecksumError, match="its load changed or lost tensors"):
+            await manager.update(2)
+        if always:
+            assert manager.admissions["replica 0"].state is State.PENDING
+            assert not worker.generating
+            assert await replicas[0].prove() is None
+        else:
+            assert manager.admitted == {"replica 0": 1}
+            assert weights_checksum(worker.weights) == checksum_of(1)
+        worker.always = False
+        await manager.update(3)
+        assert manager.admitted == {"replica 0": 3}
+        assert weights_checksum(worker.weights) == weights_checksum(version_of(3))
+
+
+@asynchronous
+async def test_weights_that_change_behind_the_replicas_back_are_not_proven() -> None:
+    worker = ReferenceWorker("own")
+    async with group(worker) as (manager, replicas, _):
+        await manager.update(1)
+        assert (await replicas[0].prove()) is not None
+        worker.weights["head"][0, 0] += 1
+        with pytest.raises(WeightsChecksumError):
+            await replicas[0].prove()
