@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from transport.errors import ClosedError, ConnectionLostError, TransportError, UsageError
 from transport.wire.joining import MAPPED, Joining, address_of, maps_memory, of_this_host
 from transport.wire.library import beginning, engine, failure, library, translated
+from transport.wire.probing import probe
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -151,9 +152,10 @@ class Worker:
         """An endpoint to a listener; that the listener is dead may show only at the first message.
 
         Raises:
-            UnreachableError: the name does not resolve, or there is no route.
+            UnreachableError: the name does not resolve, there is no route, or something else listens at the port.
         """
         address = await address_of(host)
+        await probe(address, port)
         if self._closed:
             raise ClosedError("the worker was closed while connecting")
         with translated(f"connecting to {host}:{port}"):
@@ -218,7 +220,8 @@ class Listening:
     def end_strangers(self, patience_s: float) -> bool:
         """Close connections that sent no valid connection request within ``patience_s``, or more bytes than one has.
 
-        True: some still have time. UCX would wait for them without limit, and would spin on unexpected bytes.
+        While descriptors are few the port takes no connection. True: look again soon, some still have time, or
+        descriptors are few. UCX would wait for them without limit, and would spin on unexpected bytes.
         """
         some: bool = self._native.end_strangers(patience_s)
         return some
