@@ -1,4 +1,4 @@
-"""Retry: deadlines, backoff, the plan, and its ceilings driven to the end with a clock of our own."""
+"""Retry: deadlines, backoff, and the plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from transport.client.retry import (
     Retry,
     Try,
     Wait,
-    attempts_of_read,
     backoff,
     backoff_ceiling,
-    worst_case_attempts,
-    worst_case_wait,
 )
 from transport.errors import (
     DeadlineExceededError,
@@ -154,131 +151,3 @@ def test_a_plan_made_after_the_first_failure_goes_on_as_if_it_had_begun_with_it(
     assert late.begun == early.begun == 1
     assert repr(late) == repr(early)
     assert steps(late) == steps(early)
-
-
-# --- the ceilings --------------------------------------------------------------------------------
-class Simulation:
-    """The three layers around an attempt that always takes as long as it may and fails."""
-
-    def __init__(self, settings: Settings, size: int, ports: int) -> None:
-        self.settings = settings
-        self.ports = ports
-        self.attempt_s = settings.connect_timeout_s + settings.handshake_timeout_s + settings.read_timeout(size)
-        self.now = 0.0
-        self.attempts = 0
-        self.deadline = Deadline.after(settings.batch_deadline_s, self.now)
-
-    def layer(self, attempts: int, inner: list[int]) -> None:
-        retry = Retry(attempts, self.deadline, self.settings, lambda: 1.0)
-        while True:
-            match retry.step(self.now):
-                case Try():
-                    try:
-                        if inner:
-                            self.layer(inner[0], inner[1:])
-                        else:
-                            self.attempt()
-                    except TransportError as error:
-                        retry.failed(error, self.now)
-                case Wait(seconds):
-                    self.now += seconds
-                case GiveUp(error):
-                    raise error
-
-    def attempt(self) -> None:
-        self.attempts += 1
-        self.now += self.deadline.bounded(self.attempt_s, self.now)
-        raise UnreachableError("always")
-
-    def run(self) -> TransportError:
-        settings = self.settings
-        calls, reads = settings.calls_per_ticket, attempts_of_read(settings, self.ports)
-        with pytest.raises(TransportError) as caught:
-            self.layer(settings.rounds_per_batch, [calls, reads])
-        return caught.value
-
-
-def test_the_product_of_the_defaults() -> None:
-    assert worst_case_attempts(DEFAULTS) == 2 * 2 * 3
-    assert worst_case_attempts(DEFAULTS, ports=4) == 4 * 2 * 3
-
-
-@given(
-    reads=st.integers(1, 4),
-    calls=st.integers(1, 3),
-    rounds=st.integers(1, 4),
-    ports=st.integers(1, 6),
-    size=st.integers(0, 1 << 30),
-)
-def test_without_a_deadline_the_formulas_are_exact(reads: int, calls: int, rounds: int, ports: int, size: int) -> None:
-    settings = msgspec.structs.replace(
-        DEFAULTS, attempts_per_read=reads, calls_per_ticket=calls, rounds_per_batch=rounds, batch_deadline_s=1e9
-    )
-    simulation = Simulation(settings, size, ports)
-    assert isinstance(simulation.run(), RetriesExhaustedError)
-    assert simulation.attempts == worst_case_attempts(settings, ports)
-    assert simulation.now == pytest.approx(worst_case_wait(settings, size, ports))
-
-
-@given(
-    counts=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)),
-    times=st.tuples(*(st.floats(0.01, 50.0) for _ in range(3))),
-    backoffs=st.tuples(st.floats(0.001, 5.0), st.floats(1.0, 20.0)),
-    rate=st.floats(1e5, 1e10),
-    deadline_s=st.floats(0.02, 3.0) | st.just(1e7),
-    ports=st.integers(1, 16),
-    size=st.integers(0, 1 << 33),
-)
-def test_over_all_settings_nothing_takes_longer_than_the_formula_says(
-    counts: tuple[int, int, int],
-    times: tuple[float, float, float],
-    backoffs: tuple[float, float],
-    rate: float,
-    deadline_s: float,
-    ports: int,
-    size: int,
-) -> None:
-    """``deadline_s``: as a share of what it would take without one, or none to speak of."""
-    reads, calls, rounds = counts
-    connect_s, handshake_s, read_s = times
-    settings = msgspec.structs.replace(
-        DEFAULTS,
-        attempts_per_read=reads,
-        calls_per_ticket=calls,
-        rounds_per_batch=rounds,
-        connect_timeout_s=connect_s,
-        handshake_timeout_s=handshake_s,
-        read_timeout_s=read_s,
-        read_slowest_rate=rate,
-        backoff_first_s=min(backoffs),
-        backoff_most_s=max(backoffs),
-        batch_deadline_s=1e12,
-    )
-    unlimited = worst_case_wait(settings, size, ports)
-    settings = msgspec.structs.replace(settings, batch_deadline_s=unlimited * deadline_s)
-    simulation = Simulation(settings, size, ports)
-    error = simulation.run()
-    assert simulation.attempts <= worst_case_attempts(settings, ports)
-    assert simulation.now <= worst_case_wait(settings, size, ports) * (1 + 1e-9)
-    if deadline_s > 1.001:
-        assert isinstance(error, RetriesExhaustedError)
-        assert simulation.now == pytest.approx(unlimited)
-        assert simulation.attempts == worst_case_attempts(settings, ports)
-    else:
-        assert simulation.now <= settings.batch_deadline_s * (1 + 1e-9)
-
-
-@given(ports=st.integers(1, 16), size=st.integers(0, 1 << 36), deadline_s=st.floats(6.0, 1000.0))
-def test_the_deadline_caps_both(ports: int, size: int, deadline_s: float) -> None:
-    settings = msgspec.structs.replace(DEFAULTS, batch_deadline_s=deadline_s)
-    simulation = Simulation(settings, size, ports)
-    simulation.run()
-    assert simulation.attempts <= worst_case_attempts(settings, ports)
-    assert simulation.now <= worst_case_wait(settings, size, ports) * (1 + 1e-9) <= deadline_s * (1 + 1e-9)
-
-
-def test_an_outage_ends_with_the_deadlines_error_when_that_comes_first() -> None:
-    settings = msgspec.structs.replace(DEFAULTS, batch_deadline_s=20.0)
-    simulation = Simulation(settings, 0, 1)
-    assert isinstance(simulation.run(), DeadlineExceededError)
-    assert simulation.now == pytest.approx(20.0)

@@ -84,7 +84,9 @@ class FoundHere:
         """Attach to what is new, leave what has ended."""
         with self._lock:
             try:
-                self._own = {ring_id: ring for ring_id, ring in self._own.items() if not ring.native.closed}
+                for ring in [ring for ring in self._own.values() if ring.native.closed]:
+                    del self._own[ring.ring_id]
+                    self.queue.remove(ring)
                 for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
                     self._leave(ring)
                 if self._mapped:

@@ -100,6 +100,7 @@ class Link:
         self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
         self.ring = welcome.ring
         self.consumers = welcome.consumers  # as the ring's segment has them
+        self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
 
