@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,7 @@ from transport.errors import (
     TransportError,
     UnreachableError,
 )
-from transport.settings import DEFAULTS, Settings
+from transport.settings import DEFAULTS
 
 NEVER = Deadline(math.inf)
 

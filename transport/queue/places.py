@@ -40,7 +40,7 @@ def default_prefix() -> str:
     """With this the names of rings begin that are handed out where no queue was chosen.
 
     Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
-    does, which all processes of a run share. The name ends with "@", which no name has: no run's prefix begins another's.
+    does, which all processes of a run share. The prefix ends with "@", which no run's name has: none begins another.
     """
     run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
     return f"run-{run}@" if run else _UNNAMED

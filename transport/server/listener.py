@@ -253,7 +253,7 @@ class Listener:
             await asyncio.sleep(max(due - now, 0.0))
 
     def _on_alert(self, now: float) -> bool:
-        """Close connections without a UCX handshake in time, and keep a reserve of descriptors (native/ucp/sockets.hpp).
+        """Close connections without a UCX handshake in time, and keep a reserve of descriptors.
 
         True while there are such connections or descriptors are few, and for ``_ALERT_S`` after.
         """

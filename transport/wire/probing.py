@@ -20,6 +20,10 @@ _SILENT_S = 0.5  # a listener that hangs neither answers nor closes; neither doe
 _RDMA_DEVICES = Path("/sys/class/infiniband")  # UCX may listen by RDMA alone, and then the kernel has no socket
 
 
+def _has_rdma() -> bool:
+    return _RDMA_DEVICES.exists() and any(_RDMA_DEVICES.iterdir())
+
+
 async def probe(address: str, port: int) -> None:
     """Connect, and raise UnreachableError where nothing listens, or what listens is no listener of UCX."""
     loop = asyncio.get_running_loop()
@@ -30,7 +34,7 @@ async def probe(address: str, port: int) -> None:
         try:
             await loop.sock_connect(knocking, (address, port))
         except OSError as error:
-            if _RDMA_DEVICES.exists() and any(_RDMA_DEVICES.iterdir()):
+            if _has_rdma():
                 return
             raise UnreachableError(f"connecting to {address}:{port}: {error}") from error
         if knocking.getsockname() == knocking.getpeername():
