@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import struct
 from pathlib import Path
 
 from transport.errors import UnreachableError
@@ -24,24 +22,48 @@ def _has_rdma() -> bool:
     return _RDMA_DEVICES.exists() and any(_RDMA_DEVICES.iterdir())
 
 
-async def probe(address: str, port: int) -> None:
+async def probe(address: str, port: int, timeout_s: float) -> None:
     """Connect, and raise UnreachableError where nothing listens, or what listens is no listener of UCX."""
-    loop = asyncio.get_running_loop()
-    with socket.socket() as knocking:
-        knocking.setblocking(False)
-        # ends with a reset, so that no port of this host stays in TIME_WAIT
-        knocking.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        try:
-            await loop.sock_connect(knocking, (address, port))
-        except OSError as error:
-            if _has_rdma():
-                return
-            raise UnreachableError(f"connecting to {address}:{port}: {error}") from error
-        if knocking.getsockname() == knocking.getpeername():
+    knocking = Knocking()
+    transport = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            transport, _ = await asyncio.get_running_loop().create_connection(lambda: knocking, address, port)
+        own, other = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+        if own == other:
             raise UnreachableError(f"nothing listens at {address}:{port}: the connection led to itself")
-        with contextlib.suppress(OSError, TimeoutError):  # reset by the peer, or silence
-            await loop.sock_sendall(knocking, b"\0")
-            knocking.shutdown(socket.SHUT_WR)
+        transport.write(b"\0")
+        transport.write_eof()
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SILENT_S):
-                if await loop.sock_recv(knocking, 1):
-                    raise UnreachableError(f"what listens at {address}:{port} is no listener of this package")
+                await knocking.over
+        if knocking.answered:
+            raise UnreachableError(f"what listens at {address}:{port} is no listener of this package")
+    except OSError as error:
+        if not _has_rdma():
+            why = "nothing accepts connections there" if isinstance(error, ConnectionRefusedError) else error
+            raise UnreachableError(f"connecting to {address}:{port}: {why}") from error
+    finally:
+        if transport is not None:
+            transport.abort()
+
+
+class Knocking(asyncio.Protocol):
+    """Waits for a byte, or for the end of a connection."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Which a listener does not send."""
+        self.answered = True
+        self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """In order, or reset."""
+        self._end()
+
+    def _end(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from transport.errors import ClosedError, ConnectionLostError, TransportError, UsageError
 from transport.wire.joining import MAPPED, Joining, address_of, maps_memory, of_this_host
 from transport.wire.library import beginning, engine, failure, library, translated
-from transport.wire.probing import probe
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -152,10 +151,9 @@ class Worker:
         """An endpoint to a listener; that the listener is dead may show only at the first message.
 
         Raises:
-            UnreachableError: the name does not resolve, there is no route, or something else listens at the port.
+            UnreachableError: the name does not resolve, or there is no route.
         """
         address = await address_of(host)
-        await probe(address, port)
         if self._closed:
             raise ClosedError("the worker was closed while connecting")
         with translated(f"connecting to {host}:{port}"):
