@@ -1,4 +1,4 @@
-"""Rings that are made while a queue looks for them, made again under their name, or closed; runs whose names begin alike."""
+"""Rings that are being made, or were made again under their name; runs whose names begin alike; another schema."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.client.takes.taking import Taking
-from transport.queue import FoundRings, open_queue
-from transport.queue.places import OnThisHost, default_prefix
-from transport.testing import run
 from transport.client.client import UCXXClient
 from transport.errors import SchemaError
+from transport.queue import FoundRings
+from transport.queue.places import OnThisHost, default_prefix
+from transport.testing import run
 
 SCHEMA = Schema.of(x=("int64", 4))
 ONE = {"x": np.arange(4)}
