@@ -188,6 +188,9 @@ class Ring:
         """Try to become keeper (take the keeper lock); True if held now."""
     @property
     def keeper_alive(self) -> bool: ...
+    @property
+    def still_named(self) -> bool:
+        """False: closed, or the segment was removed, or its name is that of a newer one."""
 
     # --- the transitions (names of the protocol's table; False/None: refused, nothing changed) ----
     def try_take(self, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from ring_trainers import RingTrainer
 from trainers import Trainer
 
 from transport.client import client as client_module
-from transport.client.connections import lending
+from transport.client.connections import links
 from transport.errors import PayloadLostError, StoreUnavailableError, TransportError
 from transport.packer.rollout import queued
 from transport.queue.base import finished
@@ -96,8 +96,8 @@ class World:
         """Raises Violation."""
         with (
             virtual_time(self.seed) as self.loop,
-            mock.patch.object(lending, "Link", SimLink),
-            mock.patch.object(lending, "Worker", SimWorker),
+            mock.patch.object(links, "Link", SimLink),
+            mock.patch.object(links, "Worker", SimWorker),
             mock.patch.object(client_module, "StatusSocket", lambda *_: mock.Mock()),
         ):
             SimLink.world, SimLink.count = self, 0

@@ -254,6 +254,7 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("sequence", &Ring::sequence)
       .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
       .def_prop_ro("keeper_alive", &Ring::keeper_alive)
+      .def_prop_ro("still_named", &Ring::still_named)
 
       .def_prop_ro("name", &Ring::name)
       .def_prop_ro("ring_id", [](const Ring& ring) { return bytes_of(ring.identity().ring_id); })

@@ -128,6 +128,8 @@ class Ring {
   bool unlink_if_last(bool readers_may_stay = false, std::uint64_t gives_up_to = kGivesUpAll);
   bool keep();
   bool keeper_alive() const;
+  // False: closed, or the segment was removed, or its name is another one's now.
+  bool still_named() const;
 
   const std::string& name() const { return segment_.name; }
   const Identity& identity() const { return segment_.identity; }

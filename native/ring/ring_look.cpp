@@ -193,6 +193,10 @@ bool Ring::keeper_alive() const {
   return keeper_ || held_elsewhere(fd(), kKeeperByte);
 }
 
+bool Ring::still_named() const {
+  return !closed() && segment_.description->still_named(segment_.name);
+}
+
 bool Ring::unlink_if_last(bool readers_may_stay, std::uint64_t gives_up_to) {
   require_open();
   return remove_name(readers_may_stay, gives_up_to);

@@ -38,10 +38,11 @@ void Listener::arrived(ucp_conn_request_h request, void* self) {
   const auto& door = *static_cast<const Door*>(self);
   ucp_conn_request_attr_t attributes{};
   attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
+  bool served = true;
   if (door.gate != nullptr && ucp_conn_request_query(request, &attributes) == UCS_OK)
-    door.gate->admitted(attributes.client_address);
+    served = door.gate->admitted(attributes.client_address);
   Engine& engine = door.engine;
-  if (door.owner != nullptr &&
+  if (served && door.owner != nullptr &&
       engine.endpoints_.size() + engine.postponed_.size() + door.owner->waiting_.size() < door.owner->most_) {
     door.owner->waiting_.push_back(request);
     return;

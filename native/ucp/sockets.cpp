@@ -4,11 +4,14 @@
 #include <linux/filter.h>
 #include <linux/tcp.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 
 namespace transport::ucp {
@@ -18,6 +21,17 @@ namespace {
 // UCX's buffer for a request: 2 KiB (its setting TCP_CM_PRIV_DATA_LEN) and a header. What has filled it and is no request
 // never becomes one.
 constexpr std::uint64_t kMostRequestBytes = 2048 + 16;
+
+constexpr std::size_t kReserve = 64;            // descriptors; at most a quarter of the limit
+constexpr std::size_t kMostPerConnection = 8;   // descriptors, sockets and shared memory together
+constexpr std::size_t kFew = 4096;              // so many can be used up between two looks a second apart
+
+std::size_t descriptor_limit() {
+  rlimit limit{};
+  return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? static_cast<std::size_t>(limit.rlim_cur) : SIZE_MAX;
+}
+
+std::size_t reserve_of(std::size_t limit) { return std::min(kReserve, limit / 4); }
 
 ino_t socket_inode(int descriptor) {  // 0: no socket
   struct stat found {};
@@ -47,8 +61,11 @@ Gate::~Gate() {
   if (spare_ >= 0) close(spare_);
 }
 
-void Gate::admitted(const sockaddr_storage& client) {
+bool Gate::admitted(const sockaddr_storage& client) {
   if (client.ss_family == AF_INET) admitted_.insert(key_of(reinterpret_cast<const sockaddr_in&>(client)));
+  const std::size_t limit = descriptor_limit();
+  if (used_ + ++requests_ * kMostPerConnection + reserve_of(limit) > limit) keep_reserve();
+  return !shut_;
 }
 
 bool Gate::is_at(int descriptor) const {
@@ -84,10 +101,12 @@ template <typename Do>
 void Gate::for_each(std::int64_t now_ns, Do act) {
   if (directory_ == nullptr) return;
   ++round_;
+  used_ = requests_ = 0;
   rewinddir(directory_.get());
   const int own = dirfd(directory_.get());
   while (const dirent* entry = readdir(directory_.get())) {
     const int descriptor = std::atoi(entry->d_name);
+    ++used_;
     if (entry->d_name[0] == '.' || descriptor == own || descriptor == spare_) continue;
     const ino_t inode = socket_inode(descriptor);
     if (inode == 0) continue;
@@ -134,18 +153,41 @@ bool Gate::end_strangers(std::int64_t now_ns, std::int64_t patience_ns) {
   for_each(now_ns, [&](int descriptor, Seen& seen) {
     if (seen.kind != Kind::stranger) return;
     again = true;
-    if (now_ns - seen.since_ns > patience_ns || says_too_much(descriptor)) reset(descriptor, seen.inode);
+    if (shut_ || now_ns - seen.since_ns > patience_ns || says_too_much(descriptor)) reset(descriptor, seen.inode);
   });
-  return again;
+  return keep_reserve() || again;
 }
 
-void Gate::ignore_newcomers() {
+// True while descriptors are so few that they should be looked at again soon.
+bool Gate::keep_reserve() {
+  const std::size_t limit = descriptor_limit(), reserve = reserve_of(limit);
+  if (requests_ > 0 || directory_ == nullptr) for_each(0, [](int, Seen&) {});
+  const std::size_t left = limit - std::min(used_, limit);
+  if (!shut_ && left < reserve) {
+    shut_ = true;
+    ignore_newcomers();
+    for_each(0, [&](int descriptor, Seen& seen) {
+      if (seen.kind == Kind::stranger) reset(descriptor, seen.inode);
+    });
+  } else if (shut_ && left >= 2 * reserve) {
+    shut_ = false;
+    ignore_newcomers(false);
+  }
+  return left < kFew;
+}
+
+void Gate::ignore_newcomers(bool ignored) {
   sock_filter nothing = {BPF_RET | BPF_K, 0, 0, 0};  // of each packet, keep no byte
   const sock_fprog program = {1, &nothing};
+  const int unused = 0;
   for_each(0, [&](int descriptor, Seen& seen) {
     if (seen.kind != Kind::listens) return;
-    with(descriptor, seen.inode,
-         [&](int held) { setsockopt(held, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program); });
+    with(descriptor, seen.inode, [&](int held) {
+      if (ignored)
+        setsockopt(held, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program);
+      else
+        setsockopt(held, SOL_SOCKET, SO_DETACH_FILTER, &unused, sizeof unused);
+    });
   });
 }
 

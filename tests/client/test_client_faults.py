@@ -153,7 +153,7 @@ async def test_an_unreachable_port_is_named_and_its_quarantine_is_logged_once(ca
     with serving() as (ring, _), dead_port() as port:
         ticket = msgspec.structs.replace(ring.write_raw(noise(10)), ports=(port,))
         async with UCXXClient(wire={"tcp"}) as client:
-            with caplog.at_level("INFO", "transport.client.connections.lending"):
+            with caplog.at_level("INFO", "transport.client.connections.links"):
                 for _ in range(2):
                     with pytest.raises(RetriesExhaustedError, match=f"127.0.0.1:{port}: nothing accepts connections"):
                         await client.read(ticket)

@@ -1,18 +1,12 @@
-"""Retry: deadlines, backoff, the plan, and its ceilings beside what a packer does."""
+"""Retry: deadlines, backoff, and the plan."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import time
 
-import msgspec
 import pytest
-from helpers import dead_port
 from hypothesis import given
 from hypothesis import strategies as st
-from packers import FAST, SCHEMA, Packer, ticket_of
 
 from transport.client.retry import (
     Deadline,
@@ -22,8 +16,6 @@ from transport.client.retry import (
     Wait,
     backoff,
     backoff_ceiling,
-    worst_case_attempts,
-    worst_case_wait,
 )
 from transport.errors import (
     DeadlineExceededError,
@@ -158,52 +150,3 @@ def test_a_plan_made_after_the_first_failure_goes_on_as_if_it_had_begun_with_it(
     assert late.begun == early.begun == 1
     assert repr(late) == repr(early)
     assert steps(late) == steps(early)
-
-
-# --- the ceilings --------------------------------------------------------------------------------
-def test_the_product_of_the_defaults() -> None:
-    assert worst_case_attempts(DEFAULTS) == 2 * 2 * 3
-    assert worst_case_attempts(DEFAULTS, ports=4) == 4 * 2 * 3
-
-
-@pytest.mark.ucx
-@pytest.mark.parametrize(("addresses", "ports"), [(1, 1), (1, 3), (2, 2)])
-def test_a_payload_that_nobody_serves_costs_as_many_attempts_and_waits_as_the_ceilings_say(
-    addresses: int, ports: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rounds of a packer, calls of a round and attempts of a read, at ports where nobody listens."""
-    waits: dict[tuple[Retry, int], float] = {}
-    step = Retry.step
-
-    def observed(retry: Retry, now: float) -> object:
-        found = step(retry, now)
-        if isinstance(found, Wait):
-            waits.setdefault((retry, retry.begun), found.seconds)  # again for the rest, where a sleep was too short
-        return found
-
-    monkeypatch.setattr(Retry, "step", observed)
-    monkeypatch.setattr("random.random", lambda: 1.0)  # every wait is as long as it may be
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], settings=FAST, wire={"tcp"})
-    with contextlib.ExitStack() as stack, caplog.at_level(logging.INFO, logger="transport.client"):
-        stack.callback(packer.cleanup_ucxx_packer)
-        ticket = msgspec.structs.replace(
-            ticket_of(0),
-            addresses=tuple(f"127.0.0.{1 + at}" for at in range(addresses)),
-            ports=tuple(stack.enter_context(dead_port()) for _ in range(ports)),
-        )
-        deadline = Deadline.after(60.0, time.monotonic())
-        assert packer._packer is not None
-        batch = packer._packer.thread.run(packer._ucxx_dp_fetch_all([ticket], deadline))
-    assert isinstance(batch.items[0].error, RetriesExhaustedError)
-    made = [record for record in caplog.records if hasattr(record, "attempt")]
-    assert len(made) == worst_case_attempts(FAST, addresses * ports)
-    attempt_s = FAST.connect_timeout_s + FAST.handshake_timeout_s + FAST.read_timeout(ticket.size)
-    unlimited = msgspec.structs.replace(FAST, batch_deadline_s=1e9)
-    longest = worst_case_wait(unlimited, ticket.size, addresses * ports) - len(made) * attempt_s
-    assert 0 < sum(waits.values()) <= longest + 1e-9
-
-
-def test_the_deadline_caps_the_wait() -> None:
-    settings = msgspec.structs.replace(DEFAULTS, batch_deadline_s=20.0)
-    assert worst_case_wait(settings, 1 << 36, ports=16) == 20.0

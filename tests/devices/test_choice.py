@@ -9,7 +9,7 @@ import pytest
 from helpers import asynchronous, noise, serving
 
 from transport import UCXXClient
-from transport.client.connections import lending
+from transport.client.connections import links
 from transport.client.device_reads import _DIRECT_BYTES
 from transport.devices.streams import address_of
 from transport.wires import user_settings
@@ -40,7 +40,7 @@ async def test_ucx_is_told_of_cuda_only_for_direct_receives(
         asked.append(settings)
         raise Made
 
-    monkeypatch.setattr(lending, "Worker", worker)
+    monkeypatch.setattr(links, "Worker", worker)
     for receive in ("staged", "direct"):
         async with UCXXClient(wire=wire, device_receive=receive) as client:  # type: ignore[arg-type]
             with pytest.raises(Made):

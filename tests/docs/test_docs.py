@@ -3,7 +3,7 @@
 * Every ``python`` block of README.md, CONTRIBUTING.md and docs/ runs, each in a namespace and an empty folder of its
   own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
   that is not installed. Every file in examples/ runs as a program.
-* Tables that repeat code (settings, rules, ceilings, layouts, status codes, transitions, UCX settings) equal it.
+* Tables that repeat code (settings, rules, layouts, status codes, transitions, UCX settings) equal it.
 
 test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the generated tables
 anew.
@@ -28,7 +28,6 @@ import frame_codec
 from doc_pages import PAGES, ROOT, page_parameters
 
 from transport import config, errors, wires
-from transport.client.retry import attempts_of_read, backoff_ceiling, worst_case_attempts, worst_case_wait
 from transport.observe import metrics
 from transport.settings import DEFAULTS
 from transport.wire import frames
@@ -136,32 +135,6 @@ def rules_list() -> str:
     return "".join(f"* `{rule}`\n" for _, rule in DEFAULTS._rules())
 
 
-def ceilings_table() -> str:
-    lines = ["| ports | attempts | wait for 64 KiB | for 16 MiB | for 1 GiB |", "|---|---|---|---|---|"]
-    for ports in (1, 2, 3, 4):
-        waits = (worst_case_wait(DEFAULTS, size, ports) for size in (64 << 10, 16 << 20, 1 << 30))
-        cells = [str(ports), str(worst_case_attempts(DEFAULTS, ports)), *(f"{wait:.1f} s" for wait in waits)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n{worked_example()}"
-
-
-def worked_example() -> str:
-    """The formula with the default numbers, for one port and 64 KiB; the test of the page is a test of it."""
-    attempts = worst_case_attempts(DEFAULTS)
-    calls, rounds, size = DEFAULTS.calls_per_ticket, DEFAULTS.rounds_per_batch, 64 << 10
-    connect, handshake, read = DEFAULTS.connect_timeout_s, DEFAULTS.handshake_timeout_s, DEFAULTS.read_timeout(size)
-    of_read, of_calls, of_rounds = (
-        sum(backoff_ceiling(failures, DEFAULTS) for failures in range(1, n))
-        for n in (attempts_of_read(DEFAULTS, 1), calls, rounds)
-    )
-    total = attempts * (connect + handshake + read) + rounds * calls * of_read + rounds * of_calls + of_rounds
-    assert min(total, DEFAULTS.batch_deadline_s) == pytest.approx(worst_case_wait(DEFAULTS, size))
-    return (
-        f"\nOne port, 64 KiB: {attempts} × ({connect:g} + {handshake:g} + {read:.4f}) "
-        f"+ {rounds} × {calls} × {of_read:g} + {rounds} × {of_calls:g} + {of_rounds:g} = {total:.1f} s.\n"
-    )
-
-
 def metrics_table() -> str:
     lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
     lines += [
@@ -184,9 +157,8 @@ def test_the_table_of_metrics_is_that_of_the_code() -> None:
     assert part("metrics") == metrics_table(), "python tests/docs/test_docs.py writes it anew"
 
 
-def test_the_rules_and_ceilings_are_those_of_the_code() -> None:
+def test_the_rules_are_those_of_the_code() -> None:
     assert part("rules") == rules_list()
-    assert part("ceilings") == ceilings_table()
 
 
 @pytest.mark.parametrize("name", ["_PREFIX", "_HEADER", "_RECORD", "_ANSWER"])
@@ -240,7 +212,6 @@ def main() -> None:
     parts = [
         ("settings", settings_table()),
         ("rules", rules_list()),
-        ("ceilings", ceilings_table()),
         ("configuration", config.table()),
         ("metrics", metrics_table()),
     ]

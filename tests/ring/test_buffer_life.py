@@ -53,9 +53,13 @@ def test_attaching_to_nothing_or_to_something_else_is_refused_by_name(ring: Shar
     with pytest.raises(RingNotFoundError):
         SharedRingBuffer.attach(name, role="reader")
     other = segment_file(ring).with_name(name.removeprefix("/"))
-    for content in (b"", b"not a ring", bytes(1 << 16)):
+    for content, kind in (
+        (b"", RingNotFoundError),
+        (bytes(1 << 16), RingNotFoundError),
+        (b"\1" * (1 << 16), LayoutError),
+    ):
         other.write_bytes(content)
-        with pytest.raises(LayoutError):
+        with pytest.raises(kind):
             SharedRingBuffer.attach(name, role="reader")
 
 

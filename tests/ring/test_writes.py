@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transport import Schema, SharedRingBuffer, TensorSpec, _ring
 from transport.errors import PayloadTooLargeError, RingFullError, SchemaError, TicketError, UsageError
-from transport.ring.writes import Tickets
+from transport.ring.writes import Batch, Tickets, terms_of
 from transport.ticket import Ticket, encoded_metadata
 
 SCHEMA = Schema(
@@ -202,3 +202,20 @@ def test_any_ticket_is_encoded_as_ticket_py_does(
         ):
             assert ticket.encode() == encoded
             assert ticket.metadata == metadata
+
+
+def test_an_interrupt_behind_the_taking_of_a_slot_gives_the_slot_back() -> None:
+    schema = Schema.of(x=("int64", 4))
+    with SharedRingBuffer.create(schema, slots=1) as ring:
+        ticket = ring.write({"x": np.arange(4)})
+        batch = Batch(ring.native, schema, "safe")
+        assert batch.add({"x": np.arange(4)}, None)
+
+        def taken_and_interrupted(taken: list[tuple[int, int]]) -> None:
+            ring.discard(ticket)
+            ring.native.take(10.0, taken)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            batch.write(terms_of(1, None, None), taken_and_interrupted)
+        assert ring.native.state_counts() == (1, 0, 0, 0)

@@ -173,3 +173,11 @@ def test_an_end_takes_its_steps_where_no_thread_can_start(queue: TicketQueue, mo
         assert queue.claim(1, consumer="a") == []
     hurry.begin()
     hurry.over()
+
+
+def test_the_end_cuts_short_what_one_answer_may_take_and_leaves_some() -> None:
+    assert hurry.bounded(5.0) == 5.0
+    with hurry.while_ending(0.0):
+        assert hurry.bounded(5.0) == hurry.LEAST_S
+        assert hurry.bounded(hurry.LEAST_S / 2) == hurry.LEAST_S / 2
+    assert hurry.bounded(5.0) == 5.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError
@@ -227,3 +229,20 @@ atexit.register(print, "first", flush=True)
         assert child.wait() == 0
         assert child.process.stdout is not None
         assert child.process.stdout.read() == ""
+
+
+def test_a_forked_child_does_not_wait_for_a_job_of_its_parent() -> None:
+    async def for_ever() -> None:
+        await asyncio.Event().wait()
+
+    thread = LoopThread("parent")
+    job = thread.submit(for_ever())
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that waits
+        job.end()
+        thread.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    job.end()
+    thread.close()

@@ -54,6 +54,7 @@ async def test_a_client_is_welcomed_with_what_it_needs(ring: SharedRingBuffer) -
             tag_base=peer.connection.tag_base,
             ports=(13337, 13338),
             inline_limit=777,
+            schema=ring.native.fingerprint.hex(),
         )
         await peer.settled()
         assert repr(peer.connection) == f"<Connection {name} open, 0 attempts>"

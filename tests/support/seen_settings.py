@@ -248,7 +248,7 @@ def waits(found: Configuration) -> tuple[float, float]:
 def renewed_anew_by_memory(found: Configuration) -> list[str]:
     reasons: list[str] = []
     with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listener, "own_memory", lambda: 50 << 20)
+        patch.setattr(listener.OwnMemory, "size", lambda _: 50 << 20)
         listener.Listener(ring, settings=found.settings, restart=reasons.append).sweep(0.0)
     return reasons
 

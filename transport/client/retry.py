@@ -6,7 +6,7 @@ Three layers use the same plan, one inside the other, under one deadline:
     layer 2     calls for a ticket           calls_per_ticket
     layer 1       attempts of a read           attempts_per_read, and at least one per port
 
-``worst_case_attempts`` and ``worst_case_wait`` are the ceilings for one ticket; tests drive the plan against them.
+docs/DELIVERY.md has what follows for one ticket: the most attempts, and the longest wait.
 """
 
 from __future__ import annotations
@@ -169,39 +169,9 @@ class Retry:
         return late
 
 
-# --- ceilings ------------------------------------------------------------------------------------
-def attempts_of_read(settings: Settings, ports: int) -> int:
-    """Attempts of one read: ``attempts_per_read``, and at least one per port, so that one living listener is found.
+def attempts_of_read(settings: Settings, places: int) -> int:
+    """Attempts of one read: ``attempts_per_read``, and at least one per place, so that one living listener is found.
 
-    ``ports``: pairs of address and port. Two ports of a host with two addresses count as four.
+    places: pairs of an address and a port at which the ring may be served; a listener on two addresses is two.
     """
-    return max(settings.attempts_per_read, ports)
-
-
-def worst_case_attempts(settings: Settings, ports: int = 1) -> int:
-    """Most attempts ever made for one ticket: attempts of a read x calls per ticket x rounds per batch."""
-    return attempts_of_read(settings, ports) * settings.calls_per_ticket * settings.rounds_per_batch
-
-
-def worst_case_wait(settings: Settings, size: int, ports: int = 1) -> float:
-    """Longest time until a ticket of ``size`` bytes is there or given up, capped by ``batch_deadline_s``.
-
-        worst_case_attempts x (connect + handshake + read timeout)
-        + rounds x calls x B(attempts of a read) + rounds x B(calls) + B(rounds)
-
-    with B(n) the sum of the backoff ceilings between n attempts. It holds for a ticket that waits for no other:
-    where a batch is larger than the client's concurrency, the cap alone holds.
-    """
-    attempt_s = settings.connect_timeout_s + settings.handshake_timeout_s + settings.read_timeout(size)
-    calls, rounds = settings.calls_per_ticket, settings.rounds_per_batch
-
-    def waits(attempts: int) -> float:
-        return sum(backoff_ceiling(failures, settings) for failures in range(1, attempts))
-
-    total = (
-        worst_case_attempts(settings, ports) * attempt_s
-        + rounds * calls * waits(attempts_of_read(settings, ports))
-        + rounds * waits(calls)
-        + waits(rounds)
-    )
-    return min(total, settings.batch_deadline_s)
+    return max(settings.attempts_per_read, places)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from transport import _ring
 from transport.devices.buffers import BufferPool
-from transport.errors import TransportError, UsageError
+from transport.errors import RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim
 from transport.queue.places import Observed, Places
 from transport.queue.rings import RingQueue
@@ -44,9 +44,9 @@ class FoundHere:
         self.queue = RingQueue(lease_s=lease_s, max_deliveries=max_deliveries)
         self.elsewhere = False
         self._lock = threading.RLock()
-        self._attached: dict[str, SharedRingBuffer] = {}  # by segment
+        self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
-        self._views: dict[str, _ring.Views] = {}  # by ring
+        self._views: weakref.WeakKeyDictionary[SharedRingBuffer, _ring.Views] = weakref.WeakKeyDictionary()
         self._refused: dict[str, float] = {}
         self._seen = Observed()
         self._schemas: frozenset[str] = frozenset()
@@ -70,13 +70,13 @@ class FoundHere:
             self._mapped = mapped
             self._carries = carries
             if not mapped:
-                for name in list(self._attached):
-                    self._leave(name)
+                for ring in list(self._attached.values()):
+                    self._leave(ring)
 
     def add(self, ring: SharedRingBuffer) -> None:
         """A writer of this process, which closes its ring itself."""
         with self._lock:
-            self._own[ring.name] = ring
+            self._own[ring.ring_id] = ring
             self.queue.add(ring)
 
     # --- following ------------------------------------------------------------------------------------
@@ -84,9 +84,11 @@ class FoundHere:
         """Attach to what is new, leave what has ended."""
         with self._lock:
             try:
-                self._own = {name: ring for name, ring in self._own.items() if not ring.native.closed}
-                for name in [name for name, ring in self._attached.items() if self._ended(ring)]:
-                    self._leave(name)
+                for ring in [ring for ring in self._own.values() if ring.native.closed]:
+                    del self._own[ring.ring_id]
+                    self.queue.remove(ring)
+                for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
+                    self._leave(ring)
                 if self._mapped:
                     self._attach_all()
                 self.elsewhere = self._carries and bool(self.served())
@@ -96,8 +98,9 @@ class FoundHere:
 
     def _attach_all(self) -> None:
         now = time.monotonic()
+        here = {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
         for name in self._places.segments():
-            if name in self._attached or name in self._own or now < self._refused.get(name, 0.0):
+            if name in here or now < self._refused.get(name, 0.0):
                 continue
             why = self._attach(name)
             if why:
@@ -105,9 +108,11 @@ class FoundHere:
                 log.info("ring %s is not mapped: %s", name, why)
 
     def _attach(self, name: str) -> str:
-        """Why not; "": attached."""
+        """Why not; "": attached, or not to be attached yet."""
         try:
             ring = SharedRingBuffer.attach(name, role="reader")
+        except RingNotFoundError:  # gone, or being made: the next look sees
+            return ""
         except TransportError as error:
             return str(error)
         readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
@@ -122,22 +127,22 @@ class FoundHere:
         except UsageError as error:
             ring.close()
             return str(error)
-        self._attached[name] = ring
+        self._attached[ring.ring_id] = ring
         return ""
 
     def _ended(self, ring: SharedRingBuffer) -> bool:
         if ring.native.closed:
             return True
-        views = self._views.get(ring.ring_id)
+        views = self._views.get(ring)
         with contextlib.suppress(_ring.RingFault):
             _, writing, ready, reading = ring.native.state_counts()
             return not (ring.native.keeper_alive or writing or ready or reading or views)
         return True
 
-    def _leave(self, name: str) -> None:
-        ring = self._attached.pop(name)
+    def _leave(self, ring: SharedRingBuffer) -> None:
+        del self._attached[ring.ring_id]
         self.queue.remove(ring)
-        views = self._views.pop(ring.ring_id, None)
+        views = self._views.pop(ring, None)
         if views is None or views.close():
             ring.close()
 
@@ -203,9 +208,9 @@ class FoundHere:
 
     def _views_of(self, ring: SharedRingBuffer) -> _ring.Views:
         with self._lock:
-            views = self._views.get(ring.ring_id)
+            views = self._views.get(ring)
             if views is None:
-                views = self._views[ring.ring_id] = _ring.Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
+                views = self._views[ring] = _ring.Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
                 # Before the ring's own finalizer: a segment whose last reader exits with views must not stay behind.
                 weakref.finalize(ring, views.let_go)
             return views
@@ -214,8 +219,8 @@ class FoundHere:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
         with self._lock:
             self.queue.close()
-            for name in list(self._attached):
-                self._leave(name)
+            for ring in list(self._attached.values()):
+                self._leave(ring)
             self._own.clear()
             self._seen.close()
             self._places.close()

@@ -40,10 +40,10 @@ def default_prefix() -> str:
     """With this the names of rings begin that are handed out where no queue was chosen.
 
     Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
-    does, which all processes of a run share.
+    does, which all processes of a run share. The prefix ends with "@", which no run's name has: none begins another.
     """
     run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
-    return f"run-{run}-" if run else _UNNAMED
+    return f"run-{run}@" if run else _UNNAMED
 
 
 class Places(Protocol):
@@ -76,6 +76,8 @@ class Observed:
         for gone in self._rings.keys() - set(names):
             self._rings.pop(gone).native.close()
         for name in names:
+            if name in self._rings and not self._rings[name].native.still_named:  # a newer ring has its name
+                self._rings.pop(name).native.close()
             if name not in self._rings:
                 with contextlib.suppress(RingError):  # gone again, being made, or another user's
                     self._rings[name] = SharedRingBuffer.attach(name, role="observer")
@@ -92,10 +94,11 @@ class OnThisHost:
     directory: Directory | None = None
 
     def __init__(self, prefix: str | None = None) -> None:
-        prefix = default_prefix() if prefix is None else prefix.removeprefix(_BEGINNING)
-        if not _NAME.fullmatch(prefix):
-            raise UsageError(f"{prefix!r} begins no name of a ring: give 1 to 100 letters, digits, . _ -")
-        self.prefix = prefix
+        if prefix is not None:
+            prefix = prefix.removeprefix(_BEGINNING)
+            if not _NAME.fullmatch(prefix):
+                raise UsageError(f"{prefix!r} begins no name of a ring: give 1 to 100 letters, digits, . _ -")
+        self.prefix = default_prefix() if prefix is None else prefix
         self._observed = Observed()
 
     def __repr__(self) -> str:

@@ -151,7 +151,7 @@ class SharedRingBuffer(RingReading):
         plan.check()
         self._overflowing.may_expire |= deadline_s is not None
         if all(on_host):
-            return self._call(plan.write, terms, lambda: self._take(left_s()))
+            return self._call(plan.write, terms, lambda taken: self._take(left_s(), taken))
         return self._write_each(batch, each, terms, left_s, casting)
 
     def _write_each(

@@ -139,7 +139,7 @@ class RingLife(Attachment):
         """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
 
         Raises:
-            RingNotFoundError: no such segment on this host.
+            RingNotFoundError: no such segment on this host, or its writer is still making it.
             LayoutError: not a ring, another layout version, or another schema than ``schema``.
             NoOwnerError: sixteen living processes are attached already.
             SharedMemoryError: the segment belongs to another user.

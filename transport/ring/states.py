@@ -91,7 +91,7 @@ _FAULTS: dict[int, type[TransportError]] = {
     _ring.FAULT_EXISTS: RingBusyError,
     _ring.FAULT_NOT_FOUND: RingNotFoundError,
     _ring.FAULT_LAYOUT: LayoutError,
-    _ring.FAULT_NOT_READY: LayoutError,
+    _ring.FAULT_NOT_READY: RingNotFoundError,
     _ring.FAULT_NO_OWNER: NoOwnerError,
     _ring.FAULT_NO_MEMORY: SharedMemoryError,
     _ring.FAULT_DENIED: SharedMemoryError,
@@ -107,6 +107,7 @@ _REMEDIES: dict[int, str] = {
     ),
     _ring.FAULT_EXISTS: "; stop it, or give another name",
     _ring.FAULT_DENIED: "; run as its user, or give another name",
+    _ring.FAULT_NOT_READY: "; its writer is making it, or was killed meanwhile",
 }
 
 

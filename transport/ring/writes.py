@@ -117,16 +117,25 @@ class Batch:
                 "less metadata, fewer addresses, or a ring with a schema"
             )
 
-    def write(self, terms: Terms, take: Callable[[], tuple[int, int]]) -> Tickets:
-        """Publish all. Where ``take`` raises RingFullError, that has the tickets of those that were published."""
+    def write(self, terms: Terms, take: Callable[[list[tuple[int, int]]], object]) -> Tickets:
+        """Publish all. Where ``take`` raises RingFullError, that has the tickets of those that were published.
+
+        ``take``: waits for a slot, and appends it to the list that it is given.
+        """
         version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
-        lease: tuple[int, int] | None = None
-        while self._plan.write(self._native, lease, terms.readers, terms.created, terms.deadline, version):
-            try:
-                lease = take()
-            except RingFullError as error:
-                error.written = Tickets(self._plan.notes())
-                raise
+        taken: list[tuple[int, int]] = []  # the last one is the slot that the next call of the plan writes
+        try:
+            while self._plan.write(
+                self._native, taken[-1] if taken else None, terms.readers, terms.created, terms.deadline, version
+            ):
+                take(taken)
+        except RingFullError as error:
+            error.written = Tickets(self._plan.notes())
+            raise
+        except BaseException:  # an interrupt between the taking of a slot and its use: one that was used is not WRITING
+            if taken and not self._native.closed:
+                self._native.abort(*taken[-1])
+            raise
         return Tickets(self._plan.notes())
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 MOST_S: Final = 1.0
+LEAST_S: Final = 0.2  # for one answer, once that is over
 
 _until: dict[object, tuple[float, float]] = {}  # of each who has begun: monotonic times, see `until` and `since`
 _SIGNAL: Final = "signal"
@@ -47,6 +48,11 @@ def until() -> float:
 def since() -> float:
     """Monotonic time at which that end began; inf: none has."""
     return _first()[1]
+
+
+def bounded(timeout_s: float) -> float:
+    """``timeout_s`` of a call that a living server answers at once, cut to what the end leaves: `LEAST_S` at least."""
+    return min(timeout_s, max(until() - time.monotonic(), LEAST_S))
 
 
 def told() -> float:

@@ -63,6 +63,7 @@ class Job(Future[T]):
         super().__init__()
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
+        self._pid = os.getpid()
         self.submitted = False  # it may be on its way to the loop
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -80,8 +81,8 @@ class Job(Future[T]):
             self.set_result(task.result())
 
     def cancel(self) -> bool:
-        """Ask the coroutine to end; `result` then waits until it has."""
-        if self.done():
+        """Ask the coroutine to end; `result` then waits until it has. Nothing in a forked child."""
+        if gone(self._pid) or self.done():  # in this order: another thread may have held the future's lock at the fork
             return False
         self._loop.call_soon_threadsafe(self._cancel_task)
         return True
@@ -94,7 +95,9 @@ class Job(Future[T]):
             self.set_running_or_notify_cancel()
 
     def end(self) -> None:
-        """Cancel, and wait until the coroutine has ended; whatever it raises is dropped."""
+        """Cancel, and wait until the coroutine has ended; whatever it raises is dropped. Nothing in a forked child."""
+        if gone(self._pid):
+            return
         self.cancel()
         ended = threading.Event()
         self.add_done_callback(lambda _: ended.set())

@@ -193,6 +193,7 @@ class Connection:
             code=code,
             reason=reason,
             consumers=self._ring.native.consumers if code == 0 else "",
+            schema=self._ring.native.fingerprint.hex() if code == 0 else "",
         )
         await self._endpoint.send_stream(frames.encode_handshake(welcome))
 

@@ -39,10 +39,20 @@ _LOOK_S = 0.1
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
-def own_memory() -> int:
-    """Bytes of private memory of this process: without files and shared segments."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * _PAGE_BYTES
+class OwnMemory:
+    """Private memory of this process. Keeps its file open, so that it can be asked when descriptors have run out."""
+
+    def __init__(self) -> None:
+        self._file = Path("/proc/self/statm").open("rb", buffering=0)  # noqa: SIM115 - closed by `close`
+
+    def size(self) -> int:
+        """Bytes, without files and shared segments."""
+        _, resident, shared, *_ = os.pread(self._file.fileno(), 256, 0).split()
+        return (int(resident) - int(shared)) * _PAGE_BYTES
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
 
 
 class Listener:
@@ -74,6 +84,7 @@ class Listener:
         self._wires = wires
         self._bind = bind
         self._restart = restart
+        self._memory = None if restart is None else OwnMemory()
         self._stall = StallDetector()
         self._received_at = 0.0  # when a client that is not yet admitted last sent something
         self._stranger_at = -math.inf
@@ -155,6 +166,8 @@ class Listener:
             connection.close()
         await asyncio.gather(*tasks, *([self._sweeper] if self._sweeper else []), return_exceptions=True)
         self._look_no_more()
+        if self._memory is not None:
+            self._memory.close()
         if self._worker is not None and not exiting:
             self._worker.close()
             self._worker = self._service = None
@@ -229,7 +242,10 @@ class Listener:
     async def _sweep(self) -> None:
         while True:
             now = time.monotonic()
-            self.sweep(now)
+            try:
+                self.sweep(now)
+            except Exception:  # whatever it was: without heartbeats the supervisor ends this listener
+                log.exception("%r: a sweep failed; the next one is due", self)
             due = now + self.settings.heartbeat_s
             while self._on_alert(now) and now + _LOOK_S < due:
                 await asyncio.sleep(_LOOK_S)
@@ -237,7 +253,10 @@ class Listener:
             await asyncio.sleep(max(due - now, 0.0))
 
     def _on_alert(self, now: float) -> bool:
-        """Close connections without a UCX handshake in time; True while there are any, and for ``_ALERT_S`` after."""
+        """Close connections without a UCX handshake in time, and keep a reserve of descriptors.
+
+        True while there are such connections or descriptors are few, and for ``_ALERT_S`` after.
+        """
         if self._listening is not None and self._listening.end_strangers(self.settings.handshake_timeout_s):
             self._stranger_at = now
         return now - self._stranger_at < _ALERT_S
@@ -250,7 +269,9 @@ class Listener:
         self._tell_refused()
         if self._worker is not None:
             self._worker.kick()  # delivers ends that native code has to report
-        if self._restart is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
+        if self._restart is None or self._memory is None:
+            return
+        if (size := self._memory.size()) > self.settings.listener_memory_bytes:
             self._restart(f"its memory of {size >> 20} MiB exceeds listener_memory_bytes")
 
     def _tell_refused(self) -> None:

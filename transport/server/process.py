@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -186,6 +187,8 @@ def main() -> NoReturn:
     """Entry point. Exit status 0 after a graceful stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
     stacks.enable()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the usual 1024 are too few for 1024 connections
     try:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import time
 from collections.abc import Sequence
 from typing import Literal, NoReturn, Self
 
 import msgspec
 
-from transport.errors import UsageError
+from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
 from transport.runtime.arguments import expect, seconds, several, whole
@@ -31,6 +32,7 @@ from transport.wires import Wire
 log = logging.getLogger(__name__)
 
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner numbers, the writer another
+_LEAST_FILES = 64  # a listener without connections has 36 open, and a connection over tcp takes up to eight
 
 
 class UCXXServer:
@@ -130,10 +132,14 @@ class UCXXServer:
 
         Raises:
             BusyPortError: another program has one of the ports; no listener is left running.
+            ConfigurationError: this process may have too few open files for a listener.
             MissingDependencyError: ucxx is not installed.
         """
         if self._run is not None:
             raise UsageError("this server has been started already")
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit < _LEAST_FILES:
+            raise ConfigurationError(f"the limit of {limit} open files (ulimit -n) is below {_LEAST_FILES}; raise it")
         library()  # raises for a missing ucxx here instead of in a child's log
         self._ring.native.addresses = ",".join(self._addresses)
         run: Processes | OneThread | None = None

@@ -170,6 +170,7 @@ class Welcome(msgspec.Struct, frozen=True):
     code: int = 0
     reason: str = ""
     consumers: Annotated[str, msgspec.Meta(max_length=400)] = ""
+    schema: Annotated[str, msgspec.Meta(max_length=32)] = ""  # fingerprint of the ring's; "": not said
 
 
 _HANDSHAKE: dict[type[msgspec.Struct], Kind] = {

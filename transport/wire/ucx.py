@@ -218,7 +218,8 @@ class Listening:
     def end_strangers(self, patience_s: float) -> bool:
         """Close connections that sent no valid connection request within ``patience_s``, or more bytes than one has.
 
-        True: some still have time. UCX would wait for them without limit, and would spin on unexpected bytes.
+        While descriptors are few the port takes no connection. True: look again soon, some still have time, or
+        descriptors are few. UCX would wait for them without limit, and would spin on unexpected bytes.
         """
         some: bool = self._native.end_strangers(patience_s)
         return some

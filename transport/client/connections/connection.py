@@ -31,7 +31,9 @@ from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import authentication, frames
 from transport.wire.frames import Answer, Kind, Record
+from transport.wire.joining import address_of
 from transport.wire.library import engine
+from transport.wire.probing import probe
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import Wire
 
@@ -100,6 +102,7 @@ class Link:
         self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
         self.ring = welcome.ring
         self.consumers = welcome.consumers  # as the ring's segment has them
+        self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
 
@@ -127,6 +130,7 @@ class Link:
         endpoint: Endpoint | None = None
         try:
             async with asyncio.timeout(settings.connect_timeout_s + settings.handshake_timeout_s):
+                await probe(await address_of(host), port, settings.connect_timeout_s)
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
                 welcome = await _shake_hands(endpoint, ring, tag_base, secret)

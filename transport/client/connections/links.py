@@ -1,6 +1,6 @@
-"""All connections of a client, and what is done without being asked: acknowledging, ageing, the end.
+"""All connections of a client: opened, lent, taken back, parted from; and what is done without being asked.
 
-Ledger and pool say what is due; this file does it. It belongs to the client's loop.
+Pool, routes, quarantine and ledger say what is due; this file does it. It belongs to the client's loop.
 """
 
 from __future__ import annotations
@@ -9,32 +9,47 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from transport.client.connections.acknowledgements import Ack
-from transport.client.connections.connection import Link, Want
-from transport.client.connections.lending import Lending
-from transport.client.connections.pool import PortKey
-from transport.errors import ClosedError, TransportError
+from transport.client.connections.acknowledgements import Ack, AckLedger
+from transport.client.connections.connection import Link, Want, new_tag_base
+from transport.client.connections.pool import EndpointPool, PoolCounts, PortKey
+from transport.client.connections.routes import PortQuarantine, Routes
+from transport.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    LinkError,
+    RefusedError,
+    TransportError,
+    WireNotAllowedError,
+    WrongRingError,
+)
+from transport.ring.attachment import found_here, shares_memory
 from transport.settings import Settings
-from transport.wires import Wire
+from transport.wire.frames import Kind, Record
+from transport.wire.joining import address_of, of_this_host
+from transport.wire.ucx import Worker
+from transport.wires import Wire, settings_for
 
 log = logging.getLogger(__name__)
 
-
+_BYE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
 _LONGEST_SLEEP_S = 30.0
 _FEW = 256  # idle connections
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
-class Links(Lending):
+class Links:
     """The links of one client, with the acknowledgements that they carry.
 
     Args:
-        wires, secret, device_memory: as `Lending` takes them.
+        wires: the wires a link may use; None: any.
+        secret: shared secret to prove to listeners.
+        device_memory: UCX shall know it, whatever the wires.
         tick: called now and then, at least every half minute, for what else grows old.
     """
 
@@ -47,7 +62,26 @@ class Links(Lending):
         *,
         device_memory: bool = False,
     ) -> None:
-        super().__init__(settings, wires, secret, device_memory=device_memory)
+        self._settings = settings
+        self._wires = wires
+        self._secret = secret
+        self._for_device_memory = device_memory
+        self._worker: Worker | None = None
+        self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
+        self._pool: EndpointPool[Link] = EndpointPool(settings)
+        # who waits for a link of a port: given one that came back, or None: a place, which is taken in the pool already
+        self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
+        self._tag_bases: dict[Link, int] = {}
+        self._bases: set[int] = set()  # those, and of links that are being opened
+        self._partings: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()  # something has changed that upkeep should look at
+        self._closed = False
+        self.opened = 0
+        self.quarantine = PortQuarantine(settings)
+        self.ledger = AckLedger(settings)
+        self.routes = Routes(self.quarantine, self.ledger)
+        self.ports = self.routes.ports  # asked at every read: no call in between
+        self.next_port = self.routes.next_port
         self._tick = tick
         self._flushes: dict[str, asyncio.Task[None]] = {}
         self._looked = 0.0  # at all idle links
@@ -63,6 +97,294 @@ class Links(Lending):
         if acks:  # with no await since `take`, so that no acknowledgement rides twice
             self.ledger.sent(link, number, acks)
         return number, answer
+
+    def counts(self, port: PortKey | None = None) -> PoolCounts:
+        """Idle, lent and opening links of one port, or of all."""
+        return self._pool.counts(port)
+
+    def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
+        """Note a failure of the port, and quarantine it where the path broke; True when it serves another ring now.
+
+        It is healed by an answer, and a refusal is one. What this side ended itself says nothing about the port.
+        """
+        if isinstance(error, WrongRingError):
+            self.routes.serves_another(ring, port)
+            return True
+        if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
+            if self.quarantine.failed(port, time.monotonic()):  # else it was used as a last resort, and said so before
+                log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
+            self._break_off_all(self._pool.drain_port(port))
+        elif isinstance(error, RefusedError):
+            self.quarantine.succeeded(port)
+        return False
+
+    # --- links --------------------------------------------------------------------------------------
+    def try_checkout(self, port: PortKey, ring: str) -> Link | None:
+        """An idle link to the port, if there is one that still serves ``ring``."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        now = time.monotonic()
+        while (link := self._pool.checkout(port, now)) is not None:
+            if link.usable and link.ring == ring:
+                return link
+            self.break_off(link)
+        return None
+
+    async def checkout(self, port: PortKey, ring: str) -> Link:
+        """An idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
+        while True:
+            link = self.try_checkout(port, ring)
+            if link is not None:
+                return link
+            self._part_from_old()
+            if self._pool.may_open(port):
+                self._pool.begin_open(port)
+                return await self._open(port, ring)
+            link = await self._turn(port)
+            if link is None:
+                return await self._open(port, ring)
+            if self._closed:
+                self.break_off(link)
+                continue  # to the error
+            if link.usable and link.ring == ring:
+                return link
+            self._pool.drop(link)
+            self._pool.begin_open(port)  # before its place is announced: this turn is worth a link
+            self.break_off(link)
+            return await self._open(port, ring)
+
+    async def _turn(self, port: PortKey) -> Link | None:
+        """Wait behind all others for a link of the port that came back, or for a place: None, and `_open` fills it."""
+        waiting = self._waiting.setdefault(port, deque())
+        turn: asyncio.Future[Link | None] = asyncio.get_running_loop().create_future()
+        waiting.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._pass_on(port, turn.result())
+            raise
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)
+            if not waiting and self._waiting.get(port) is waiting:
+                del self._waiting[port]
+
+    def _pass_on(self, port: PortKey, given: Link | None) -> None:
+        """Pass on the link or place of a waiter that was cancelled meanwhile."""
+        if given is not None:
+            self.checkin(given)
+        else:
+            self._pool.open_failed(port)
+            self._announce_place(port)
+
+    def _allowed(self) -> frozenset[Wire] | None:
+        if self._for_device_memory and self._wires is not None:
+            return self._wires | {"cuda"}
+        return self._wires
+
+    def _worker_for(self, ring: str, address: str) -> Worker:
+        """The worker that may use shared memory, or the one that may not.
+
+        Which has to be known before connecting. UCX crashes where the memory cannot be attached. And where only the
+        network namespace is another one it maps the memory, but who waits is not woken: that goes through a socket.
+        """
+        if self._wires is not None and "shm" not in self._wires:
+            return self._get_worker()
+        route = self.routes.find(ring)
+        known = route is not None and (route.segment is None or shares_memory(route.segment))
+        if known and of_this_host(address):
+            return self._get_worker()
+        if self._worker_apart is None:
+            try:
+                self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+            except WireNotAllowedError:
+                if route is not None and route.segment is not None:
+                    found_here(route.segment)  # a ring that has gone says nothing about the wires
+                raise
+            self._worker_apart.engine.drop_unexpected()
+        return self._worker_apart
+
+    def _get_worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker(settings_for(self._allowed()))
+            # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
+            self._worker.engine.drop_unexpected()
+        return self._worker
+
+    def make_ready(self) -> None:
+        """Load UCX and make the worker, which takes a tenth of a second."""
+        self._get_worker()
+
+    async def warm(self, port: PortKey, ring: str, most: int) -> int:
+        """Open connections to a port before they are needed, up to ``most``; how many it has then.
+
+        The first one alone: a port that does not answer takes one place from readers, not all. Raises what connecting
+        raises; the port is not blamed for it, since its listener may not have been started yet.
+        """
+        if self._pool.counts(port).total == 0:
+            await self._open_idle(port, ring)
+        more = most - self._pool.counts(port).total
+        for error in await asyncio.gather(*(self._open_idle(port, ring) for _ in range(more)), return_exceptions=True):
+            if error is not None:
+                raise error
+        return self._pool.counts(port).total
+
+    async def _open_idle(self, port: PortKey, ring: str) -> None:
+        if not self._closed and self._pool.may_open(port):
+            self._pool.begin_open(port)
+            self.checkin(await self._open(port, ring))
+
+    def device_memory(self) -> bool:
+        """Whether UCX knows device memory here, so that it may be received into."""
+        return self._get_worker().device_memory
+
+    async def _open(self, port: PortKey, ring: str) -> Link:
+        """A new link in the place that the caller has taken in the pool."""
+        try:
+            link = await self._connect(port, ring)
+        except BaseException:
+            self._pool.open_failed(port)
+            self._announce_place(port)
+            raise
+        self._pool.opened(port, link)
+        self._check_wire(port, link)
+        self.routes.listeners_said(ring, link.ports)
+        return link
+
+    async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "") -> Link:
+        """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served.
+
+        segment: of the ring that is served, which was seen on this host; None: it is on another one; "": unknown, so no
+        shared memory is used. RingNotFoundError if the segment has gone.
+        """
+        near = segment is None or (segment != "" and shares_memory(segment, seen=True))
+        link = await self._connect(port, ring, near)
+        self._check_wire(port, link)
+        return link
+
+    async def _connect(self, port: PortKey, ring: str, near: bool = False) -> Link:
+        base = new_tag_base(self._bases)
+        self._bases.add(base)
+        try:
+            if self._closed:  # a turn that came just before
+                raise ClosedError("this client is closed")
+            self.quarantine.begin(port, time.monotonic())
+            link = await self._connected(port, ring, base, near)
+        except BaseException:
+            self._bases.discard(base)
+            raise
+        self._tag_bases[link] = base
+        self.opened += 1
+        return link
+
+    def _check_wire(self, port: PortKey, link: Link) -> None:
+        if self._wires is not None and link.wire not in self._wires:
+            try:
+                chosen = ", ".join("/".join(each) for each in link.transports())
+            finally:
+                self.break_off(link)
+            raise WireNotAllowedError(
+                f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
+            )
+
+    async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
+        """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
+        while True:
+            worker = self._get_worker() if near else self._worker_for(ring, await address_of(port[0]))
+            try:
+                return await Link.open(
+                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
+                )
+            except (LinkError, ClosedError):
+                if worker in (self._worker, self._worker_apart) or self._closed:
+                    raise
+
+    def checkin(self, link: Link) -> None:
+        """The link's user is done with it and nothing is under way on it."""
+        if not link.usable:
+            self.break_off(link)
+            return
+        if self._waiting and (turn := self._next_turn(link.port)) is not None:
+            turn.set_result(link)  # never idle, so that its last user cannot be first again
+        elif surplus := self._pool.checkin(link, time.monotonic()):
+            self._break_off_all(surplus)
+
+    def _next_turn(self, port: PortKey) -> asyncio.Future[Link | None] | None:
+        """Of the one that has waited longest for the port."""
+        waiting = self._waiting.get(port)
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                return turn
+        return None
+
+    def _announce_place(self, port: PortKey) -> None:
+        """Take a place that became free for the one that has waited longest."""
+        if self._pool.may_open(port) and (turn := self._next_turn(port)) is not None:
+            self._pool.begin_open(port)
+            turn.set_result(None)
+
+    def break_off(self, link: Link, *, silent: bool = False) -> None:
+        """Abort a link; what it carried unconfirmed is acknowledged again through another one.
+
+        ``silent``: nothing came through it in the time that one attempt has.
+        """
+        blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
+        link.abort()
+        if link.worker in (self._worker, self._worker_apart) and link.worker.engine.abandoned:
+            blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
+        self._pool.drop(link)
+        self._bases.discard(self._tag_bases.pop(link, -1))
+        self.ledger.lost(link, time.monotonic())
+        self._wake.set()
+        if self._waiting:
+            self._announce_place(link.port)
+        if blocked:
+            self._replace_worker(link.worker)
+
+    def _replace_worker(self, worker: Worker) -> None:
+        """Replace the worker after a peer over shared memory has died, or nothing came in time.
+
+        All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
+        waits at for ever: nothing would arrive over shared memory any more, from any peer.
+        """
+        if worker is self._worker:
+            self._worker = None
+        elif worker is self._worker_apart:
+            self._worker_apart = None
+        else:
+            return
+        log.info("a shared-memory peer died or stopped answering; replacing all connections of its worker")
+        for link in [link for link in self._tag_bases if link.worker is worker]:
+            link.given_up = True
+        self._break_off_all([link for link in self._pool.idle() if link.worker is worker])
+        worker.close()  # reads that are under way fail, and are tried again
+
+    def _break_off_all(self, links: Iterable[Link]) -> None:
+        for link in links:
+            self.break_off(link)
+
+    def _part_from_old(self) -> None:
+        """Take leave of links that were idle for too long, beside everything else; their places are free at once."""
+        for link in self._pool.expired(time.monotonic()):
+            parting = asyncio.get_running_loop().create_task(self._farewell(link), name="transport farewell")
+            self._partings.add(parting)
+            parting.add_done_callback(self._partings.discard)
+
+    async def _farewell(self, link: Link) -> None:
+        """Part in good order: the last acknowledgements, BYE, its answer, close."""
+        try:
+            acks = self.ledger.take(link.ring, self._settings.records_per_message - 1, link.port)
+            async with asyncio.timeout(_BYE_TIMEOUT_S):
+                number, asking = link.ask(Record(Kind.BYE), acks)
+                self.ledger.sent(link, number, acks)
+                link.answer(await asking)
+            self.ledger.answered(link, number)
+        except (TransportError, TimeoutError) as error:
+            log.debug("%r did not answer BYE: %s", link, error)
+        finally:
+            self.break_off(link)
 
     # --- acknowledgements and ageing ----------------------------------------------------------------------
     async def _tend(self) -> None:

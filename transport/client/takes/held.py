@@ -21,6 +21,7 @@ import numpy as np
 
 from transport.client.connections.connection import Link
 from transport.errors import ConnectionLostError, ReadTimeoutError, TransportError, UsageError, VersionMismatchError
+from transport.runtime import hurry
 from transport.settings import Settings
 from transport.taking.batch import TAKEN, Rows, Verdicts
 from transport.taking.finishing import Finishing
@@ -83,7 +84,8 @@ class HeldClaims(Finishing):
     async def _codes(self, future: asyncio.Future[Any]) -> list[int] | None:
         """The answer to FINISH or GIVE_BACK; None: there is none, and the connection has ended."""
         with contextlib.suppress(TransportError):
-            outcome = await self._outcome(future, self._settings.read_timeout(0), "the end of claims")
+            limit_s = hurry.bounded(self._settings.read_timeout(0))  # one ring after the other, at a trainer's end
+            outcome = await self._outcome(future, limit_s, "the end of claims")
             if isinstance(outcome, list):
                 return outcome
         self.abort()

@@ -10,10 +10,11 @@ from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.client.takes.link import TakeLink
 from transport.devices.buffers import BufferPool
-from transport.errors import ClosedError
+from transport.errors import ClosedError, SchemaError
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.taking.outcomes import Outcomes
+from transport.ticket import NO_SCHEMA
 
 
 class Taking:
@@ -71,8 +72,17 @@ class Taking:
         self.checksum_failures += changed
 
     async def apart(self, port: PortKey, segment: str | None = "") -> TakeLink:
-        """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`."""
+        """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`.
+
+        SchemaError: the ring there is of a schema that this client was not given; nothing was claimed.
+        """
         link = await self._open(port, segment)
+        schema = link.link.schema
+        if self._schemas and schema not in (*self._schemas, NO_SCHEMA, ""):
+            link.abort()
+            raise SchemaError(
+                f"{port[0]}:{port[1]} serves a ring of schema {schema}, this client has {', '.join(self._schemas)}"
+            )
         self._apart.add(link)
         return link
 

@@ -1,0 +1,91 @@
+"""Rings that are being made, or were made again under their name; runs whose names begin alike; another schema."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transport import Schema, SharedRingBuffer, UCXXServer
+from transport.client.client import UCXXClient
+from transport.errors import SchemaError
+from transport.queue import FoundRings
+from transport.queue.places import OnThisHost, default_prefix
+from transport.testing import run
+
+SCHEMA = Schema.of(x=("int64", 4))
+ONE = {"x": np.arange(4)}
+PATIENCE_S = 10.0
+
+
+def prefix() -> str:
+    return f"again-{os.getpid()}-"
+
+
+def test_a_ring_that_is_looked_at_while_it_is_made_is_found_when_it_is_ready() -> None:
+    unready = Path(f"/dev/shm/transport-{prefix()}a")
+    with FoundRings(OnThisHost(prefix())) as queue:
+        unready.touch(0o600)  # as it is between two steps of its writer
+        assert queue.claim(1, 0.0, consumer="t") == []
+        with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
+            ring.write(ONE)
+            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
+            assert queue.ack(claim)
+
+
+def test_a_ring_that_was_made_again_is_found_while_an_array_of_the_old_one_is_held() -> None:
+    with FoundRings(OnThisHost(prefix())) as queue:
+        with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
+            old = ring.write(ONE)
+            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
+            came = queue.brought(claim)
+            assert came is not None
+            kept = np.frombuffer(came.data, np.int64)
+            assert queue.ack(claim)
+            del came
+        with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
+            new = ring.write({"x": np.arange(4) + 10})
+            assert new.ring != old.ring
+            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
+            assert claim.ticket_id.startswith(new.ring)
+            assert queue.ack(claim)
+            assert (kept == np.arange(4)).all()
+            del kept, claim
+
+
+def test_runs_whose_names_begin_alike_have_rings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(name: str) -> str:
+        monkeypatch.setenv("TRANSPORT_RUN", name)
+        return default_prefix()
+
+    run = f"exp{os.getpid()}"
+    with SharedRingBuffer.create(SCHEMA, slots=2, prefix=of(f"{run}-2")) as ring:
+        ticket = ring.write(ONE)
+        monkeypatch.setenv("TRANSPORT_RUN", run)
+        with FoundRings(OnThisHost()) as queue:
+            assert queue.claim(1, 0.0, consumer="t") == []
+        monkeypatch.setenv("TRANSPORT_RUN", f"{run}-2")
+        with FoundRings(OnThisHost()) as queue:
+            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
+            assert claim.ticket_id.startswith(ticket.ring)
+            assert queue.ack(claim)
+
+
+@pytest.mark.ucx
+def test_a_ring_of_another_schema_is_refused_before_anything_is_claimed() -> None:
+    other = Schema.of(observations=("float32", 4))
+    with SharedRingBuffer.create(SCHEMA, slots=2) as ring, UCXXServer(ring, mode="thread") as server:
+        ring.write(ONE)
+        place = ("127.0.0.1", server.ports[0])
+
+        async def connect(schemas: list[Schema]) -> int:
+            async with UCXXClient(schemas=schemas, wire={"tcp"}) as client:
+                taken = await (await client.taking.apart(place)).take(1)
+                return int(taken.rows["attempts"][0])
+
+        with pytest.raises(SchemaError, match=other.fingerprint):
+            run(connect([other]))
+        assert run(connect([other, SCHEMA])) == 1  # no one else has claimed it
+        assert run(connect([])) == 2

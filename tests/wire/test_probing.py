@@ -1,0 +1,73 @@
+"""What listens at a port is looked at before UCX connects: another service, or nobody, must not end the process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from transport import BlockingClient
+from transport.errors import UnreachableError
+
+pytestmark = pytest.mark.ucx
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """The port of a service that sends back what it gets."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    client, _ = listening.accept()
+                except OSError:
+                    return
+                with client:
+                    try:
+                        while data := client.recv(65536):
+                            client.sendall(data)
+                    except OSError:
+                        continue
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_service_that_sends_bytes_back_is_no_listener(echo: int) -> None:
+    with BlockingClient(wire={"tcp"}) as client:
+        for _ in range(5):
+            with pytest.raises(UnreachableError, match="no listener"):
+                client.take(f"127.0.0.1:{echo}", 1)
+
+
+_TO_ITSELF = """
+import asyncio, subprocess
+from pathlib import Path
+from transport.errors import UnreachableError
+from transport.wire.probing import probe
+
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")
+said = set()
+while not any("itself" in each for each in said):  # the kernel chooses one of two ports
+    try:
+        asyncio.run(probe("127.0.0.1", 40000))
+    except UnreachableError as error:
+        said.add(str(error))
+"""
+
+
+def test_a_connection_that_leads_to_itself_is_refused() -> None:
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs a network namespace of its own")
+    subprocess.run(["unshare", "--net", sys.executable, "-c", _TO_ITSELF], check=True, timeout=60)

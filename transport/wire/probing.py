@@ -1,0 +1,69 @@
+"""Whether something at a port sends bytes back, before UCX connects to it.
+
+UCX takes whatever comes for the answer of a listener: bytes of another service, or its own request (an echo service; a
+connection to a port of this host at which nothing listens, which the kernel may make to itself) end the process with an
+assertion. A listener of UCX sends nothing before it has a whole request, and closes when its peer does. So one byte is
+sent with an end behind it, and nothing may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from transport.errors import UnreachableError
+
+_SILENT_S = 0.5  # a listener that hangs neither answers nor closes; neither does one behind some proxies
+_RDMA_DEVICES = Path("/sys/class/infiniband")  # UCX may listen by RDMA alone, and then the kernel has no socket
+
+
+def _has_rdma() -> bool:
+    return _RDMA_DEVICES.exists() and any(_RDMA_DEVICES.iterdir())
+
+
+async def probe(address: str, port: int, timeout_s: float) -> None:
+    """Connect, and raise UnreachableError where nothing listens, or what listens is no listener of UCX."""
+    knocking = Knocking()
+    transport = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            transport, _ = await asyncio.get_running_loop().create_connection(lambda: knocking, address, port)
+        own, other = (transport.get_extra_info(name) for name in ("sockname", "peername"))
+        if own == other:
+            raise UnreachableError(f"nothing listens at {address}:{port}: the connection led to itself")
+        transport.write(b"\0")
+        transport.write_eof()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SILENT_S):
+                await knocking.over
+        if knocking.answered:
+            raise UnreachableError(f"what listens at {address}:{port} is no listener of this package")
+    except OSError as error:
+        if not _has_rdma():
+            why = "nothing accepts connections there" if isinstance(error, ConnectionRefusedError) else error
+            raise UnreachableError(f"connecting to {address}:{port}: {why}") from error
+    finally:
+        if transport is not None:
+            transport.abort()
+
+
+class Knocking(asyncio.Protocol):
+    """Waits for a byte, or for the end of a connection."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Which a listener does not send."""
+        self.answered = True
+        self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """In order, or reset."""
+        self._end()
+
+    def _end(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
