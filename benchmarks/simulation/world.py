@@ -98,6 +98,7 @@ class World:
             virtual_time(self.seed) as self.loop,
             mock.patch.object(links, "Link", SimLink),
             mock.patch.object(links, "Worker", SimWorker),
+            mock.patch.object(links, "probe", mock.AsyncMock()),  # no port is a real one
             mock.patch.object(client_module, "StatusSocket", lambda *_: mock.Mock()),
         ):
             SimLink.world, SimLink.count = self, 0

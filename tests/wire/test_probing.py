@@ -61,7 +61,7 @@ Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")
 said = set()
 while not any("itself" in each for each in said):  # the kernel chooses one of two ports
     try:
-        asyncio.run(probe("127.0.0.1", 40000))
+        asyncio.run(probe("127.0.0.1", 40000, 5.0))
     except UnreachableError as error:
         said.add(str(error))
 """

@@ -31,9 +31,7 @@ from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import authentication, frames
 from transport.wire.frames import Answer, Kind, Record
-from transport.wire.joining import address_of
 from transport.wire.library import engine
-from transport.wire.probing import probe
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import Wire
 
@@ -130,7 +128,6 @@ class Link:
         endpoint: Endpoint | None = None
         try:
             async with asyncio.timeout(settings.connect_timeout_s + settings.handshake_timeout_s):
-                await probe(await address_of(host), port, settings.connect_timeout_s)
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
                 welcome = await _shake_hands(endpoint, ring, tag_base, secret)

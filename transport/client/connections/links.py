@@ -31,6 +31,7 @@ from transport.ring.attachment import found_here, shares_memory
 from transport.settings import Settings
 from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
+from transport.wire.probing import probe
 from transport.wire.ucx import Worker
 from transport.wires import Wire, settings_for
 
@@ -291,7 +292,9 @@ class Links:
     async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
         while True:
-            worker = self._get_worker() if near else self._worker_for(ring, await address_of(port[0]))
+            address = await address_of(port[0])
+            await probe(address, port[1], self._settings.connect_timeout_s)
+            worker = self._get_worker() if near else self._worker_for(ring, address)
             try:
                 return await Link.open(
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
