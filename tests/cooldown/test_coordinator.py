@@ -209,6 +209,16 @@ def test_a_decision_outlasts_a_note_of_another_coordinator() -> None:
     assert machine.handle(Superseded(theirs)) == [write]
 
 
+def test_a_store_that_has_lost_the_beginning_gets_it_again() -> None:
+    machine = in_cooldown()
+    before = msgspec.structs.replace(machine.record, phase=Phase.TRAINING, clients=(), step=0)
+    assert machine.handle(Superseded(before)) == [Write(machine.record)]
+    assert machine.state is State.COOLDOWN
+    for now in (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0):
+        machine.tick(now)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
 def test_a_coordinator_that_takes_over_carries_on() -> None:
     first = in_cooldown()
     for now in (10.0, 20.0, 30.0):

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cooldown_runs import CLIENTS, Run, passing
+from cooldown_runs import CLIENTS, Run, passing, save
 from helpers import PATIENCE_S, Child, asynchronous, until
 from redis_server import needs_redis, redis_server
 
-from transport.cooldown import Outcome, Part, Phase
+from transport.cooldown import CooldownClient, CooldownHost, Outcome, Part, Phase, following
 from transport.cooldown import client as client_module
 from transport.cooldown.coordination import StoredCoordinator
+from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import Begin
 from transport.cooldown.epochs.records import EpochRecord, Report, ReportKind
-from transport.errors import CoordinatorLostError, DestinationDeniedError, StoreUnavailableError
-from transport.store.base import ABSENT
+from transport.errors import CoordinatorLostError, DestinationDeniedError, StoreFullError, StoreUnavailableError
+from transport.store.base import ABSENT, Change
 from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
 
@@ -208,3 +210,120 @@ def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verificati
         coordinator.step(0.0)
     assert coordinator.step(0.0) == [report]
     assert coordinator.step(0.0) == []
+
+
+class Full(SQLiteStore):
+    """Its disk has no room for some writes."""
+
+    refused = 0
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        if self.refused:
+            self.refused -= 1
+            raise StoreFullError("no room for the store")
+        return super().put_many(changes)
+
+
+@pytest.mark.parametrize("whose", ["client", "coordinator"])
+@asynchronous
+async def test_a_store_that_is_full_for_a_while_delays_the_checkpoint_only(tmp_path: Path, whose: str) -> None:
+    path = tmp_path / "store.sqlite3"
+    with SQLiteStore(path) as store, Full(path) as full:
+        runs = Run(tmp_path, store)
+        host = CooldownHost(full if whose == "coordinator" else store, "run", str(runs.root), cooldown_s=60, seed=8)
+        await host.open(7)
+        full.refused = 3
+        taking = CooldownClient(
+            full if whose == "client" else store, "run", "c", save=save, scratch=tmp_path / "scratch"
+        ).cooldown(7)
+        record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), taking)
+        assert not full.refused
+        assert (record.outcome, taken.part) == (Outcome.CHECKPOINTED, Part.WON)
+
+
+# --- a program's own calls --------------------------------------------------------------------------
+@asynchronous
+async def test_an_error_of_the_programs_progress_costs_one_attempt_only(cooling: Run) -> None:
+    raised: list[bool] = []
+
+    def progress(done: int, files: int, size: int) -> None:
+        if not raised:
+            raised.append(True)
+            raise ValueError("the terminal is gone")
+
+    host = cooling.host()
+    await host.open(7)
+    taking = cooling.client("c", progress=progress).cooldown(7)
+    record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), taking)
+    assert raised
+    assert (record.outcome, taken.part) == (Outcome.CHECKPOINTED, Part.WON)
+
+
+@asynchronous
+async def test_a_save_that_outlasts_its_cooldown_writes_into_no_later_one(cooling: Run) -> None:
+    begun, go_on, cut, end = (threading.Event() for _ in range(4))
+    saves: list[Path] = []
+
+    def slow(folder: Path, step: int) -> None:
+        saves.append(folder)
+        save(folder, step)
+        if len(saves) == 1:
+            begun.set()
+            go_on.wait(PATIENCE_S)
+            with (folder / "weights").open("wb"):  # cut to nothing, and not written again
+                cut.set()
+                end.wait(PATIENCE_S)
+
+    def progress(done: int, files: int, size: int) -> None:
+        if len(saves) == 2 and not go_on.is_set():  # the second save is complete, and its upload has begun
+            go_on.set()
+            assert cut.wait(PATIENCE_S)
+
+    host = cooling.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    client = cooling.client("c", save=slow, progress=progress)
+    taking = asyncio.create_task(client.cooldown(7))
+    await until(begun.is_set)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_module, "STOP_WAIT_S", 0.01)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+    assert (await client.cooldown(7)).part is Part.WON
+    assert (await leading).outcome is Outcome.CHECKPOINTED
+    cooling.check_restored(7)
+    end.set()
+    await until(lambda: not saves[0].exists())  # what the first save wrote is removed
+
+
+@asynchronous
+async def test_a_destination_that_hangs_does_not_keep_who_was_not_first(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, reported = threading.Event(), threading.Event()
+    delete, verify = Folder.delete, CooldownHost._verify
+
+    def hang(self: Folder, path: str) -> None:
+        answers.wait(PATIENCE_S)
+        delete(self, path)
+
+    def verify_when_both_have_reported(self: CooldownHost, *arguments: Any) -> Any:
+        assert reported.wait(PATIENCE_S)
+        return verify(self, *arguments)
+
+    monkeypatch.setattr(CooldownHost, "_verify", verify_when_both_have_reported)
+    monkeypatch.setattr(following, "STOP_WAIT_S", 0.01)
+    monkeypatch.setattr(Folder, "delete", hang)
+    host = cooling.host(cooldown_s=600)
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = [asyncio.create_task(cooling.client(name).cooldown(7)) for name in ("c", "e")]
+    await until(lambda: len(cooling.record(7).notes) == 2)
+    reported.set()
+    try:
+        taken = await asyncio.gather(*taking)  # the removal of the one that was not first hangs
+        assert [each.part for each in taken].count(Part.WON) == 1
+        assert (await leading).outcome is Outcome.CHECKPOINTED
+        assert not answers.is_set()
+    finally:
+        answers.set()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +104,55 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(destination: Destin
     assert precious.read_text() == "of somebody else"
     destination.delete("run/epoch-000000000001")  # the link itself
     assert precious.exists()
+
+
+_DYING = """
+import os, signal, sys
+from pathlib import Path
+from transport.cooldown.destinations.base import check_permissions
+from transport.cooldown.destinations.folder import Folder
+
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+folder = Folder(Path(sys.argv[1]))
+if sys.argv[2] == "put":
+    Path.replace = die
+    folder.put(sys.argv[3], b"{}")
+Folder.delete = die
+check_permissions(folder)
+"""
+
+
+def dies(*arguments: object) -> bool:
+    command = [sys.executable, "-P", "-c", _DYING, *map(str, arguments)]
+    return subprocess.run(command, check=False).returncode == -signal.SIGKILL
+
+
+@asynchronous
+async def test_prune_removes_what_killed_processes_left_in_a_folder(
+    store: Store, destination: Destination, tmp_path: Path
+) -> None:
+    record = await checkpoint(store, destination, "run", 1, tmp_path / "scratch")
+    root = tmp_path / "destination"
+    before = sorted(root.rglob("*"))
+    upload = f"run/epoch-{record.epoch:012d}/{record.checkpoint.client}/{record.checkpoint.attempt}"
+    written = [f"run/outcomes/{record.epoch:012d}.json", f"{upload}/manifest.json"]
+    for arguments in (*(("put", path) for path in written), ("probe",)):
+        assert await asyncio.to_thread(dies, root, *arguments)
+    assert len(sorted(root.rglob("*"))) == len(before) + 3
+    carry_out(plan({record.epoch: record}, destination, "run", 1), destination, "run")
+    assert sorted(root.rglob("*")) == before
+    assert model(record, destination, tmp_path / "restored") == "run step 1"
+
+
+@asynchronous
+async def test_the_store_keeps_of_earlier_epochs_only_their_own_records(
+    store: Store, destination: Destination, tmp_path: Path
+) -> None:
+    for step in range(3):
+        await checkpoint(store, destination, "run", step, tmp_path / "scratch")
+    await checkpoint(store, destination, "run-2", 0, tmp_path / "scratch-2")
+    found = [key.split("/")[2:] for key in store.scan("cooldown/run/")]
+    assert {epoch for _, epoch, *_ in found} == {f"{epoch:012d}" for epoch in (1, 2, 3)}
+    assert {kind for kind, epoch, *_ in found if epoch != f"{3:012d}"} == {"epoch"}
+    assert {kind for kind, epoch, *_ in found if epoch == f"{3:012d}"} == {"epoch", "report", "bell"}
+    assert len(Ledger(store, "run-2").reports(1)) == 1

@@ -23,17 +23,15 @@ from transport.cooldown.following import (
     Save,
     Taken,
     check_destination,
+    local_copy,
+    made_durable,
     prune,
     remove_upload,
+    removed,
+    save_into,
 )
 from transport.cooldown.upload import upload
-from transport.errors import (
-    ConfigurationError,
-    DestinationError,
-    RunError,
-    TransportError,
-    UsageError,
-)
+from transport.errors import ConfigurationError, UsageError
 from transport.runtime.blocking_calls import in_thread, settled
 from transport.runtime.explaining import explained_calls
 from transport.runtime.progress import Progress, silent
@@ -110,7 +108,7 @@ class CooldownClient(Follower):
                 raise UsageError(f"epoch {epoch}: its members save together; use ShardedClient on every one of them")
             if record.phase is Phase.COOLDOWN and self.name in record.elected:
                 uploader = asyncio.create_task(self._upload(record))
-            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED)
+            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
         finally:
             await self._stopped([task for task in (watcher, uploader) if task is not None])
         await self._tidy(record)
@@ -130,10 +128,11 @@ class CooldownClient(Follower):
             attempt = secrets.token_hex(8)
             try:
                 sha256 = await self._attempt(record, attempt)
-            except (TransportError, OSError) as error:
-                log.warning("epoch %d: upload failed, retrying: %s", record.epoch, masked(str(error)))
+            except Exception as error:  # of the destination, or of the program's own calls
+                why = masked(f"{type(error).__name__}: {error}")
+                log.warning("epoch %d: upload failed, retrying: %s", record.epoch, why)
                 self._part = Part.FAILED
-                await self._tell(record, ReportKind.FAILED, attempt, detail=masked(str(error)))
+                await self._tell(record, ReportKind.FAILED, attempt, detail=why)
             else:
                 self._reported.add(attempt)
                 await self._tell(record, ReportKind.UPLOADED, attempt, sha256)
@@ -179,19 +178,23 @@ class CooldownClient(Follower):
             raise
 
     def _save_and_upload(self, record: EpochRecord, attempt: str, stop: Stop) -> str:
-        folder = self._scratch / f"epoch-{record.epoch:012d}"
+        folder = local_copy(self._scratch, record.epoch)
         # A folder of another run, or of one with the same name and a new store, has another model.
         whose = f"{record.run}\n{record.epoch}\n{record.step}\n{record.seed}\n{record.opened_at!r}\n"
         marker = folder / "saved"
         if not marker.exists() or marker.read_text("utf-8", "replace") != whose:
-            shutil.rmtree(folder, ignore_errors=True)
-            model = folder / "model"
-            model.mkdir(parents=True)
+            # Each save has a folder of its own: an earlier one that still runs must not write into what is uploaded.
+            own = folder.with_name(f"{folder.name}.{attempt}")
             try:
-                self._save(model, record.step)
-            except Exception as error:
-                raise RunError(f"save() of step {record.step} failed: {type(error).__name__}: {error}") from error
-            marker.write_text(whose, "utf-8")
+                save_into(self._save, own / "model", record.step)
+                (own / marker.name).write_text(whose, "utf-8")
+                made_durable(own)
+                stop.check()
+                shutil.rmtree(folder, ignore_errors=True)
+                own.rename(folder)
+                made_durable(self._scratch, below=False)
+            finally:
+                shutil.rmtree(own, ignore_errors=True)
         stop.check()
         with open_destination(record.destination) as destination:
             done = upload(folder / "model", destination, record, self.name, attempt, stop=stop, progress=self._progress)
@@ -209,8 +212,5 @@ class CooldownClient(Follower):
             if not won and not self._is_refused(attempt, record):
                 log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
                 continue
-            try:
-                await in_thread(remove_upload, record.destination, place)
-            except DestinationError as error:
-                log.warning("%s, which is not the checkpoint, was not removed from the destination: %s", place, error)
+            await removed(record.destination, place)
         await in_thread(prune, self._scratch, self._keep_steps)

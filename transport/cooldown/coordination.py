@@ -54,6 +54,7 @@ from transport.errors import (
     ConfigurationError,
     DestinationError,
     RunError,
+    StoreError,
     UsageError,
 )
 from transport.runtime.blocking_calls import in_thread, retry_store, settled
@@ -71,7 +72,7 @@ PUBLISH_S: Final = 600.0
 class StoredCoordinator:
     """One epoch's coordinator with its record in the store. Blocks; one call at a time.
 
-    Raises StoreUnavailableError; the same call can then be repeated: nothing is lost or done twice.
+    Raises StoreError; after a retryable one the same call can be repeated: nothing is lost or done twice.
     """
 
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
@@ -242,7 +243,7 @@ class CooldownHost:
                 seed=self._seed,
                 opened_at=self._wall(),
             )
-            if await in_thread(self._ledger.write, record, ABSENT) is not None:
+            if await retry_store(partial(self._ledger.open, record)):
                 return record
             if epoch is not None:
                 raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
@@ -281,6 +282,7 @@ class CooldownHost:
         try:
             await retry_store(lambda: coordinator.handle(Begin(step, tuple(clients), hosts)))
             await self._lead(coordinator, destination)
+            await self._forget(epoch)
             await self._copy_outcome(coordinator.machine.record, destination)
             if destination.publishes:
                 await self._publish(coordinator.machine.record, destination)
@@ -358,6 +360,13 @@ class CooldownHost:
             if error.upload:
                 raise
             raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error  # the manifest, which was just written
+
+    async def _forget(self, epoch: int) -> None:
+        """Members of earlier epochs have all come to this one, or are gone."""
+        try:
+            await in_thread(self._ledger.forget_before, epoch)
+        except StoreError as error:
+            log.warning("epoch %d: what earlier epochs left in the store stays until the next one: %s", epoch, error)
 
     async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
         """Write the outcome to the destination too, in case the store is lost."""

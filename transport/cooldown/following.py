@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import EpochRecord, Phase, Report, ReportKind, check_name
 from transport.cooldown.upload import remove
-from transport.errors import CoordinatorLostError, InternalError
-from transport.runtime.blocking_calls import retry_store, settled
+from transport.errors import CoordinatorLostError, InternalError, RunError
+from transport.runtime.blocking_calls import in_thread, retry_store, settled
 from transport.store.base import ABSENT
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ STOP_WAIT_S: Final = 30.0  # for the uploading thread to end after a cancellatio
 REPORT_S: Final = 5.0
 AGAIN_FIRST_S: Final = 1.0  # between two uploads, doubled after each
 AGAIN_MOST_S: Final = 30.0
-_LOCAL: Final = re.compile(r"epoch-\d{12}")
+_LOCAL: Final = re.compile(r"(epoch-\d{12})(\.[0-9a-f]{16})?")  # the latter: a save that is not complete
 
 Save = Callable[[Path, int], None]
 """Writes the model of a step as plain files into an empty folder. Blocks; runs in a thread of its own."""
@@ -87,11 +88,19 @@ class Follower:
                     "a new coordinator can resume the epoch"
                 )
 
-    async def _until(self, watcher: asyncio.Task[None], holds: Callable[[EpochRecord], bool]) -> EpochRecord:
+    async def _until(
+        self,
+        watcher: asyncio.Task[None],
+        holds: Callable[[EpochRecord], bool],
+        uploader: asyncio.Task[None] | None = None,
+    ) -> EpochRecord:
+        """The record as soon as this holds; an error of a task that ends before is raised."""
+        tasks = {task for task in (watcher, uploader) if task is not None}
         while self._record is None or not holds(self._record):
-            await asyncio.wait([watcher, self._change()], return_when=asyncio.FIRST_COMPLETED)
-            if watcher.done():
-                watcher.result()
+            await asyncio.wait([*tasks, self._change()], return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in tasks if task.done()]:
+                task.result()
+                tasks.discard(task)
         return self._record
 
     def _change(self) -> asyncio.Future[None]:
@@ -141,12 +150,48 @@ def remove_upload(url: str, place: str) -> None:
         remove(destination, place)
 
 
+async def removed(url: str, place: str) -> None:
+    """Remove an upload that is not the checkpoint; a destination that fails or hangs is only logged."""
+    call = in_thread(remove_upload, url, place)
+    if not await settled(call, STOP_WAIT_S):
+        log.warning("%s, which is not the checkpoint, is not yet removed: the destination does not answer", place)
+    elif error := call.exception():
+        log.warning("%s, which is not the checkpoint, was not removed: %s", place, masked(str(error)))
+
+
+def local_copy(scratch: Path, epoch: int) -> Path:
+    """The folder of an epoch's local copy."""
+    return scratch / f"epoch-{epoch:012d}"
+
+
+def save_into(save: Save, folder: Path, step: int) -> None:
+    """Save into the new folder. Raises RunError if ``save`` fails."""
+    folder.mkdir(parents=True)
+    try:
+        save(folder, step)
+    except Exception as error:
+        raise RunError(f"save() of step {step} failed: {type(error).__name__}: {error}") from error
+
+
+def made_durable(folder: Path, *, below: bool = True) -> None:
+    """Flush a folder to disk, with all that is ``below``, so that a power loss leaves it as it is."""
+    for path in [*(folder.rglob("*") if below else ()), folder]:
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def prune(scratch: Path, keep: int) -> list[str]:
-    """Remove the oldest local copies; returns their names."""
+    """Remove the oldest local copies, and what saves that were not completed have left; returns their names."""
     if not scratch.is_dir():
         return []
-    copies = sorted(path.name for path in scratch.iterdir() if _LOCAL.fullmatch(path.name))
-    surplus = copies[: max(0, len(copies) - keep)]
+    found = [match for path in scratch.iterdir() if (match := _LOCAL.fullmatch(path.name))]
+    copies = sorted(match[0] for match in found if not match[2])
+    surplus = copies[: max(0, len(copies) - keep)] + [match[0] for match in found if match[2]]
     for name in surplus:
         shutil.rmtree(scratch / name, ignore_errors=True)
     return surplus

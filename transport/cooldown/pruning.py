@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from transport.cooldown.destinations.base import Destination
+from transport.cooldown.destinations.base import PROBE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, is_upload, upload_folder
 from transport.cooldown.restoring import all_outcomes, checkpoint_manifest, published_name
@@ -20,13 +20,14 @@ from transport.errors import CheckpointDamagedError, UsageError
 from transport.runtime.progress import Progress, silent
 
 _EPOCH: Final = re.compile(r"epoch-(\d{12})")
+_UNFINISHED: Final = re.compile(r"(?:epoch-|outcomes/)(\d{12})")  # how the path of something begins, below its run
 
 
 class Surplus(NamedTuple):
     """Something at a destination that is to be removed."""
 
     epoch: int
-    what: str  # "checkpoint", "upload" or "unfinished"
+    what: str  # "checkpoint", "upload", "unfinished" or "probe"; the last is of no epoch
     path: str
 
 
@@ -74,13 +75,14 @@ def plan(
             kept.append((f"{run}/{name}", "no record says that this epoch has ended"))
             continue
         _plan_epoch(record, destination, epoch in old, unverified, theirs.get(epoch, set()), surplus, kept)
-    for path, _ in destination.leftovers(run):  # also of epochs in which nothing else is
-        found = _EPOCH.fullmatch(path.removeprefix(f"{run}/").partition("/")[0])
+    for path in destination.leftovers(run):  # also of epochs in which nothing else is
+        found = _UNFINISHED.match(path.removeprefix(f"{run}/"))
         record = records.get(int(found[1])) if found else None
         if record is None or record.phase is not Phase.ENDED:
             kept.append((path, "unfinished, and no record says that its epoch has ended"))
         else:
             surplus.append(Surplus(record.epoch, "unfinished", path))
+    surplus += [Surplus(0, "probe", name) for name in destination.names("") if name.startswith(PROBE)]
     return Plan(surplus, kept)
 
 
@@ -150,6 +152,9 @@ def carry_out(plan: Plan, destination: Destination, run: str, progress: Progress
         progress(done, len(plan.surplus), 0)
         if each.what == "unfinished":
             destination.remove_leftover(each.path)
+            continue
+        if each.what == "probe":
+            destination.delete(each.path)
             continue
         if each.what == "checkpoint":
             destination.unpublish(published_name(run, each.epoch))

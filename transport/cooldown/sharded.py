@@ -35,16 +35,18 @@ from transport.cooldown.following import (
     Save,
     Taken,
     check_destination,
+    local_copy,
+    made_durable,
     prune,
     remove_upload,
+    removed,
+    save_into,
 )
 from transport.cooldown.restoring import checkpoint_manifest
 from transport.cooldown.upload import copied, plain_files, removed_on_failure
 from transport.errors import (
     ConfigurationError,
     CoordinatorLostError,
-    DestinationError,
-    RunError,
     TransportError,
     UsageError,
 )
@@ -142,7 +144,7 @@ class ShardedClient(Follower):
             record = await self._begun(watcher, epoch)
             if await self._saved(record) and record.phase is Phase.COOLDOWN:
                 uploader = asyncio.create_task(self._carry(record))
-            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED)
+            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
         finally:
             await self._stopped([task for task in (watcher, uploader) if task is not None])
         await self._tidy(record)
@@ -214,13 +216,10 @@ class ShardedClient(Follower):
         return call.result()
 
     def _save_files(self, record: EpochRecord) -> Saved:
-        folder = self._scratch / f"epoch-{record.epoch:012d}"
+        folder = local_copy(self._scratch, record.epoch)
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        try:
-            self._save(folder, record.step)
-        except Exception as error:
-            raise RunError(f"save() of step {record.step} failed: {type(error).__name__}: {error}") from error
+        save_into(self._save, folder, record.step)
+        made_durable(folder)
         files = tuple((name, path.stat().st_size) for name, path in plain_files(folder))
         return Saved(member=self.name, host=record.hosts[self.name], folder=str(folder), files=files)
 
@@ -295,9 +294,10 @@ class ShardedClient(Follower):
             report = self._report(record, ReportKind.CANCELLED, attempt)
             await settled(in_thread(self._ledger.report, report), REPORT_S)
             raise
-        except (TransportError, OSError) as error:
-            log.warning("epoch %d: share %d of %s failed, retrying: %s", record.epoch, number, host, masked(str(error)))
-            await self._failed(record, str(error), attempt)
+        except Exception as error:  # of the destination, or of the program's own calls
+            why = f"{type(error).__name__}: {error}"
+            log.warning("epoch %d: share %d of %s failed, retrying: %s", record.epoch, number, host, masked(why))
+            await self._failed(record, why, attempt)
             return
         finally:
             beating.cancel()
@@ -339,16 +339,15 @@ class ShardedClient(Follower):
         """
         if self._uploads:
             used: set[str] | None = None
-            try:
-                used = await in_thread(self._used, record)
-            except TransportError as error:
+            call = in_thread(self._used, record)
+            if not await settled(call, STOP_WAIT_S):
+                log.warning("epoch %d: what was not used of its uploads is kept: timeout", record.epoch)
+            elif error := call.exception():
                 log.warning("epoch %d: what was not used of its uploads is kept: %s", record.epoch, masked(str(error)))
+            else:
+                used = call.result()
             for attempt in self._uploads - used if used is not None else ():
-                place = upload_folder(record.run, record.epoch, self.name, attempt)
-                try:
-                    await in_thread(remove_upload, record.destination, place)
-                except DestinationError as error:
-                    log.warning("%s, which is not part of the checkpoint, was not removed: %s", place, error)
+                await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
             if used and record.outcome is Outcome.CHECKPOINTED:
                 self._part = Part.WON
         await in_thread(prune, self._scratch, self._keep_steps)

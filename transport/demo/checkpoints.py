@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger, recorded_outcomes, restore
-from transport.runtime.blocking_calls import in_thread
 from transport.cooldown.destinations.base import folder_of, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import newest_checkpoint
@@ -26,6 +25,7 @@ from transport.demo.plan import EpochPlan, Plan, WorkerConfig
 from transport.demo.policy import PARAMETER_SHAPES, Policy
 from transport.demo.worker import Parent
 from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
+from transport.runtime.blocking_calls import in_thread
 from transport.storage.urls import SQLiteURL, parse_url
 from transport.store import Store
 from transport.store.open import open_store

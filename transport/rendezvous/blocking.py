@@ -16,16 +16,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
-from transport.errors import ClosedError, RunLostError, StoreError, UsageError
+from transport.errors import ClosedError, RunLostError, UsageError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.living import live, own_name
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
+from transport.runtime.blocking_calls import started
 from transport.store.base import Store
 
 Result = TypeVar("Result")
@@ -123,18 +124,7 @@ class BlockingRendezvous:
         if os.getpid() != self._pid:
             return
         self._stopping.set()
-        done = threading.Event()
-
-        def give_up() -> None:
-            try:
-                self._session.leave()
-            except StoreError:
-                pass  # the leases end by themselves
-            finally:
-                done.set()
-
-        threading.Thread(target=give_up, name="transport leaving", daemon=True).start()
-        done.wait(patience_s)
+        wait([started(self._session.leave)], patience_s)  # where the store fails, the leases end by themselves
         if self._thread.is_alive():
             self._thread.join(patience_s)
 
@@ -178,15 +168,7 @@ class BlockingRendezvous:
     def _call(self, action: Callable[[], Result]) -> Result:
         """Run a blocking call in a thread; if the wait is interrupted, the call continues."""
         self._check_process()
-        answer: Future[Result] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(action())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="transport call", daemon=True).start()
+        answer = started(action)
         while not wait([answer], self._session.rules.poll_s).done:
             self._session.check_silence()
         self._publish()

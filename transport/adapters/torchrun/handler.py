@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server import api as agent_api
@@ -42,6 +43,7 @@ from transport.errors import RunError, StaleRoundError, StoreError, StoreUnavail
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.blocking import BlockingRendezvous
 from transport.rendezvous.records import Closing, Place, Reason
+from transport.runtime.blocking_calls import started
 from transport.storage.urls import RedisURL
 from transport.store.base import Store
 from transport.store.redis import RedisStore
@@ -53,6 +55,9 @@ _BARRIER = getattr(agent_api, "_TERMINAL_STATE_SYNC_ID", "torchelastic/agent/ter
 _TRIES = 3  # rounds in which rank 0 cannot be reached, until this agent gives up
 _CONNECT_S = 30.0
 _AGENT_S = 300.0  # torch's own time limit of a store
+_LOOK_S = 0.2  # between two looks whether the round goes on
+
+T = TypeVar("T")
 
 
 def make(parameters: RendezvousParameters) -> TransportRendezvousHandler:
@@ -82,13 +87,25 @@ def _open(options: Options) -> Store:
     return SQLiteStore(options.url.path)
 
 
-def _wait(store: dist.Store, keys: Sequence[str], agents: int, still: Callable[[], bool]) -> bool:
+def _there(store: dist.Store, keys: Sequence[str], agents: int, still: Callable[[], bool]) -> bool:
     """Whether the keys are in the store, waited for while ``still``. A wait with a time limit would make torch warn."""
     while still():
         if store.check(list(keys)):
             return True
         time.sleep(min(max(agents / 2000, 0.05), 1.0))  # so that rank 0 has at most 2000 questions a second
     return False
+
+
+def _while(still: Callable[[], bool], call: Callable[[], T]) -> T | None:
+    """The result of a call of torch's store; None if ``still`` ends before.
+
+    The call has no time limit of its own: it hangs when rank 0's host vanishes without closing the connection.
+    """
+    answer = started(call)
+    while not wait([answer], _LOOK_S).done:
+        if not still():
+            return None
+    return answer.result()
 
 
 class RoundStore:
@@ -102,52 +119,54 @@ class RoundStore:
         self._store = store
         self._member = member
         self._place = place
+        self._own: dict[str, bytes] = {}  # what this agent has set
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def set(self, key: str, value: str | bytes) -> None:
         """As of the store."""
-        try:
-            self._store.set(key, value)
-        except dist.DistNetworkError as error:
-            self._lost(error)
+        self._own[key] = value.encode() if isinstance(value, str) else value
+        self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """As of the store; invented ranks if the round is over."""
-        if self._there([key]):
-            try:
-                return bytes(self._store.get(key))
-            except dist.DistNetworkError as error:
-                self._lost(error)
+        found = self._found([key], lambda: bytes(self._store.get(key)))
         rank, size = self._place.rank, self._place.size
-        return json.dumps([rank, size, rank, size]).encode()
+        return json.dumps([rank, size, rank, size]).encode() if found is None else found
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """As of the store; this agent's own value for all that are missing when the round is over."""
-        if self._there(keys):
-            return [bytes(value) for value in self._store.multi_get(list(keys))]
-        return [bytes(self._store.get(keys[self._place.rank]))] * len(keys)
+        found = self._found(keys, lambda: [bytes(value) for value in self._store.multi_get(list(keys))])
+        return [self._own[keys[self._place.rank]]] * len(keys) if found is None else found
 
     def add(self, key: str, amount: int) -> int:
         """As of the store. An agent that enters the exit barrier has workers that are done."""
         if key.startswith(_BARRIER):
             self._member.done()
             return 0  # not the last one; no agent waits in the store of another
-        return int(self._store.add(key, amount))
+        return int(self._ask(lambda: self._store.add(key, amount)) or 0)
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
         """As of the store."""
         if not any(key.startswith(_BARRIER) for key in keys):
-            self._store.wait(list(keys), *timeout)
+            self._ask(lambda: self._store.wait(list(keys), *timeout))
 
-    def _there(self, keys: Sequence[str]) -> bool:
-        """Wait for the keys; False if the round ends before."""
+    def _found(self, keys: Sequence[str], read: Callable[[], T]) -> T | None:
+        """What ``read`` returns once the keys are there; None if the round ends before."""
+        still = self._still
+        return self._ask(lambda: read() if _there(self._store, keys, self._place.size, still) else None)
+
+    def _still(self) -> bool:
+        return self._member.in_round
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """The answer of rank 0's store; None when the round ends before it, or the connection does."""
         try:
-            return _wait(self._store, keys, self._place.size, lambda: self._member.in_round)
+            return _while(self._still, call)
         except dist.DistNetworkError as error:
             self._lost(error)
-            return False
+            return None
 
     def _lost(self, error: Exception) -> None:
         """Rank 0's agent is gone, and its store with it: the round cannot go on."""
@@ -278,9 +297,16 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
             limit = timedelta(seconds=_CONNECT_S)
             store = dist.TCPStore(host, int(port), None, False, timeout=limit, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=_AGENT_S))
-        if store.add("transport/here", 1) == place.size:
-            store.set("transport/all", "")
-        if not _wait(store, ["transport/all"], place.size, lambda: self._member.in_round):
+
+        def still() -> bool:
+            return self._member.in_round
+
+        def all_have_met() -> bool:
+            if store.add("transport/here", 1) == place.size:
+                store.set("transport/all", "")
+            return _there(store, ["transport/all"], place.size, still)
+
+        if not _while(still, all_have_met):
             return None
         if place.round > 1:
             why = self._member.view.why

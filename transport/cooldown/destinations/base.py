@@ -22,6 +22,7 @@ from transport.errors import DestinationDeniedError, DestinationError, UsageErro
 from transport.runtime.arguments import expect
 from transport.runtime.explaining import explained
 
+PROBE: Final = ".probe-"  # what names of test files begin with
 PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
 SCHEMES: Final = ("s3", "gs", "hf")
 # Of one try of one request; the services' packages repeat it some times.
@@ -102,9 +103,8 @@ class Destination(abc.ABC):
     def unpublish(self, name: str) -> None:  # noqa: B027
         """Undo `publish`. What was not published is no error."""
 
-    def leftovers(self, path: str) -> list[tuple[str, float]]:
-        """Names below ``path`` of uploads that were begun and not completed, and their age in seconds. None of them is
-        a file."""
+    def leftovers(self, path: str) -> list[str]:
+        """Names below ``path`` of what was begun and not completed; readers see none of them."""
         return []
 
     def remove_leftover(self, path: str) -> None:  # noqa: B027
@@ -144,7 +144,7 @@ def check_permissions(destination: Destination) -> None:
 
     Leaves nothing. Raises DestinationDeniedError naming the denied operation, DestinationError if it is unreachable.
     """
-    probe = f".probe-{secrets.token_hex(8)}"
+    probe = f"{PROBE}{secrets.token_hex(8)}"
     content = secrets.token_bytes(16)
     operation = "list"
     try:
@@ -152,7 +152,10 @@ def check_permissions(destination: Destination) -> None:
         operation = "create files in"
         destination.put(probe, content)
         operation = "read"
-        if destination.read(probe, len(content)) != content:
+        found = destination.read(probe, len(content))
+        if found is None:  # as `transport cooldown prune` does with those of killed processes
+            raise DestinationError(f"{destination.url}: another process removed the test file; try again")
+        if found != content:
             raise DestinationDeniedError(
                 f"{destination.url}: content mismatch: the test file does not have the bytes that were written"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from transport.runtime.arguments import expect
 from transport.runtime.explaining import explained_calls
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DRAFT = re.compile(r"\.[0-9a-f]{16}\.tmp$")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -99,6 +101,18 @@ class Folder(Destination):
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
+
+    def leftovers(self, path: str) -> list[str]:
+        """See `Destination`. What a killed process left in `put`, beside outcomes and manifests."""
+        with self._translated("list", path):
+            found = [
+                each for below in ("outcomes", "epoch-*/*/*") for each in (self.root / path).glob(f"{below}/*.tmp")
+            ]
+            return sorted(each.relative_to(self.root).as_posix() for each in found if _DRAFT.search(each.name))
+
+    def remove_leftover(self, path: str) -> None:
+        """See `Destination`."""
+        self.delete(path)
 
     def close(self) -> None:
         """See `Destination`."""

@@ -14,7 +14,6 @@ import concurrent.futures
 import hashlib
 import logging
 from collections.abc import Coroutine
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from transport.cooldown.destinations import base
@@ -54,14 +53,13 @@ class S3(Bucket):
             found = self.call("head_object", path).result()
             return {ETAG: str(found["ETag"]).strip('"')}
 
-    def leftovers(self, path: str) -> list[tuple[str, float]]:
+    def leftovers(self, path: str) -> list[str]:
         """See `Destination`. Multipart uploads of killed processes, which cost money where no listing shows them."""
         with self._translated("list the unfinished uploads of", path):
-            now = datetime.now(UTC)
             below = f"{self._key(path)}/" if self._key(path) else ""
-            begun = [each for each in self._unfinished() if each["Key"].startswith(below)]
+            begun = [each["Key"] for each in self._unfinished() if each["Key"].startswith(below)]
             skip = len(self._key("")) + 1 if self._key("") else 0
-            return [(each["Key"][skip:], (now - each["Initiated"]).total_seconds()) for each in begun]
+            return [key[skip:] for key in begun]
 
     def remove_leftover(self, path: str) -> None:
         """See `Destination`."""

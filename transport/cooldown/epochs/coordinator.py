@@ -238,10 +238,9 @@ class Coordinator:
             self.state = State.ENDED
             return []
         self._elapsed = max(self._elapsed, theirs.elapsed_s)
-        if self.state is State.DECIDED:
+        if self.state is State.DECIDED or theirs.phase is Phase.TRAINING:  # TRAINING: the store has lost what it had
             return self._write()
         mine = self.record
-        self.state = State(theirs.phase.value)
         self.record = msgspec.structs.replace(
             theirs, notes={**theirs.notes, **mine.notes}, refused={**theirs.refused, **mine.refused}
         )
@@ -274,7 +273,6 @@ class Coordinator:
 # Events that are not here change nothing: a report in TRAINING or ENDED is too early or too late, and so is a verdict.
 TABLE: Final[Mapping[tuple[State, type], Callable[..., list[Action]]]] = {
     (State.TRAINING, Begin): Coordinator._begin,
-    (State.TRAINING, Superseded): Coordinator._yield,
     (State.COOLDOWN, Reported): Coordinator._report,
     (State.COOLDOWN, Verified): Coordinator._accept,
     (State.COOLDOWN, Refuted): Coordinator._refute,

@@ -1,17 +1,19 @@
 """The records of a run's epochs in the store: their keys, and which process writes which. Blocks; thread-safe.
 
-cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator, by compare-and-set
+cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator, by compare-and-set; stays
 cooldown/RUN/report/000000000007/CLIENT   Report; that client
 cooldown/RUN/bell/000000000007            changes with every report, so that the coordinator wakes
 
 Of epochs whose save is collective:
 
-cooldown/RUN/save/EPOCH                   Decision: whether the members save; the first to write it
-cooldown/RUN/saving/EPOCH/MEMBER          the process that saves for it; the first to write it
-cooldown/RUN/saved/EPOCH/HOST/MEMBER      Saved; that member, once
+cooldown/RUN/save/EPOCH                   whether the members save; a final decision (store/decision.py)
+cooldown/RUN/saving/EPOCH/MEMBER          the process that saves for it; a final decision
+cooldown/RUN/saved/EPOCH/HOST/MEMBER      Saved; a final decision
 cooldown/RUN/share/EPOCH/HOST/N/CLIENT    Share; the client that uploaded it
 cooldown/RUN/beat/EPOCH/HOST/N            changes while a share is being uploaded
 cooldown/RUN/host/EPOCH/HOST              changes with each of these three, so that the host's members wake
+
+All but the epochs' own records are removed when a later epoch has ended.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ from transport.cooldown.epochs.records import (
     decode,
     encode,
 )
-from transport.cooldown.epochs.shares import Decision, Saved, Share
-from transport.errors import NoCheckpointError, StoreUnavailableError, StoreUnsuitableError
+from transport.cooldown.epochs.shares import Saved, Share
+from transport.errors import NoCheckpointError, StoreUnsuitableError
 from transport.runtime.arguments import at_least
 from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Store
+from transport.store.decision import decide
 
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "cooldown/"
+_AT_ONCE: Final = 1000  # keys deleted in one call
 
 
 @explained_calls
@@ -69,20 +73,22 @@ class Ledger:
         entry = self._store.watch(self._epoch_key(epoch), version, timeout_s)
         return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
 
-    def write(self, record: EpochRecord, expected: int) -> int | None:
-        """Write the epoch in place of version ``expected`` (ABSENT: open it); the new version, or None on a mismatch.
+    def open(self, record: EpochRecord) -> bool:
+        """Write the first record of an epoch; False if it has another one. May be repeated after a lost answer."""
+        value = encode(record)
+        return decide(self._store, self._epoch_key(record.epoch), value) == value
 
-        If the store's answer is lost, the record is read to find out whether it was written; raises
-        StoreUnavailableError if that fails too.
-        """
-        key, value = self._epoch_key(record.epoch), encode(record)
-        try:
-            return self._store.compare_and_set(key, value, expected)
-        except StoreUnavailableError:
-            entry = self._store.get(key)
-            if entry is not None and entry.value == value:
-                return entry.version
-            raise
+    def write(self, record: EpochRecord, expected: int) -> int | None:
+        """Write the epoch in place of version ``expected``; the new version, or None on a mismatch."""
+        return self._store.compare_and_set(self._epoch_key(record.epoch), encode(record), expected)
+
+    def forget_before(self, epoch: int) -> None:
+        """Remove what the members of earlier epochs have written; the epochs' own records stay."""
+        for kind in ("report", "bell", "save", "saving", "saved", "share", "beat", "host"):
+            prefix = f"{self._prefix}{kind}/"
+            keys = [key for key in self._store.scan(prefix) if key < f"{prefix}{check_epoch(epoch):012d}"]
+            for first in range(0, len(keys), _AT_ONCE):
+                self._store.put_many([Change(key, None) for key in keys[first : first + _AT_ONCE]])
 
     def newest_checkpoint(self) -> EpochRecord:
         """The last epoch with a checkpoint. Raises NoCheckpointError if there is none."""
@@ -121,25 +127,18 @@ class Ledger:
     def decide(self, epoch: int, launch: str) -> str:
         """Decide that the members of this launch save (`NO_SAVE`: none); returns what was decided first."""
         key = f"{self._prefix}save/{check_epoch(epoch):012d}"
-        entry = self._store.get(key)
-        if entry is None:
-            self._store.compare_and_set(key, msgspec.json.encode(Decision(launch=launch)), ABSENT)
-            entry = self._store.get(key)
-        return _decoded(entry.value, Decision).launch if entry is not None else launch
+        return decide(self._store, key, launch.encode()).decode(errors="replace")
 
     def begin_save(self, epoch: int, member: str, process: str) -> str:
         """Record that this process saves for a member, once; returns the process that was recorded first."""
         key = f"{self._prefix}saving/{check_epoch(epoch):012d}/{check_name(member, 'client')}"
-        if self._store.get(key) is None:
-            self._store.compare_and_set(key, process.encode(), ABSENT)
-        entry = self._store.get(key)
-        return process if entry is None else entry.value.decode(errors="replace")
+        return decide(self._store, key, process.encode()).decode(errors="replace")
 
     def put_saved(self, epoch: int, saved: Saved) -> None:
         """Record what a member has saved, once; a second record of the same member changes nothing."""
         key = f"{self._saved_prefix(epoch)}{saved.host}/{saved.member}"
-        if self._store.compare_and_set(key, msgspec.json.encode(saved), ABSENT) is not None:
-            self._store.put_many([self._ring_host(epoch, saved.host), Change(self._bell_key(epoch), b"")])
+        decide(self._store, key, msgspec.json.encode(saved))
+        self._store.put_many([self._ring_host(epoch, saved.host), Change(self._bell_key(epoch), b"")])
 
     def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
         """What the members have saved, of one host or of all, by member."""
@@ -194,7 +193,7 @@ class Ledger:
         return f"{self._prefix}bell/{check_epoch(epoch):012d}"
 
 
-T = TypeVar("T", Decision, Saved, Share)
+T = TypeVar("T", Saved, Share)
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:

@@ -21,12 +21,6 @@ from transport.runtime.decoders import ready
 NO_SAVE: Final = ""  # the launch of an epoch in which no member saves
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an epoch's members save, written once: all obey it, since a save is collective."""
-
-    launch: str  # of the job, whose members save; `NO_SAVE`: none
-
-
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """What one member has saved. Written once: a member saves once in an epoch."""
 
@@ -51,7 +45,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.client}/{self.attempt}"
 
 
-ready(Decision, Saved, Share)
+ready(Saved, Share)
 
 
 class Local(NamedTuple):
