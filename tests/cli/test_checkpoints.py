@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -66,6 +69,28 @@ def test_a_folder_is_uploaded_and_restored(model: Path, store: str, capsys: pyte
     assert (said["step"], said["files"], said["verified"]) == (7, 2, True)
     assert content(into) == content(model) == MODEL
     assert sorted(path.name for path in model.parent.iterdir()) == ["destination", "model", "restored", "state"]
+
+
+def test_read_back_reads_what_the_destination_has_checksums_of(
+    model: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    pieces = Folder.pieces
+
+    def proofs(self: Folder, path: str) -> dict[str, str]:
+        return {"sha256": hashlib.sha256((self.root / path).read_bytes()).hexdigest()}
+
+    def reading(self: Folder, path: str) -> AbstractContextManager[Iterator[bytes]]:
+        read.append(path.partition("/files/")[2])
+        return pieces(self, path)
+
+    monkeypatch.setattr(Folder, "proofs", proofs)
+    monkeypatch.setattr(Folder, "pieces", reading)
+    upload = ["cooldown", "upload", str(model), *to(model), "--store", store, "--step", "7"]
+    assert run(upload) == 0
+    assert not set(read) & set(MODEL)
+    assert run([*upload, "--read-back"]) == 0
+    assert set(read) >= set(MODEL)
 
 
 def test_the_destination_is_enough_for_a_restore(uploaded: Path) -> None:

@@ -14,12 +14,14 @@ from cooldown_runs import CLIENTS, Run, passing, save
 from helpers import PATIENCE_S, Child, asynchronous, until
 from redis_server import needs_redis, redis_server
 
-from transport.cooldown import CooldownClient, CooldownHost, Outcome, Part, Phase, following
+from transport.cooldown import CooldownClient, CooldownHost, Ledger, Outcome, Part, Phase, ShardedClient, following
 from transport.cooldown import client as client_module
 from transport.cooldown.coordination import StoredCoordinator
+from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import Begin
 from transport.cooldown.epochs.records import EpochRecord, Report, ReportKind
+from transport.cooldown.epochs.shares import Saved
 from transport.errors import CoordinatorLostError, DestinationDeniedError, StoreFullError, StoreUnavailableError
 from transport.store.base import ABSENT, Change
 from transport.store.open import open_store
@@ -327,3 +329,45 @@ async def test_a_destination_that_hangs_does_not_keep_who_was_not_first(
         assert not answers.is_set()
     finally:
         answers.set()
+
+
+# --- a power loss -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("collective", [False, True], ids=["each alone", "collective"])
+@asynchronous
+async def test_a_local_copy_is_on_disk_before_anything_trusts_it(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch, collective: bool
+) -> None:
+    flushed: dict[int, int] = {}
+    trusted: list[Path] = []
+    fsync, opened, put_saved = os.fsync, client_module.open_destination, Ledger.put_saved
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        flushed[found.st_ino] = found.st_mtime_ns
+
+    def check(folder: Path) -> None:
+        for path in (folder, *folder.rglob("*")):
+            assert flushed.get(path.stat().st_ino, 0) >= path.stat().st_mtime_ns, path
+        trusted.append(folder)
+
+    def before_the_upload(url: str) -> Destination:
+        check(cooling.path / "scratch" / "c" / f"epoch-{7:012d}" / "model")
+        return opened(url)
+
+    def before_the_record(self: Ledger, epoch: int, found: Saved) -> None:
+        check(Path(found.folder))
+        put_saved(self, epoch, found)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(client_module, "open_destination", before_the_upload)
+    monkeypatch.setattr(Ledger, "put_saved", before_the_record)
+    host = cooling.host()
+    await host.open(7)
+    if collective:
+        client = ShardedClient(cooling.store, "run", "c", save=save, scratch=cooling.path / "scratch", launch="1")
+        record, _ = await asyncio.gather(host.cooldown(7, 1, {"c": "node"}), client.cooldown(7))
+    else:
+        record, _ = await asyncio.gather(host.cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7))
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert trusted

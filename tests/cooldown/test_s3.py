@@ -122,13 +122,6 @@ def test_what_was_altered_in_the_store_is_refused(place: S3, model: Path) -> Non
     assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
-def test_a_service_with_other_checksums_is_read_back(place: S3, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it encrypts with keys of its own: a proof that differs refutes nothing."""
-    done = upload(model, place, RECORD, "a", ATTEMPT)
-    monkeypatch.setattr(S3, "proofs", lambda self, path: {"etag": "0" * 32})
-    assert verified(place, RECORD, report(done)).files == 2
-
-
 def test_parts_of_a_file_are_sent_at_the_same_time(server: Child, place: S3, model: Path) -> None:
     server.tell("pair")
     upload(model, place, RECORD, "a", ATTEMPT)

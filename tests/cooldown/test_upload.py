@@ -158,6 +158,22 @@ def test_what_was_damaged_later_is_not_restored(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["destination", "model"]
 
 
+@pytest.mark.parametrize("stored", [{}, {"crc64": "00"}, {"etag": "0" * 32}, {"sha256": ""}])
+def test_what_no_known_checksum_proves_is_read_back(
+    destination: Folder, uploaded: Uploaded, monkeypatch: pytest.MonkeyPatch, stored: dict[str, str]
+) -> None:
+    monkeypatch.setattr(Folder, "proofs", lambda self, path: stored)
+    assert verified(destination, RECORD, report(uploaded.sha256)).files == len(FILES)
+    largest = destination.root / PLACE / manifests.FILES / "model/weights-1"
+    with largest.open("r+b") as file:
+        first = file.read(1)
+        file.seek(0)
+        file.write(bytes([first[0] ^ 1]))
+    with pytest.raises(RefusedUpload) as caught:
+        verified(destination, RECORD, report(uploaded.sha256))
+    assert caught.value.refusal is Refusal.WRONG_CHECKSUM
+
+
 def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: Folder) -> None:
     """Its bytes are as reported, and all its files are there."""
     older = msgspec.structs.replace(RECORD, epoch=6)

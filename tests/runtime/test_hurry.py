@@ -92,6 +92,30 @@ def test_the_end_of_an_object_cuts_what_its_threads_wait_for(
         assert queue.claim(1, consumer="a") == []  # no cut connection is left
 
 
+def test_a_server_that_failed_once_is_not_asked_again_when_the_time_is_over(
+    server: RedisServer, queue: TicketQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    asked: list[object] = []
+    evalsha = redis.Redis.evalsha
+
+    def ask(self: redis.Redis, *arguments: object) -> object:
+        asked.append(arguments)
+        return evalsha(self, *arguments)
+
+    monkeypatch.setattr(redis.Redis, "evalsha", ask)
+    server.kill()
+    with hurry.while_ending(0.0):
+        with pytest.raises(QueueUnavailableError):
+            queue.claim(1, consumer="a")
+        assert asked
+        asked.clear()
+        with pytest.raises(QueueUnavailableError, match="this process is ending"):
+            queue.claim(1, consumer="a")
+        assert not asked
+
+
 def test_what_has_begun_ends_with_the_block(queue: TicketQueue) -> None:
     with until_stopped() as stopped:
         assert hurry.until() == float("inf")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import eventually, free
 from packers import Packer
+from queue_waits import in_thread
 from redis_server import RedisServer, needs_redis, redis_server
 
 from transport import Schema, UCXXRolloutMixin
 from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError
 from transport.queue import open_queue
 from transport.storage.urls import RedisURL, parse_url
-from transport.store import open_store
+from transport.store import Entry, open_store
+
+if TYPE_CHECKING:
+    import redis
 
 pytestmark = needs_redis
 FORGETFUL = ("--appendonly", "no")
@@ -64,6 +69,37 @@ def test_a_server_that_does_not_say_is_admitted_with_a_warning(
     with redis_server() as server, caplog.at_level(logging.WARNING), open_queue(server.place()):
         pass
     assert "does not report whether its append-only file is enabled" in caplog.text
+
+
+def test_a_server_that_still_loads_its_file_is_waited_for() -> None:
+    import redis
+
+    slowly = ("--key-load-delay", "300", "--loading-process-events-interval-bytes", "1024")
+    with redis_server(*slowly) as server, redis.Redis(port=server.port) as client:
+        client.mset({f"other:{number}": "x" * 100 for number in range(1000)})
+        client.bgrewriteaof()  # the delay is that of keys in a snapshot, with which a rewritten file begins
+        eventually(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+        server.kill()
+
+        def open_while_it_loads() -> Entry | None:
+            eventually(lambda: loading(client))
+            with open_store(server.place()) as store:
+                assert not loading(client)
+                store.put("a", b"1")
+                return store.get("a")
+
+        found, thread = in_thread(open_while_it_loads)
+        server.start()
+        thread.join()
+        assert [entry.value for entry in found] == [b"1"]
+
+
+def loading(client: redis.Redis) -> bool:
+    import redis
+
+    with contextlib.suppress(redis.exceptions.ConnectionError):
+        return bool(client.info("persistence")["loading"])
+    return False
 
 
 @pytest.mark.parametrize("said", ["", "1", "no", "yes&may_forget=yes"])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from helpers import eventually
 
 from transport import _ring
 from transport.client.blocking import BlockingClient
@@ -28,7 +31,7 @@ from transport.errors import (
 from transport.runtime.loop_thread import LoopThread
 from transport.settings import Settings
 from transport.store import SQLiteStore
-from transport.store.directory import Directory, Finder, Serving, Whereabouts
+from transport.store.directory import Announcement, Directory, Finder, Serving, Whereabouts
 from transport.testing import run
 from transport.ticket import Ticket
 
@@ -90,6 +93,24 @@ def test_a_record_that_nobody_renews_ends_with_its_lease(tmp_path: Path) -> None
         now = 59.0
         assert directory.find(RING) is None
         assert not directory.renew(RING, version)
+
+
+def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteStore) -> None:
+    directory = Directory(store, lease_s=0.3)
+    server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,))
+    with Announcement(directory, SimpleNamespace(ring_id=RING), server) as announcement:
+        assert directory.find(RING).ports == (5000,)
+        server.ports = (5001, 5002)
+        eventually(lambda: directory.find(RING).ports == (5001, 5002))
+        for key in store.scan("servers/"):
+            store.delete(key)
+        eventually(lambda: directory.find(RING))
+        if not (child := os.fork()):
+            announcement.close()  # as a child does that leaves its parent's blocks
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert directory.find(RING)
+    assert directory.find(RING) is None
 
 
 def test_a_record_that_is_none_is_an_error_and_no_answer(store: SQLiteStore) -> None:

@@ -150,6 +150,27 @@ while True:
         assert store.compare_and_set("x/a", b"mine", one.version)
 
 
+def test_a_process_that_is_stopped_in_a_transaction_keeps_nobody_from_the_store(path: Path) -> None:
+    program = f"""
+import os, signal
+from transport.store import SQLiteStore
+store = SQLiteStore({str(path)!r})
+with store._database.transaction() as connection:
+    connection.execute("UPDATE revision SET latest = latest + 100")
+    print("in it", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("over", flush=True)
+"""
+    with SQLiteStore(path) as store:
+        first = store.put("a", b"1")
+        with subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "in it\n"
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            assert store.put("a", b"2") == first + 101  # after the whole of the stopped transaction
+            assert child.stdout.readline() == "over\n"
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # what is tested is that it is safe
 def test_a_forked_child_and_its_parent_use_the_store(path: Path) -> None:
     with SQLiteStore(path) as store:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -157,6 +158,7 @@ class Announcement:
         self._published = self._serving()
         self._version = directory.publish(self._published)
         self._ended = threading.Event()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="transport directory", daemon=True)
         self._thread.start()
 
@@ -188,7 +190,9 @@ class Announcement:
                 log.warning("publishing ring %s again failed: %s; trying again later", self._ring[:8], error)
 
     def close(self) -> None:
-        """Stop, and withdraw the record if the store answers. Idempotent."""
+        """Stop, and withdraw the record if the store answers. Idempotent. Nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         self._ended.set()
         self._thread.join(_JOIN_S)
         if self._version is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,3 +99,17 @@ def test_a_rank_0_that_goes_between_question_and_answer_is_gone() -> None:
     member = AMember(9)
     assert RoundStore(Going(), member, PLACE).get("assigned/1") == b"[1, 3, 1, 3]"
     assert member.why.endswith("reset by peer")
+
+
+def test_a_rank_0_that_does_not_answer_holds_the_agent_no_longer_than_the_round() -> None:
+    """As when its host vanishes: no connection is closed."""
+    from transport.adapters.torchrun.handler import RoundStore
+
+    with a_client() as (client, rank_0):
+        store = RoundStore(client, AMember(9), PLACE)
+        store.set("info/1", "mine")
+        rank_0.send_signal(signal.SIGSTOP)
+        try:
+            assert RoundStore(client, AMember(2), PLACE).get("assigned/1") == b"[1, 3, 1, 3]"
+        finally:
+            rank_0.send_signal(signal.SIGCONT)
