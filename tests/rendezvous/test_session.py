@@ -367,15 +367,23 @@ def test_old_rounds_are_removed_from_the_store(run: SimulatedRun) -> None:
     assert len(rounds) <= 3
 
 
-def test_a_rank_is_not_given_away_while_its_member_is_cut_off_with_a_lease(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads_only", [False, True])
+def test_a_rank_is_not_given_away_while_its_member_is_cut_off_with_a_lease(tmp_path: Path, reads_only: bool) -> None:
     assert RULES.last_call_s < RULES.lease_s
+
+    def fail(keys: Sequence[str]) -> list[Entry | None]:
+        raise StoreUnavailableError("the store is away")
+
     with SimulatedRun(tmp_path, msgspec.structs.replace(RULES, most=2)) as run:
         members, spare = run.joined(2), run.joined(1)[0]
-        run.run(3)
+        run.run(4)  # its lease was renewed just now
         other, cut = members
-        cut.line.down = True
+        if reads_only:  # its renewals would go through
+            cut.line.get_many = fail  # type: ignore[method-assign]
+        else:
+            cut.line.down = True
         other.do(lambda: other.session.say(Status.RESTART, "its worker failed"))
-        for _ in range(round(RULES.lease_s) + 3):
+        for _ in range(round(RULES.lease_s) + 5):
             if other.state is State.AWAY:
                 other.do(other.session.join)
             run.run(1)  # checks at each step that no two members have one rank
