@@ -35,7 +35,9 @@ from transport.wire.frames import SlotFate
 pytestmark = pytest.mark.ucx
 
 
-QUICK_TO_DOUBT = settings_with(read_timeout_s=0.3, connect_timeout_s=0.2, handshake_timeout_s=0.2)
+QUICK_TO_DOUBT = settings_with(
+    read_timeout_s=2.0, connect_timeout_s=2.0, handshake_timeout_s=2.0
+)  # more than a busy host takes
 
 
 @contextlib.contextmanager
