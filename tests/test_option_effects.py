@@ -33,9 +33,9 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Peer, Phase, Round, Seat, Status
 from transport.server.lifetime import Lifetime
 from transport.store.directory import Directory
+from transport.weights.engine import RingEngine
 from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Limits, Step
-from transport.weights.ring_engine import RingEngine
 
 SCHEMA = Schema.of(step=("int64",))
 ROOT = Path(__file__).resolve().parent

@@ -18,9 +18,8 @@ import uvloop
 from process_member import Answer, Request
 
 from transport.errors import UsageError
+from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.options import EngineOptions
-from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.engine import ShardEngine
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.worker import Replica, RolloutWorker, Trainer
 

@@ -22,11 +22,10 @@ from transport.bench.result import aligned
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
+from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Step
-from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.replica import ShardedReplica
+from transport.weights.sharded_replica import ShardedReplica
 from transport.weights.sharding.plan import make_plan
 
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "UCXX_LOG_LEVEL": "FATAL"}

@@ -21,8 +21,8 @@ from weights_members import checksum_of, version_of
 
 from transport.errors import UsageError
 from transport.runtime.progress import silent
-from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.held import ShardHeld
+from transport.weights.engine import RingEngine
+from transport.weights.transfer.held import ShardHeld
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
 pytestmark = [

@@ -30,8 +30,8 @@ from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.ticket import Ticket
 from transport.weights import offers
+from transport.weights.meeting import Meeting
 from transport.weights.options import EngineOptions
-from transport.weights.sharded.meeting import Meeting
 from transport.weights.sharding import roles
 from transport.weights.transfer import messages
 from transport.wire import frames

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from shard_members import local, served, trained, version_of
 
-from transport.weights.sharded.meeting import RankShards
+from transport.weights.meeting import RankShards
 
 TRAINERS, WORKERS = 2, 2
 

@@ -29,9 +29,9 @@ from transport.weights import (
     offer,
     weights_checksum,
 )
+from transport.weights.engine import ShardEngine
 from transport.weights.plan.admission import Event
 from transport.weights.plan.steps import Step
-from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from transport.weights.sharded.engine import ShardEngine
+from transport.weights.engine import ShardEngine
 
 
 async def connected(senders: list[ShardEngine], receivers: list[ShardEngine]) -> None:

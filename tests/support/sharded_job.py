@@ -8,10 +8,10 @@ from typing import Any
 
 from shard_members import Serving, Shards, checksum_of
 
+from transport.weights.engine import ShardEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
-from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.replica import ShardedReplica
+from transport.weights.sharded_replica import ShardedReplica
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import Replica, Trainer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from weights_members import version_of
 
+from transport.weights.engine import RingEngine
 from transport.weights.options import EngineOptions
-from transport.weights.ring_engine import RingEngine
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
 BUCKET = 16384

@@ -23,8 +23,7 @@ from transport.errors import (
     UsageError,
     WeightsChecksumError,
 )
-from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.engine import ShardEngine
+from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.versions.copies import Held
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica

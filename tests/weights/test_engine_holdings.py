@@ -13,9 +13,8 @@ from helpers import asynchronous
 from shard_members import MODEL, local, version_of
 from weights_engines import engine, transfer
 
+from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.options import EngineOptions
-from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
 

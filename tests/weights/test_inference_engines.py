@@ -32,7 +32,7 @@ from transport.errors import (
 )
 from transport.store.base import ABSENT
 from transport.store.open import open_store
-from transport.weights.sharded.meeting import Meeting, Member, RankShards, described, of_dtensors
+from transport.weights.meeting import Meeting, Member, RankShards, described, of_dtensors
 from transport.weights.versions.layout import weights_checksum
 
 pytestmark = pytest.mark.ucx
@@ -286,8 +286,8 @@ def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by
 def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transport.weights.sharded.meeting._THERE_S", 0.3)
-    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.05)
+    monkeypatch.setattr("transport.weights.meeting._THERE_S", 0.3)
+    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.05)
     with everyone_of(meeting) as (everyone, models, update):
         cut, slow = everyone[-2:]
         transfer = slow.transfer

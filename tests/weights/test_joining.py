@@ -28,10 +28,10 @@ from transport.errors import (
     WeightsTimeoutError,
 )
 from transport.weights import Trainer
+from transport.weights.engine import RingEngine
 from transport.weights.manager import WeightUpdate
+from transport.weights.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.plan.steps import Limits
-from transport.weights.ring_engine import RingEngine
-from transport.weights.sharded.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.sharding.roles import Role, unpack
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
@@ -279,7 +279,7 @@ async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
 
 @asynchronous
 async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.01)
+    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
     loop = asyncio.get_running_loop()
     looked = asyncio.Event()
 
@@ -296,7 +296,7 @@ async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.Monkey
 
 @asynchronous
 async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.sharded.meeting._LOOK_S", 0.01)
+    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
     looks = iter([StoreUnavailableError("the store is away"), None, "sender 1 failed"])
 
     def failed() -> str | None:

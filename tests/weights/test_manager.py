@@ -24,10 +24,10 @@ from transport.errors import (
     WeightsTimeoutError,
 )
 from transport.testing import ResourceSnapshot
+from transport.weights.engine import RingEngine
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits, Step
-from transport.weights.ring_engine import RingEngine
 from transport.weights.worker import Replica
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]

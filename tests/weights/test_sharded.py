@@ -19,10 +19,10 @@ from transport.errors import (
     InternalError,
 )
 from transport.schema import DTYPES
+from transport.weights.engine import ShardEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Step
-from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
 from transport.weights.transfer.bucket_sender import BucketSender

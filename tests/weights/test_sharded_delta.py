@@ -17,16 +17,16 @@ from sharded_job import Job, job
 
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.schema import DTYPES, TensorSpec
+from transport.weights.engine import ShardEngine
 from transport.weights.plan.steps import Proof
-from transport.weights.sharded.changes import ShardBase, apply, encoded_size
-from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.parts import PartLanding
-from transport.weights.sharded.sending import gather
 from transport.weights.sharding import shards
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.plan import make_plan
 from transport.weights.sharding.roles import Outgoing
+from transport.weights.transfer.changes import ShardBase, apply, encoded_size
+from transport.weights.transfer.parts import PartLanding
+from transport.weights.transfer.sending import gather
 
 V = SPARSE
 

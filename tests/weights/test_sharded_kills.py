@@ -19,11 +19,11 @@ from process_member import ProcessMember
 from shard_members import SPARSE, checksum_of, served
 
 from transport.errors import MemberLostError, WeightsError
+from transport.weights.engine import ShardEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits
-from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.replica import ShardedReplica
+from transport.weights.sharded_replica import ShardedReplica
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 

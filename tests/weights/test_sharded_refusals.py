@@ -20,11 +20,11 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsError,
 )
+from transport.weights.engine import ShardEngine
 from transport.weights.options import EngineOptions
-from transport.weights.sharded.engine import ShardEngine
-from transport.weights.sharded.parts import PartLanding
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
+from transport.weights.transfer.parts import PartLanding
 
 pytestmark = pytest.mark.ucx
 

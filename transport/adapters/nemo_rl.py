@@ -19,7 +19,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from transport import _ring
 from transport.errors import UsageError
-from transport.weights.sharded.meeting import Member, described
+from transport.weights.meeting import Member, described
 from transport.weights.sharding.roles import describe, pack, roles
 
 

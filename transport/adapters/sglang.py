@@ -20,7 +20,7 @@ from transport.devices.arrays import to_host
 from transport.errors import ProtocolError, UsageError
 from transport.runtime.arguments import expect, whole
 from transport.runtime.explaining import explained
-from transport.weights.sharded.meeting import Meeting, Member, described
+from transport.weights.meeting import Meeting, Member, described
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from transport.errors import StoreError, WeightsError
-from transport.weights.sharded.meeting import Meeting, Member, described
+from transport.weights.meeting import Meeting, Member, described
 
 BACKEND = "payload_transport"
 

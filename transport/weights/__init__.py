@@ -5,26 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transport.weights.engine import EngineStatistics, RingEngine
     from transport.weights.manager import Outcome, WeightsStatistics, WeightUpdate
     from transport.weights.offers import Offer, Taker, offer
     from transport.weights.options import EngineOptions
     from transport.weights.plan.admission import Admission
     from transport.weights.plan.steps import Limits
-    from transport.weights.ring_engine import RingEngine
-    from transport.weights.sharded.engine import EngineStatistics
     from transport.weights.versions.layout import weights_checksum
     from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Source, Trainer
 
 _HOMES = {
     "Admission": "plan.admission",
     "EngineOptions": "options",
-    "EngineStatistics": "sharded.engine",
+    "EngineStatistics": "engine",
     "Limits": "plan.steps",
     "Offer": "offers",
     "Outcome": "manager",
     "ReferenceWorker": "worker",
     "Replica": "worker",
-    "RingEngine": "ring_engine",
+    "RingEngine": "engine",
     "RolloutWorker": "worker",
     "Source": "worker",
     "Taker": "offers",

@@ -21,10 +21,10 @@ import msgspec
 from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
 from transport.runtime.arguments import named_kind
 from transport.runtime.explaining import explained_calls
+from transport.weights.engine import RingEngine
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.engine import WeightEngine
 from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
-from transport.weights.ring_engine import RingEngine
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
 

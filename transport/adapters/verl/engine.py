@@ -26,8 +26,8 @@ from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.releases import require_fitting
+from transport.weights.engine import RingEngine
 from transport.weights.plan.engine import Metadata, Weights
-from transport.weights.ring_engine import RingEngine
 from transport.weights.versions.tensors import tensor_of
 
 BACKEND = "payload_transport"

@@ -40,7 +40,7 @@ from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Store
 from transport.store.decision import decide, decided, wait_decided
 from transport.store.open import open_store
-from transport.weights.sharded.engine import ShardEngine
+from transport.weights.engine import ShardEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor

@@ -22,16 +22,16 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
-from transport.weights.sharded.held import ShardHeld
-from transport.weights.sharded.parts import PartLanding, checked_targets
-from transport.weights.sharded.sending import relay
 from transport.weights.sharding.buckets import Chunk
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Incoming, Role, completed
 from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.messages import Failed, Placed, Slices, Start, Whole
+from transport.weights.transfer.parts import PartLanding, checked_targets
+from transport.weights.transfer.sending import relay
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.copies import Copies, Held, attach
 

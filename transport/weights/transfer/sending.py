@@ -19,11 +19,11 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import DTYPES
 from transport.weights.plan.engine import Weights
 from transport.weights.plan.steps import Proof
-from transport.weights.sharded.changes import ShardBase, StreamBase
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Outgoing
 from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.changes import ShardBase, StreamBase
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Frame, Slices, Start
 from transport.weights.transfer.threads import in_thread

@@ -32,16 +32,16 @@ from transport.weights.engine_holdings import EngineHoldings
 from transport.weights.options import EngineOptions
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
-from transport.weights.sharded.changes import ShardBase
-from transport.weights.sharded.held import ShardHeld
-from transport.weights.sharded.parts import checked_targets
-from transport.weights.sharded.receiving import Scratch, ShardReceiving, children_of
-from transport.weights.sharded.sending import ShardSending, iterate
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Role, ShardDescription, completed, describe, pack, roles, unpack
 from transport.weights.sharding.shards import whole_model
+from transport.weights.transfer.changes import ShardBase
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.messages import Failed
+from transport.weights.transfer.parts import checked_targets
+from transport.weights.transfer.receiving import Scratch, ShardReceiving, children_of
+from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.layout import specs_of
 from transport.weights.versions.tensors import on_host, tensor_of
@@ -49,6 +49,8 @@ from transport.wire.addresses import advertised
 
 BUCKET_BYTES = 32 << 20
 IN_FLIGHT = 8
+_WHOLE_BUCKET_BYTES = 256 << 20  # of whole models
+_WHOLE_IN_FLIGHT = 2
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
 _OPTIONS = EngineOptions()
@@ -412,3 +414,50 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         if self._device is None:
             return held.arrays().items()
         return held.on_device(*self._device, self._bucket_bytes)
+
+
+class RingEngine(ShardEngine):
+    """A `ShardEngine` without a layout: the first trainer sends its whole model, all replicas want all of it.
+
+    Args:
+        name: unique in the group.
+        bucket_bytes, in_flight: size and number of the buckets; every sender has memory for so many.
+        delta: keep a copy of the last version, and send only the changes if every replica has that version.
+        specs: the tensors of `send_weights`, if known before the first version; otherwise the first version is held in
+            memory until its iterator ends.
+        address: to listen on; default: the address of this host's default route.
+        in_place, device, progress, options: as of `ShardEngine`.
+
+    Raises:
+        UsageError: invalid sizes, or a missing device.
+        MissingDependencyError: ``device`` without CuPy, torch or CUDA.
+    """
+
+    @explained
+    def __init__(
+        self,
+        name: str,
+        *,
+        bucket_bytes: int = _WHOLE_BUCKET_BYTES,
+        in_flight: int = _WHOLE_IN_FLIGHT,
+        delta: bool = False,
+        specs: Sequence[TensorSpec] | None = None,
+        address: str | None = None,
+        in_place: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        progress: Progress = silent,
+        options: EngineOptions = _OPTIONS,
+    ) -> None:
+        super().__init__(
+            name,
+            None,
+            bucket_bytes=bucket_bytes,
+            in_flight=in_flight,
+            delta=delta,
+            specs=specs,
+            address=address,
+            in_place=in_place,
+            device=device,
+            progress=progress,
+            options=options,
+        )

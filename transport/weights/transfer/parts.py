@@ -21,12 +21,12 @@ from transport.ring.packing import as_array
 from transport.schema import DTYPES, TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
-from transport.weights.sharded.changes import apply, encoded_size
-from transport.weights.sharded.sending import dtypes_of
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Incoming
+from transport.weights.transfer.changes import apply, encoded_size
 from transport.weights.transfer.messages import Slices
+from transport.weights.transfer.sending import dtypes_of
 from transport.weights.versions.copies import Copies, Held
 from transport.weights.versions.layout import VersionLayout, weights_checksum
 
