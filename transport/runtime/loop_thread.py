@@ -15,17 +15,20 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import CancelledError
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import uvloop
 
 from transport.errors import ClosedError, UsageError
 
 T = TypeVar("T")
+
+_SLICE_S: Final = 0.5  # of a wait: a signal that comes right before the lock blocks is handled behind it
 
 
 def gone(pid: int) -> bool:
@@ -81,11 +84,12 @@ class Flag:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is set; False after ``timeout_s``."""
         if not self.is_set:
+            give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
             mine = _thread.allocate_lock()
             mine.acquire()
             self._waits.append(mine)
-            if not self.is_set:  # else `set` may not have seen it
-                mine.acquire(timeout=-1 if timeout_s is None else max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
+            while not self.is_set and (left_s := give_up - time.monotonic()) > 0:
+                mine.acquire(timeout=min(left_s, _SLICE_S))
             with contextlib.suppress(ValueError):
                 self._waits.remove(mine)
         return self.is_set
