@@ -379,6 +379,29 @@ class Views:
     def __len__(self) -> int: ...
 
 @final
+class OwnedClaims:
+    """Claims of a connection that this object owns, by their positions in one answer. They go back with it."""
+
+    begin: int  # the first position
+    def __len__(self) -> int: ...
+    def take(self, count: int) -> OwnedClaims:
+        """The first ``count`` of them, which the new object owns from here on."""
+    def settled(self) -> None:
+        """They have ended: nothing goes back."""
+
+@final
+class DroppedClaims:
+    """Claims whose owners have gone; any thread may drop an owner. Nothing in a forked child."""
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int:
+        """Readable while there are any."""
+    def owned(self, number: int, count: int) -> OwnedClaims:
+        """The owner of positions 0..count-1 of what the caller knows by this number."""
+    def take(self) -> list[tuple[int, int, int]]:
+        """Number, first and last position + 1 of each drop, once."""
+
+@final
 class WritePlan:
     """Payloads to be written in one call: looked at first, then published until no slot is free."""
 

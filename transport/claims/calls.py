@@ -6,23 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from transport.claims.batch import TakenBatch
+from transport.claims.connection import MOST_BYTES
+from transport.claims.connections import ClaimConnections
+from transport.claims.in_place import Plan, Taker, TakenPayloads, taken_in_place
 from transport.client.connections.pool import port_of
-from transport.client.takes.link import MOST_BYTES
-from transport.client.takes.taking import Taking
-from transport.errors import BatchTooLargeError, ClosedError
+from transport.errors import ClosedError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.explaining import explained
 from transport.schema import Schema
-from transport.taking.batch import TakenBatch
-from transport.taking.batches import TakenPayloads
-from transport.taking.plans import Plan, Taker, taken_in_place
 
 
 class TakeCalls(ABC):
     """`take` and `take_batch` of a client, which makes the parts."""
 
-    _taking: Taking
+    _claims: ClaimConnections
     _verify: bool
     _closed: bool
 
@@ -58,25 +57,21 @@ class TakeCalls(ABC):
             SchemaError: a payload has no such field, or its schema is not known here; all are given back.
             BatchTooLargeError: there is no memory for what would come, or has come; all are given back.
             UsageError: nothing was asked.
-            VersionMismatchError: the listener is of an older build that gives nothing out by itself.
             BusyError: the listener is shutting down, or this client has more demands or claims than it may.
             LinkError kinds: no connection, or it broke and the claims of its payloads have ended.
         """
         self._check_open()
-        link = await self._taking.link(port_of(address))
-        try:
-            return await link.take(
-                n,
-                most_bytes=most_bytes,
-                wait_s=wait_s,
-                rank=rank,
-                oldest_version=oldest_version,
-                most_attempts=most_attempts,
-                verify=self._verify,
-                fields=fields,
-            )
-        except MemoryError as error:
-            raise BatchTooLargeError("there is no memory for the answer; ask for fewer most_bytes") from error
+        connection = await self._claims.of_port(port_of(address))
+        return await connection.take(
+            n,
+            most_bytes=most_bytes,
+            wait_s=wait_s,
+            rank=rank,
+            oldest_version=oldest_version,
+            most_attempts=most_attempts,
+            verify=self._verify,
+            fields=fields,
+        )
 
     @explained
     async def take_batch(
@@ -107,38 +102,39 @@ class TakeCalls(ABC):
                 another schema, with which all are given back.
             BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
                 payloads are given back.
-            BusyError, VersionMismatchError, LinkError kinds: as for `take`.
+            BusyError, LinkError kinds: as for `take`.
         """
         plan, take = self._batch_plan(
             address,
             n,
             schema,
             shape,
+            wait_s,
             most_bytes=most_bytes,
             rank=rank,
             oldest_version=oldest_version,
             most_attempts=max_deliveries,
         )
-        return await taken_in_place(plan, take, wait_s)
+        return await taken_in_place(plan, take)
 
     @explained
     def _batch_plan(
-        self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, **demand: Any
+        self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, wait_s: float, **demand: Any
     ) -> tuple[Plan, Taker]:
         """What `take_batch` asks for, and how."""
         port = port_of(address)
-        plan = Plan(schema, self._taking.schemas, self._verify, shape)
+        plan = Plan(schema, self._claims.schemas, self._verify, shape, wait_s)
 
         async def take(wait_s: float, verify: bool) -> TakenBatch:
             self._check_open()
-            link = await self._taking.link(port)
-            return await link.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
+            connection = await self._claims.of_port(port)
+            return await connection.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
 
         return plan, take
 
     @property
-    def taking(self) -> Taking:
+    def claims(self) -> ClaimConnections:
         """Connections that hold claims."""
         if self._closed:
             raise ClosedError("this client is closed")
-        return self._taking
+        return self._claims

@@ -11,15 +11,15 @@ import contextlib
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from transport import _ring
 from transport.client.connections.pool import port_of
 from transport.config import configuration
-from transport.errors import ConfigurationError, RingError, StoreUnavailableError, UsageError
-from transport.queue.demands import Place
+from transport.errors import ConfigurationError, RingError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.store.directory import LEASE_S, Directory, Serving
 from transport.ticket import host_identity
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _UNNAMED: Final = "rollout-"
 
 _BEGINNING: Final = "/transport-"
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_NAME: Final = re.compile(r"[A-Za-z0-9._=-]{1,100}")
 _STORE_EVERY_S: Final = 0.5
 _RINGS_A_SECOND: Final = 250  # that a reader reads from the store in the mean, however many there are
 _STORE_MOST_S: Final = LEASE_S * 2 / 3
@@ -40,10 +40,25 @@ def default_prefix() -> str:
     """With this the names of rings begin that are handed out where no queue was chosen.
 
     Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
-    does, which all processes of a run share.
+    does, which all processes of a run share. The name ends with a character that no run's name has: "exp" is not the
+    beginning of "exp-2".
     """
     run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
-    return f"run-{run}-" if run else _UNNAMED
+    return f"run-{run}=" if run else _UNNAMED
+
+
+class Place(NamedTuple):
+    """Where one ring is served: any address with any port.
+
+    Attributes:
+        ring: its id; "": whatever is served there.
+        segment: where it is on this host; None: it is on another one; "": unknown.
+    """
+
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    ring: str = ""
+    segment: str | None = ""
 
 
 class Places(Protocol):
@@ -152,7 +167,10 @@ class AtAddresses:
 
 
 class InDirectory:
-    """Servers that published themselves; those of this host are found by their segments, too."""
+    """Servers that published themselves; those of this host are found by their segments, too.
+
+    The store is read in a thread, and what it said last is used meanwhile: one that hangs delays nobody who knows it.
+    """
 
     prefix = ""
 
@@ -165,26 +183,37 @@ class InDirectory:
         self._segments: dict[str, str] = {}
         self._due = float("-inf")
         self._reads = 0  # of the directory
+        self._reading: threading.Thread | None = None
+        self._failed: Exception | None = None
         self._made: tuple[object, Mapping[str, Place]] = None, {}  # places, and what of; one object, for all threads
 
     def __repr__(self) -> str:
         return f"rings in {self._directory!r}"
 
     def _look(self) -> None:
-        now = time.monotonic()
-        if now < self._due:
-            return
-        here = host_identity()
+        """Have the directory read where that is due. Waits for the first answer alone, and raises its error."""
+        if self._reading is None or (not self._reading.is_alive() and time.monotonic() >= self._due):
+            self._reading = threading.Thread(target=self._read, name="transport directory", daemon=True)
+            self._reading.start()
+        if not self._reads:
+            self._reading.join()
+            if self._failed is not None:
+                self._reading, failed = None, self._failed
+                raise failed
+
+    def _read(self) -> None:
         try:
             records = self._directory.all()
-        except StoreUnavailableError as error:
-            if self._due == float("-inf"):
-                raise
+        except Exception as error:
             # The rings are not in the store: they are written and read while that is away.
-            self._due = now + _STORE_MOST_S
-            log.warning("rings are not looked for, those found before are used: %s", error)
+            self._failed = error
+            self._due = time.monotonic() + _STORE_MOST_S
+            if self._reads:
+                log.warning("rings are not looked for, those found before are used: %s", error)
             return
-        self._due = now + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
+        self._failed = None
+        self._due = time.monotonic() + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
+        here = host_identity()
         self._known = {each.ring: each for each in records}
         self._here = {each.ring for each in records if each.host == here}
         self._reads += 1

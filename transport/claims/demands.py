@@ -1,6 +1,6 @@
 """Demands that wait at every listener a trainer knows: what comes first is taken. `Takers` decides, this carries out.
 
-    find ──► places ──► connections ──► TAKE, one demand at a place ──► arrived(batch) ──► consume, give back
+    find ──► places ──► connections ──► TAKE, one demand at a place ──► arrived(batch)
 
 Places are looked for again and again, so rings that appear and vanish are followed. A connection that breaks gives its
 claims up, and its place is tried again, through the next of its ports. Everything belongs to the client's loop.
@@ -9,27 +9,24 @@ claims up, and its place is tried again, through the next of its ports. Everythi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
+from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
+from transport.claims.outcomes import Served
+from transport.claims.takers import Ask, Close, Open, Takers, Untake
 from transport.errors import BusyError, InternalError, TransportError, WrongRingError
 from transport.runtime.logs import Seldom
-from transport.taking.batch import Rows, TakenBatch
-from transport.taking.outcomes import Served
-from transport.taking.takers import Ask, Close, Open, Takers, Untake
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from transport.client.takes.link import TakeLink
-    from transport.client.takes.taking import Taking
-    from transport.wire.frames import Ended
+    from transport.claims.connection import ClaimConnection
+    from transport.claims.connections import ClaimConnections
+    from transport.claims.places import Place
 
 log = logging.getLogger(__name__)
 
@@ -38,36 +35,14 @@ _FEW: Final = 64  # connections, which are all looked at in every turn
 _LOOK_S: Final = 0.25  # more of them are looked at so often: is each still there?
 
 
-class Place(NamedTuple):
-    """Where one ring is served: any address with any port.
-
-    Attributes:
-        ring: its id; "": whatever is served there.
-        segment: where it is on this host; None: it is on another one; "": unknown.
-    """
-
-    addresses: tuple[str, ...]
-    ports: tuple[int, ...]
-    ring: str = ""
-    segment: str | None = ""
-
-
-class Brought(NamedTuple):
-    """What one demand brought, and the connection that holds the claims."""
-
-    demands: Demands
-    place: str
-    link: TakeLink
-    batch: TakenBatch
-
-
 class Demands:
     """The demands of one rank.
 
     Args:
-        taking: of the client.
+        connections: of the client.
         find: the places of this moment, by a name for each; called in a thread, may block and raise TransportError.
         arrived: is given what came.
+        settled: is told of each end of claims, with the positions whose end it is.
         most_attempts: what was claimed so often in vain is dead; 0: no limit.
         look_s: interval of `find`.
 
@@ -78,18 +53,20 @@ class Demands:
 
     def __init__(
         self,
-        taking: Taking,
+        connections: ClaimConnections,
         find: Callable[[], Mapping[str, Place]],
-        arrived: Callable[[Brought], object],
+        arrived: Callable[[TakenBatch], object],
+        settled: Callable[[ClaimedRows, Positions, End], object],
         *,
         rank: int | str,
         most_bytes: int,
         most_attempts: int,
         look_s: float,
     ) -> None:
-        self._taking = taking
+        self._all = connections
         self._find = find
         self._arrived = arrived
+        self._settled = settled
         self._rank = rank
         self._most_bytes = most_bytes
         self._most_attempts = most_attempts
@@ -101,7 +78,7 @@ class Demands:
         self._most = 1
         self._largest = 0  # of the payloads that came last, in bytes
         self._places: Mapping[str, Place] = {}
-        self._links: dict[str, TakeLink] = {}
+        self._connected: dict[str, ClaimConnection] = {}
         self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
         self._unwanted: set[int] = set()  # demands that were taken back before they were made
         self._tries: dict[str, int] = {}
@@ -113,7 +90,6 @@ class Demands:
         self._seldom = Seldom()
         self._looked = float("-inf")
         self._task(self._follow())
-        self._task(self._keep())
 
     def __repr__(self) -> str:
         return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.in_hand} in hand>"
@@ -124,14 +100,9 @@ class Demands:
         return self._places
 
     @property
-    def links(self) -> list[TakeLink]:
-        """The connections."""
-        return list(self._links.values())
-
-    @property
-    def connected(self) -> bool:
-        """Whether any place can be asked."""
-        return bool(self._links)
+    def connections(self) -> list[ClaimConnection]:
+        """Of this moment, one for each place that can be asked."""
+        return list(self._connected.values())
 
     def want(self, batches: int, most: int, oldest_version: int | None) -> None:
         """Have so many batches unused and asked for from now on, of so many payloads; none before the first call."""
@@ -146,43 +117,16 @@ class Demands:
         most = min(self._most, fit)
         self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
 
-    def used(self, brought: Brought, count: int) -> None:
-        """The trainer works on so many of what was brought: others may come in their place."""
-        if self._links.get(brought.place) is brought.link:
-            self._takers.used(brought.place, count)
+    def given(self, claims: ClaimedRows, count: int) -> None:
+        """So many more payloads are in the hands of a caller: others may come in their place."""
+        if self._connected.get(claims.place) is claims.connection:
+            self._takers.used(claims.place, count)
             self._turn()
 
-    # --- the ends of claims ---------------------------------------------------------------------------
-    async def finish(self, brought: Brought, rows: Rows) -> np.ndarray[Any, Any]:
-        """Consume some of what was brought; which were accepted."""
-        try:
-            return await brought.link.finish(rows)
-        finally:
-            self._ended(brought, len(rows))
-
-    async def end(self, brought: Brought, rows: Rows, how: Ended, reason: str, consumer: str) -> np.ndarray[Any, Any]:
-        """End some of what was brought without using it; which were still held."""
-        try:
-            return await brought.link.end(rows, how, reason, consumer)
-        finally:
-            self._ended(brought, len(rows))
-
-    async def give_back(self, brought: Brought, rows: Rows, delay_s: float = 0.0) -> np.ndarray[Any, Any]:
-        """Give some of what was brought up; which were still held."""
-        try:
-            return await brought.link.give_back(rows, delay_s)
-        finally:
-            self._ended(brought, len(rows))
-
-    def let_go(self, brought: Brought, rows: Rows, delay_s: float = 0.0) -> None:
-        """`give_back` without waiting for the answer. Any thread."""
-        brought.link.let_go(rows, delay_s)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and every claim has ended
-            self._loop.call_soon_threadsafe(self._ended, brought, len(rows))
-
-    def _ended(self, brought: Brought, count: int) -> None:
-        if self._links.get(brought.place) is brought.link:
-            self._takers.ended(brought.place, count)
+    def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
+        self._settled(claims, positions, end)
+        if self._connected.get(claims.place) is claims.connection:
+            self._takers.ended(claims.place, len(positions))
         self._turn()
 
     def close(self) -> None:
@@ -192,9 +136,9 @@ class Demands:
             self._due.cancel()
         for task in self._tasks:
             task.cancel()
-        for link in self._links.values():
-            self._taking.leave(link)
-        self._links.clear()
+        for link in self._connected.values():
+            self._all.leave(link)
+        self._connected.clear()
 
     # --- carrying out ---------------------------------------------------------------------------------
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
@@ -207,9 +151,9 @@ class Demands:
             return
         now = time.monotonic()
         look_at = self._looked + _LOOK_S
-        if len(self._links) <= _FEW or now >= look_at:
+        if len(self._connected) <= _FEW or now >= look_at:
             look_at, self._looked = float("inf"), now
-            for name, link in list(self._links.items()):
+            for name, link in list(self._connected.items()):
                 if link.lost:
                     self._lose(name, link)
         for action in self._takers.step(now):
@@ -217,26 +161,26 @@ class Demands:
                 case Open(name):
                     self._task(self._open(name))
                 case Close(name):
-                    self._taking.leave(self._links.pop(name))
+                    self._all.leave(self._connected.pop(name))
                 case Ask(name, _, _, _):
-                    self._task(self._ask(action, self._links[name]))
+                    self._task(self._ask(action, self._connected[name]))
                 case Untake(name, demand):
                     number = self._numbers.get(demand)
                     if number is None:
                         self._unwanted.add(demand)
                     else:
-                        self._links[name].take_back(number)
+                        self._connected[name].take_back(number)
         if self._due is not None:
             self._due.cancel()
         due = self._takers.next_due(now)
         due = look_at if due is None else min(due, look_at)
         self._due = None if due == float("inf") else self._loop.call_later(max(0.0, due - now), self._turn)
 
-    def _lose(self, name: str, link: TakeLink) -> None:
-        if self._links.get(name) is link:
-            del self._links[name]
+    def _lose(self, name: str, link: ClaimConnection) -> None:
+        if self._connected.get(name) is link:
+            del self._connected[name]
             self._takers.lost(name, time.monotonic())
-        self._taking.leave(link)
+        self._all.leave(link)
 
     async def _open(self, name: str) -> None:
         place = self._places.get(name)
@@ -246,9 +190,9 @@ class Demands:
                 raise WrongRingError(f"ring {name[:8]} is not served any more")
             address = place.addresses[tries // len(place.ports) % len(place.addresses)]
             port = place.ports[(self._spread + tries) % len(place.ports)]
-            link = await self._taking.apart((address, port), place.segment)
+            link = await self._all.open((address, port), place.segment)
             if place.ring and link.ring != place.ring:
-                self._taking.leave(link)
+                self._all.leave(link)
                 raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
         except TransportError as error:
             self._tries[name] = tries + 1
@@ -264,7 +208,7 @@ class Demands:
         else:
             self.faults.pop(name, None)
             link.served = partial(self._served, name)
-            self._links[name] = link
+            self._connected[name] = link
             self._takers.opened(name)
         self._turn()
 
@@ -281,7 +225,7 @@ class Demands:
         ports = ((address, port) for address in place.addresses for port in place.ports)
         return Served(tuple(ports), place.segment or "")
 
-    async def _ask(self, ask: Ask, link: TakeLink) -> None:
+    async def _ask(self, ask: Ask, link: ClaimConnection) -> None:
         name = ask.place
 
         def asked(number: int) -> None:
@@ -290,7 +234,7 @@ class Demands:
                 link.take_back(number)
 
         try:
-            batch = await link.take(
+            batch = await link.demand(
                 ask.n,
                 most_bytes=self._most_bytes,
                 wait_s=_WAIT_S if ask.waits else 0.0,
@@ -304,19 +248,21 @@ class Demands:
             if link.lost:
                 self._tries[name] = self._tries.get(name, 0) + 1
                 self._lose(name, link)
-            elif self._links.get(name) is link:
-                if not isinstance(error, BusyError):
+            elif self._connected.get(name) is link:
+                if not isinstance(error, BusyError) and self._seldom.due() is not None:
                     log.warning("a demand failed, and is made again: %s", error)
                 self._takers.refused(name, time.monotonic())
         except Exception as error:  # with the connection end claims that may have come
             self._note(name, error)
             self._lose(name, link)
         else:
-            if self._links.get(name) is link:
+            if self._connected.get(name) is link:
+                self.faults.pop(name, None)
                 self._takers.answered(name, len(batch), full=self._full(ask.n, batch))
                 if len(batch):
+                    batch.claims.place, batch.claims.settled = name, self._ended
                     for part in batch.split(self._most):
-                        self._arrived(Brought(self, name, link, part))
+                        self._arrived(part)
         finally:
             self._numbers.pop(ask.demand, None)
             self._unwanted.discard(ask.demand)
@@ -350,11 +296,3 @@ class Demands:
             self.faults.pop(name, None)
         self._places = found
         self._takers.found(found)
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self._taking.renew_s)
-            self._turn()
-            for link in list(self._links.values()):
-                with contextlib.suppress(TransportError):
-                    link.renew()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from transport import _ring
+from transport.claims.batch import JOINED, ClaimedRows, Positions, Rows, TakenBatch
 from transport.client.connections.connection import Want
 from transport.devices.buffers import BufferPool
 from transport.ring.parts import part_of
 from transport.schema import Schema
-from transport.taking.batch import JOINED, Holder, Rows, TakenBatch
 from transport.ticket import Ticket
 
 
@@ -40,8 +41,8 @@ class WantedFields:
         self._owners: list[int] = []  # of the wants
         self.wants: list[Want] = []
 
-    def look(self, rows: Rows, offsets: Rows, answer: Any, *, verify: bool, ranges: bool) -> None:
-        """Note what has to be read. Without ``ranges`` the listener sends whole payloads, which are cut down here."""
+    def look(self, rows: Rows, offsets: Rows, answer: Any, *, verify: bool) -> None:
+        """Note what has to be read."""
         memory = memoryview(answer)
         check = 0 if verify else None
         for at, (ticket, part) in enumerate(zip(self._tickets, self._parts, strict=True)):
@@ -49,9 +50,6 @@ class WantedFields:
             if rows["flags"][at] & JOINED:
                 begin = int(offsets[at])
                 self._whole[at] = memory[begin : begin + ticket.size]
-            elif not ranges:
-                self._whole[at] = memoryview(self._buffers.take(ticket.size))
-                self._want(at, Want(ticket, rank, self._whole[at], int(rows["checksum"][at]) if verify else None))
             else:
                 for begin, place, size in part.ranges:
                     self._want(at, Want(ticket, rank, self._own[at][place : place + size], check, begin))
@@ -66,18 +64,22 @@ class WantedFields:
         self._own.update({at: self._parts[at].copied(data) for at, data in self._whole.items() if at not in lost})
         return lost
 
-    def batch(self, holder: Holder, rows: Rows, failed: set[int]) -> TakenBatch:
-        """The others, whose tickets are of payloads that have these fields only."""
-        kept = [at for at in range(len(rows)) if at not in failed]
+    def batch(
+        self,
+        hold: Callable[[Rows], tuple[ClaimedRows, _ring.OwnedClaims]],
+        rows: Rows,
+        kept: Positions,
+        dropped: int,
+    ) -> TakenBatch:
+        """The payloads at these positions, whose rows are changed: their tickets are of payloads of these fields."""
         notes = bytearray()
-        rows = rows[kept]
-        for new, at in enumerate(kept):
+        for new, at in enumerate(kept.tolist()):
             ticket, rows["checksum"][new] = self._parts[at].ticket(self._tickets[at], self._own[at])
             note = ticket.encode()
             rows["length"][new], rows["note_bytes"][new] = ticket.size, len(note)
             notes += note
             self._known[ticket.schema_fingerprint] = self._parts[at].schema
         begins = np.cumsum(rows["note_bytes"].astype(np.int64)) - rows["note_bytes"]
-        read = {new: self._own[at] for new, at in enumerate(kept)}
+        read = {new: self._own[at] for new, at in enumerate(kept.tolist())}
         nowhere = np.zeros(len(rows), np.int64)
-        return TakenBatch(holder, rows, bytes(notes), begins, nowhere, read, self._known, len(failed))
+        return TakenBatch(*hold(rows), bytes(notes), begins, nowhere, read, self._known, dropped)

@@ -16,17 +16,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from transport import _ring
+from transport.claims.batch import OUT_OF_REACH, TAKEN, Rows
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
 from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
-from transport.taking.batch import TAKEN, Rows
 from transport.wire import frames
 from transport.wire.frames import Kind
 
 log = logging.getLogger(__name__)
 
-IN_QUESTION = -1  # no port of the ring was reached, and it may be asked again
 _AGAIN = 8  # its listener is at it
 _PAUSE_S = 0.05
 _CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
@@ -87,16 +85,16 @@ class Outcomes:
     ) -> list[int]:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
-        Rows whose attempts have `frames.END_ASKED` or `frames.USED_ASKED` are about an END or a USED.
+        Rows whose attempts have `frames.END_ASKED` are about an END.
 
         ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
         writer and listeners were all killed is not served until another writer takes it over.
         ``again``: they were in question, and are asked about for no longer than a connection takes.
 
-        `IN_QUESTION` may be asked again: the ring was out of reach for ``patience_s``. Every other one is to be
+        `OUT_OF_REACH` may be asked again: no port has answered for ``patience_s``. Every other one is to be
         dropped: refused, or unknown, because another ring is there, or this client is closed.
         """
-        codes = [IN_QUESTION] * len(rows)
+        codes = [OUT_OF_REACH] * len(rows)
         left = np.arange(len(rows))
         elsewhere: set[PortKey] = set()  # ports of other rings by now
         gone = False
@@ -137,10 +135,10 @@ class Outcomes:
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
-        codes = [IN_QUESTION if code == _AGAIN else code for code in codes]
+        codes = [OUT_OF_REACH if code == _AGAIN else code for code in codes]
         if gone:
-            codes = [frames.UNKNOWN if code == IN_QUESTION else code for code in codes]
-        if waiting := codes.count(IN_QUESTION):
+            codes = [frames.UNKNOWN if code == OUT_OF_REACH else code for code in codes]
+        if waiting := codes.count(OUT_OF_REACH):
             self.questions += waiting
             log.warning(
                 "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring has "

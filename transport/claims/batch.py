@@ -1,20 +1,30 @@
-"""What one TAKE brought: payloads that are claimed for this connection, their bytes in one buffer.
+"""What one TAKE brought: payloads that are claimed for this process, their bytes in one buffer, and their claims.
 
-The batch is columns (`TakenBatch.rows`); an object for one payload is made only when it is used.
+    ClaimedRows   the claims of one answer, and what became of each; belongs to the loop of the connection
+    TakenBatch    the payloads, or some of them; whoever has it last gives back what nothing became of
+
+    OPEN ──asked──► ASKED ──answered──► CONSUMED, GIVEN_BACK, DISCARDED, DEAD, AGED, REFUSED
+                      └──the ring is out of reach──► IN_QUESTION ──consumed again──► ASKED
+
+A batch is columns (`TakenBatch.rows`); an object for one payload is made only when it is used.
 """
 
 from __future__ import annotations
 
+import asyncio
+import enum
+import os
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from transport import _ring
 from transport.errors import ProtocolError, TicketError, UsageError
 from transport.ring.packing import looked_at
-from transport.runtime.arguments import whole
+from transport.runtime.arguments import seconds, whole
 from transport.runtime.explaining import explained
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
@@ -42,28 +52,146 @@ Rows = np.ndarray[Any, Any]
 Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Holder(Protocol):
-    """The connection that holds the claims of a batch."""
+Positions = npt.NDArray[np.intp]
+Codes = npt.NDArray[np.int64]
+
+ACCEPTED: Final = 0  # codes of answers; every other one but `OUT_OF_REACH` is a refusal
+OUT_OF_REACH: Final = -1  # no port of the ring has answered, and it may be asked again
+
+
+class Verdict(enum.IntEnum):
+    """What became of a claim."""
+
+    OPEN = 0
+    ASKED = 1  # the question is under way
+    CONSUMED = 2
+    REFUSED = 3  # it had ended before
+    GIVEN_BACK = 4
+    DISCARDED = 5
+    DEAD = 6
+    AGED = 7
+    IN_QUESTION = 8  # it may have been consumed: its ring is out of reach
+
+
+class End(NamedTuple):
+    """How claims are to end; reason and consumer stand in the ring's log of failures."""
+
+    verdict: Verdict
+    reason: str = ""
+    consumer: str = ""
+    delay_s: float = 0.0
+
+
+CONSUME: Final = End(Verdict.CONSUMED)
+
+
+class Connection(Protocol):
+    """What holds the claims of a batch (`ClaimConnection`)."""
 
     ring: str
+    link: Any
 
     @property
     def lost(self) -> bool: ...
 
     @property
-    def in_question(self) -> Collection[bytes]:
-        """Rows of claims that the ring may have consumed: it was not reached yet. `finish` asks it again."""
+    def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def renew(self) -> None: ...
+    async def end(self, rows: Rows, end: End, again: bool) -> Codes: ...
 
-    def changed(self, count: int) -> None:
-        """So many payloads came with bytes that had changed. Any thread."""
+    def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None: ...
 
-    async def finish(self, rows: Rows) -> Verdicts: ...
+    def changed(self, count: int) -> None: ...
 
-    async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts: ...
 
-    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None: ...
+class ClaimedRows:
+    """The claims of one answer: a row of `TAKEN` for each, and its verdict. Coroutines belong to the connection's loop.
+
+    A claim has one end. Who asks for it again gets the same answer; an interrupted question goes on without its caller.
+
+    Args:
+        held: by number; has this while a claim of it is open, so that the loop finds what was dropped.
+
+    Attributes:
+        verdicts: by position; changed on the loop only.
+        settled: called on the loop with the positions and the end of claims whose verdict has come.
+        given: which payloads are, or were, in the hands of a caller; changed on the loop only.
+        place: where the ring is served, by its name among the places of a trainer.
+    """
+
+    def __init__(self, connection: Connection, rows: Rows, number: int, held: dict[int, ClaimedRows]) -> None:
+        self.connection = connection
+        self.rows = rows
+        self._number = number
+        self._held = held
+        held[number] = self
+        self.verdicts = np.zeros(len(rows), np.int8)
+        self.settled: Callable[[ClaimedRows, Positions, End], object] = _nothing
+        self.given = np.zeros(len(rows), np.bool_)
+        self.place = ""
+        self._process = os.getpid()
+        self._asking: set[asyncio.Task[None]] = set()
+
+    async def end(self, positions: Positions, end: End) -> None:
+        """End claims so. Afterwards `verdicts` has the answers; after a cancellation as well, when they come."""
+        if self._asking and (self.verdicts[positions] == Verdict.ASKED).any():
+            await asyncio.shield(asyncio.gather(*self._asking, return_exceptions=True))
+        now = self.verdicts[positions]
+        for verdict in (Verdict.OPEN, Verdict.IN_QUESTION):
+            chosen = positions[now == verdict]
+            if len(chosen) and (verdict is Verdict.OPEN or end.verdict is Verdict.CONSUMED):
+                self.verdicts[chosen] = Verdict.ASKED
+                task = asyncio.get_running_loop().create_task(self._end(chosen, end, verdict is Verdict.IN_QUESTION))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+        match list(self._asking):
+            case [task]:
+                await asyncio.shield(task)
+            case [*tasks]:
+                await asyncio.shield(asyncio.gather(*tasks))
+
+    async def _end(self, positions: Positions, end: End, again: bool) -> None:
+        rows = self.rows if len(positions) == len(self.rows) else self.rows[positions]
+        codes = await self.connection.end(rows, end, again)
+        self.verdicts[positions] = np.where(
+            codes == ACCEPTED,
+            end.verdict,
+            np.where(codes == OUT_OF_REACH, Verdict.IN_QUESTION, Verdict.REFUSED),
+        )
+        self._settled(positions, end)
+
+    def _settled(self, positions: Positions, end: End) -> None:
+        self.settled(self, positions, end)
+        if not (self.verdicts <= Verdict.ASKED).any():
+            self.forget()
+
+    def return_soon(self, positions: Positions, delay_s: float = 0.0, in_vain: bool = False) -> None:
+        """Give back what is open, without waiting for the answer. On the loop."""
+        left = positions[self.verdicts[positions] == Verdict.OPEN]
+        if len(left):
+            self.verdicts[left] = Verdict.GIVEN_BACK
+            self.connection.return_soon(self.rows[left], delay_s, in_vain)
+            self._settled(left, End(Verdict.GIVEN_BACK))
+
+    def forget(self) -> None:
+        """Others have the claims from here on."""
+        self._held.pop(self._number, None)
+
+    def soon(self, what: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call it, at once if this is the loop; nothing once the loop is closed, or in a forked child."""
+        loop = self.connection.loop
+        if os.getpid() != self._process or loop.is_closed():
+            return
+        if asyncio._get_running_loop() is loop:
+            what(*arguments)
+            return
+        try:
+            loop.call_soon_threadsafe(what, *arguments)
+        except RuntimeError:  # it is closed meanwhile, and every claim has ended
+            return
+
+
+def _nothing(*_: object) -> None: ...
 
 
 def _aligned(value: Any) -> Any:
@@ -131,20 +259,20 @@ class TakenPayload:
 
 
 class TakenBatch:
-    """Payloads that one TAKE brought, in the order of their writing.
+    """Payloads that one TAKE brought, in the order of their writing. What nothing became of goes back with the object.
 
     Attributes:
+        claims: of the whole answer; those of this batch begin at position ``first``.
         rows: one row of `TAKEN` for each payload.
         ring: whose payloads they are.
-        link: the connection that holds the claims.
         nbytes: of all payloads together.
         dropped: payloads that came with wrong bytes and were given back.
     """
 
     def __init__(
         self,
-        link: Holder,
-        rows: Rows,
+        claims: ClaimedRows,
+        owned: _ring.OwnedClaims,
         buffer: Any,
         notes: Rows,
         offsets: Rows,
@@ -152,16 +280,18 @@ class TakenBatch:
         schemas: Mapping[str, Schema],
         dropped: int = 0,
     ) -> None:
-        self.link = link
+        self.claims = claims
+        self.owned = owned
+        self.first = owned.begin
+        self.rows = claims.rows[self.first : self.first + len(owned)]
         self.dropped = dropped
-        self.rows = rows
         self.schemas = schemas
         self._buffer = memoryview(buffer).toreadonly()
         self._notes = notes
         self._offsets = offsets
         self._read = read  # by position: payloads that were not joined to the answer
-        self.ring = link.ring
-        self.nbytes = int(rows["length"].sum())
+        self.ring = claims.connection.ring
+        self.nbytes = int(self.rows["length"].sum())
         self._places: list[tuple[int, int]] | None = None  # (begin, end): one element of an array costs more
 
     def __repr__(self) -> str:
@@ -178,21 +308,24 @@ class TakenBatch:
     def __iter__(self) -> Iterator[TakenPayload]:
         return (TakenPayload(self, at) for at in range(len(self)))
 
-    def part(self, begin: int, end: int) -> TakenBatch:
-        """Some of the payloads as a batch of their own, in the same memory."""
-        chosen = slice(begin, end)
+    def divided(self, count: int) -> tuple[TakenBatch, TakenBatch]:
+        """The first payloads and the others as batches of their own, in the same memory. This one owns none then."""
+        first = self._part(self.owned.take(count), 0)
+        return first, self._part(self.owned.take(len(self.owned)), len(first))
+
+    def _part(self, owned: _ring.OwnedClaims, begin: int) -> TakenBatch:
+        end = begin + len(owned)
         read = {at - begin: own for at, own in self._read.items() if begin <= at < end}
-        return TakenBatch(
-            self.link, self.rows[chosen], self._buffer, self._notes[chosen], self._offsets[chosen], read, self.schemas
-        )
+        notes, offsets = self._notes[begin:end], self._offsets[begin:end]
+        return TakenBatch(self.claims, owned, self._buffer, notes, offsets, read, self.schemas)
 
     def split(self, most: int) -> Iterator[TakenBatch]:
         """The same payloads as batches of at most so many, in the same memory."""
-        if len(self) <= most:
-            yield self
-            return
-        for begin in range(0, len(self), most):
-            yield self.part(begin, begin + most)
+        left = self
+        while len(left) > most:
+            first, left = left.divided(most)
+            yield first
+        yield left
 
     def note(self, at: int) -> memoryview:
         """The encoded ticket of the payload at this position."""
@@ -223,11 +356,17 @@ class TakenBatch:
     @property
     def lost(self) -> bool:
         """Whether the connection of the claims is gone, and every claim with it."""
-        return self.link.lost
+        return self.claims.connection.lost
 
-    def renew(self) -> None:
-        """Say that the holder is alive; a silent one loses its claims after the listener's ``ack_timeout_s``."""
-        self.link.renew()
+    @property
+    def positions(self) -> Positions:
+        """Of the payloads in ``claims``."""
+        return np.arange(self.first, self.first + len(self), dtype=np.intp)
+
+    def verdicts(self) -> npt.NDArray[np.int8]:
+        """What became of each claim, as `Verdict` has it."""
+        found: npt.NDArray[np.int8] = self.claims.verdicts[self.first : self.first + len(self)]
+        return found
 
     @explained
     async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
@@ -237,22 +376,29 @@ class TakenBatch:
         too long), and another consumer may have them. If the connection is lost between the question and its answer,
         any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Where the ring
         is out of reach for longer, a payload may count as consumed although it is False here: ask again, and the answer
-        is the ring's, as long as that lives. Where this is cancelled, ask again: the answer is the same.
+        is the ring's, as long as that lives. Asked again, also after a cancellation, the answer is the same.
         """
-        return await self.link.finish(self._chosen(which))
+        return await self._ended(which, CONSUME)
 
     @explained
     async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """Give the claims up: other trainers may take the payloads, after the delay. False: it had ended already."""
-        return await self.link.give_back(self._chosen(which), delay_s)
+        seconds(delay_s, "delay_s of give_back()")
+        return await self._ended(which, End(Verdict.GIVEN_BACK, delay_s=delay_s))
 
-    def _chosen(self, which: Sequence[int] | None) -> Rows:
+    async def _ended(self, which: Sequence[int] | None, end: End) -> Verdicts:
+        positions = self._chosen(which)
+        await self.claims.end(positions, end)
+        accepted: Verdicts = self.claims.verdicts[positions] == end.verdict
+        return accepted
+
+    def _chosen(self, which: Sequence[int] | None) -> Positions:
         if which is None:
-            return self.rows
+            return self.positions
         for position in which:
             if not 0 <= whole(position, "a position") < len(self.rows):
                 raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")
-        return self.rows[np.asarray(which, dtype=np.intp)]
+        return self.positions[np.asarray(which, dtype=np.intp)]
 
 
 def apart(rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Ticket]]:

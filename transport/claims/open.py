@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from transport.claims.places import AtAddresses, InDirectory, OnThisHost
+from transport.claims.rings import FoundRings
 from transport.errors import ConfigurationError, UsageError
 from transport.queue.base import TicketQueue
-from transport.queue.found import FoundRings
-from transport.queue.places import AtAddresses, InDirectory, OnThisHost
 from transport.queue.redis import RedisQueue
 from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory

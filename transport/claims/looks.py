@@ -1,4 +1,4 @@
-"""Claims of rings by token and id, and what rings of this host say of their deliveries, also to an observer."""
+"""What rings of this host say of their deliveries, also to an observer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,7 @@ _ENDINGS: Final = {
 }
 _COUNTED: Final = ("ready", "claimed", "done", "discarded", "dead", "retried", "expired", "aged")
 _ALL: Final = 1 << 30
-Place = tuple[SharedRingBuffer, int, int]  # slot and generation of a ring
-
-
-def token_of(name: str, rank: int, attempts: int, consumer: str) -> str:
-    """Callers keep claims by their tokens, so each claim has one of its own. The consumer's name stands last."""
-    return f"{name} {rank} {attempts} {consumer}"
-
-
-def consumer_of(claim: Claim) -> str:
-    """The name that the claimant gave."""
-    return claim.token.split(" ", 3)[-1]
+SlotOfRing = tuple[SharedRingBuffer, int, int]  # a ring, a slot of it, and the generation
 
 
 def ring_of(claim: Claim) -> str:
@@ -39,41 +29,7 @@ def ring_of(claim: Claim) -> str:
     return claim.ticket_id.partition("/")[0]
 
 
-def claimed_of(rings: Mapping[str, SharedRingBuffer], claim: Claim) -> tuple[SharedRingBuffer, _native.ClaimId] | None:
-    """The ring of a claim, and its id there; None: none of these rings, which are open, can have made it."""
-    try:
-        ring_id, slot, generation = claim.ticket_id.split("/")
-        found = _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
-    except (TypeError, ValueError, AttributeError):
-        return None
-    ring = rings.get(ring_id)
-    if ring is None or ring.native.closed or found.slot >= ring.slot_count or found.rank >= MAX_READERS:
-        return None
-    return ring, found
-
-
-def claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
-    """The claim of a queue for one of a ring."""
-    try:
-        data = claimed.encoded
-    except RingError:  # consumed by ticket meanwhile, which the ack will be told
-        data = b""
-    token = token_of(claimed.name, claimed.rank, claimed.attempts, consumer)
-    return Claim(claimed.name, data, claimed.rank, claimed.attempts, token, claimed.policy_version)
-
-
-def failed(ring: SharedRingBuffer, fault: _native.RingFault) -> None:
-    """Raise what a call of the ring failed with; a ring that another thread has closed meanwhile has no claims."""
-    if not ring.native.closed:
-        raise named(fault) from None
-
-
-def delivery_of(claim: Claim) -> tuple[str, int, int]:
-    """Ticket id, rank and number of the attempt."""
-    return claim.ticket_id, claim.rank, claim.attempts
-
-
-def place_of(rings: Mapping[str, SharedRingBuffer], ticket_id: str) -> Place | None:
+def place_of(rings: Mapping[str, SharedRingBuffer], ticket_id: str) -> SlotOfRing | None:
     """Of a ticket, in rings by their ids; None: it is of none of them."""
     ring_id, _, rest = ticket_id.partition("/")
     slot, _, generation = rest.partition("/")
