@@ -40,19 +40,6 @@ def ring_of(claim: Claim) -> str:
     return claim.ticket_id.partition("/")[0]
 
 
-def claimed_of(rings: Mapping[str, SharedRingBuffer], claim: Claim) -> tuple[SharedRingBuffer, _native.ClaimId] | None:
-    """The ring of a claim, and its id there; None: none of these rings, which are open, can have made it."""
-    try:
-        ring_id, slot, generation = claim.ticket_id.split("/")
-        found = _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
-    except (TypeError, ValueError, AttributeError):
-        return None
-    ring = rings.get(ring_id)
-    if ring is None or ring.native.closed or found.slot >= ring.slot_count or found.rank >= MAX_READERS:
-        return None
-    return ring, found
-
-
 def claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
     """The claim of a queue for one of a ring."""
     try:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +51,7 @@ from transport.runtime.arguments import expect
 from transport.runtime.explaining import checked, explained_calls
 from transport.settings import DEFAULTS
 
-_How = Callable[[SharedRingBuffer], Callable[[_native.ClaimId], bool]]  # claims of a ring end
+_How = Callable[[_native.Claim], bool]  # ends a claim
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 
 
@@ -81,7 +80,8 @@ class RingQueue(TicketQueue):
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
         self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
-        self._most_held_s = lease_s or 0.0
+        self._lease_s = lease_s
+        self._claimed: dict[tuple[str, int, int], ClaimedPayload] = {}
         self._max_deliveries = max_deliveries
         self._lock = threading.Lock()
         self._rings: dict[str, SharedRingBuffer] = {}  # replaced, never changed
@@ -102,6 +102,7 @@ class RingQueue(TicketQueue):
         with self._lock:
             if len(self._rings) == _native.MAX_WAITED:
                 raise UsageError(f"a queue is of at most {_native.MAX_WAITED} rings")
+            ring.set_lease(self._lease_s)
             self._rings = {**self._rings, ring.ring_id: ring}
 
     def remove(self, ring: SharedRingBuffer) -> None:
@@ -213,9 +214,10 @@ class RingQueue(TicketQueue):
                     oldest_version=oldest_version,
                     max_deliveries=self._max_deliveries,
                     consumer=consumer,
-                    most_held_s=self._most_held_s,
                 )
-                claims += [looks.claim_of(each, consumer) for each in taken]
+                made = [looks.claim_of(each, consumer) for each in taken]
+                self._claimed.update(zip(map(looks.delivery_of, made), taken, strict=True))
+                claims += made
                 taken = []
             except TransportError:
                 if not claims:
@@ -225,7 +227,7 @@ class RingQueue(TicketQueue):
                 known = {claim.ticket_id for claim in claims}
                 for each in taken:
                     if each.name not in known and not ring.native.closed:
-                        ring.native.give_back(each.id)
+                        each.native.give_back(in_vain=False)
                 raise
 
     @staticmethod
@@ -249,7 +251,7 @@ class RingQueue(TicketQueue):
         claims = arguments.held(claims, "ack")
 
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
-            self._each(claims, accepted, lambda ring: functools.partial(ring.native.finish, arrived=not trained))
+            self._each(claims, accepted, _native.Claim.finish)
 
         if trained:
             return self._unsaid.ended(claims, "done", end)
@@ -272,15 +274,10 @@ class RingQueue(TicketQueue):
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             with self._lock:
                 for claim in claims:
-                    found = looks.claimed_of(self._rings, claim)
-                    if found is None or looks.delivery_of(claim) not in (ring := found[0]).arrived:
+                    ring = self._rings.get(looks.ring_of(claim))
+                    if ring is None or looks.delivery_of(claim) not in ring.arrived:
                         continue
-                    counted = map(operator.is_, map(ring.native.trained, (claim.rank,), (1,)), (None,))
-                    try:
-                        accepted.extend(itertools.compress((claim,), counted))
-                    except _native.RingFault as fault:
-                        looks.failed(ring, fault)
-                        continue
+                    accepted.append(claim)
                     ring.arrived.discard(looks.delivery_of(claim))
 
         return self._unsaid.ended(claims, "finished", end, functools.partial(self._note, set.discard))
@@ -291,15 +288,15 @@ class RingQueue(TicketQueue):
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         consumer = looks.consumer_of(claim)
         if claim.attempts >= self._max_deliveries:
-            return self._end(claim, "dead", lambda ring: _ending(ring, "dead", reason, consumer))
-        return self._end(claim, "retried", lambda ring: functools.partial(ring.native.give_back, delay_s=delay_s))
+            return self._end(claim, "dead", lambda held: held.end("dead", reason, consumer))
+        return self._end(claim, "retried", lambda held: held.give_back(delay_s))
 
     @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""
         arguments.given_back(claim, 0.0, reason, "discard")
         consumer = looks.consumer_of(claim)
-        return self._end(claim, "discarded", lambda ring: _ending(ring, "discarded", reason, consumer))
+        return self._end(claim, "discarded", lambda held: held.end("discarded", reason, consumer))
 
     def _end(self, claim: Claim, what: str, how: _How) -> bool:
         self._check_open()
@@ -311,17 +308,15 @@ class RingQueue(TicketQueue):
 
     def _each(self, claims: list[Claim], accepted: list[Claim], how: _How) -> None:
         """Have their rings end them. All are looked at before one ends, and those that fit no ring are not owned."""
-        by_ring: dict[str, tuple[SharedRingBuffer, list[Claim], list[_native.ClaimId]]] = {}
         for claim in claims:
-            if (found := looks.claimed_of(self._rings, claim)) is not None:
-                _, fitting, ids = by_ring.setdefault(found[0].ring_id, (found[0], [], []))
-                fitting.append(claim)
-                ids.append(found[1])
-        for ring, fitting, ids in by_ring.values():
+            if (held := self._claimed.get(looks.delivery_of(claim))) is None:
+                continue
             try:
-                accepted.extend(itertools.compress(fitting, map(how(ring), ids)))
+                accepted.extend(itertools.compress((claim,), map(how, (held.native,))))
             except _native.RingFault as fault:
-                looks.failed(ring, fault)
+                looks.failed(self._rings[looks.ring_of(claim)], fault)
+            if held.native.verdict != _native.OPEN:
+                self._claimed.pop(looks.delivery_of(claim), None)
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.renew`. What has arrived stays so without it."""
@@ -329,14 +324,10 @@ class RingQueue(TicketQueue):
         return [claim for claim in claims if self._renew(claim)]
 
     def _renew(self, claim: Claim) -> bool:
-        found = looks.claimed_of(self._rings, claim)
-        if found is None:
-            return False
-        ring, held = found
+        held = self._claimed.get(looks.delivery_of(claim))
         try:
-            return ring.native.renew(held) or looks.delivery_of(claim) in ring.arrived
-        except _native.RingFault as fault:
-            looks.failed(ring, fault)
+            return held is not None and held.renew()
+        except ClosedError:
             return False
 
     # --- looking -----------------------------------------------------------------------------------
@@ -388,7 +379,3 @@ class RingQueue(TicketQueue):
     def place(self, ticket_id: str) -> looks.Place | None:
         """(ring, slot, generation) of a ticket; None: it is of no ring of this queue."""
         return looks.place_of(self._rings, ticket_id)
-
-
-def _ending(ring: SharedRingBuffer, how: str, reason: str, consumer: str) -> Callable[[_native.ClaimId], bool]:
-    return functools.partial(ring.native.end, how=how, reason=reason, consumer=consumer)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from transport import _ring
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
 from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
@@ -192,7 +191,7 @@ def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
         if ring.ring_id != ring_id:
             raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
         return [
-            _CODES[ring.native.outcome(token, _ring.ClaimId(slot, generation, rank, attempts))]
+            _CODES[ring.native.outcome(token, slot, generation, rank, attempts)]
             for slot, generation, rank, attempts in rows[["slot", "generation", "rank", "attempts"]].tolist()
         ]
 

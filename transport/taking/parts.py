@@ -117,7 +117,7 @@ class TakenPart:
         self._link.renew()
         return int(self._held.sum())
 
-    def release(self, delay_s: float = 0.0) -> None:
+    def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """See `Part`."""
         held, self._held = self._held, np.zeros(len(self), np.bool_)
         if held.any():
