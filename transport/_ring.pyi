@@ -114,7 +114,7 @@ ENDED: int
 class Claim(Buffer):
     """One delivery, which this object owns. The payload's bytes in its slot are its buffer.
 
-    An end is asked for once: its answer is the claim's ``verdict``. The same call answers the same when it is made again;
+    An end is asked for once: its answer is the claim's ``verdict``. The same call answers the same again;
     another end is refused. A claim that is open goes back with the object, uncounted, and memory that was kept is let
     go; a view into the payload keeps the object. When the ring is closed, or in a forked child, it does nothing.
     """
@@ -136,7 +136,7 @@ class Claim(Buffer):
     def payload(self) -> memoryview:
         """The payload's bytes, read-only. The claim keeps them, also when the ring is closed."""
     def finish(self, keep_pin: bool = False) -> bool:
-        """Consume: True if the claim was held. With ``keep_pin`` the memory stays until `let_go` or the object's end."""
+        """Consume: True if the claim was held. With ``keep_pin`` the memory stays until `let_go` or the end."""
     def let_go(self) -> None:
         """Release memory that `finish` kept."""
     def give_back(self, delay_s: float = 0.0, in_vain: bool = True) -> bool:
