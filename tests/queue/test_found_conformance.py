@@ -28,7 +28,6 @@ class TestConformanceHere(RingConformance):
 class TestConformanceElsewhere(RingConformance):
     has_notices = True
     takes_ahead = True
-    lost_for_good = False
 
     @pytest.fixture
     def harness(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FoundHarness]:

@@ -96,11 +96,8 @@ class Named(TicketQueue):
                 translated.append(claim)
         return translated
 
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        return self._translated(claims, super().ack_many([self._own(one) for one in claims], trained=trained))
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        return self._translated(claims, super().finish([self._own(one) for one in claims]))
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        return self._translated(claims, super().ack_many([self._own(one) for one in claims]))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         return self._translated(claims, super().renew([self._own(one) for one in claims]))
@@ -229,7 +226,7 @@ class FoundHarness:
 
     def _nothing_is_held(self) -> bool:
         depths = [self.ring.native.depth(rank) for rank in range(3)]
-        return not any(depth["claimed"] or depth["arrived"] for depth in depths)
+        return not any(depth["claimed"] for depth in depths)
 
     def close(self) -> None:
         for queue in self.queues:
@@ -251,7 +248,6 @@ class RingConformance(QueueConformance):
     stores_tickets = False
     has_leases = False
     has_notices = False
-    names_the_lost = False
 
 
 class Both:

@@ -226,7 +226,7 @@ def open_session(
         if queue is None:
             queue = undo.enter_context(FoundRings())
         undo.callback(queue.disconnect, client)
-        queue.connect(thread, client, schemas)
+        queue = queue.connect(thread, client, schemas)
         shown = undo.enter_context(contextlib.ExitStack())
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
         session = PackerSession(client, thread, settings, rank, claims(queue), record, show, shown, queue, own, joined)

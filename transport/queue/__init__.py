@@ -16,7 +16,6 @@ from transport.queue.found import FoundRings
 from transport.queue.open import open_queue
 from transport.queue.redis import RedisQueue
 from transport.queue.rings import RingQueue
-from transport.queue.sqlite import SQLiteQueue
 
 __all__ = [
     "KEEP_FINISHED",
@@ -30,7 +29,6 @@ __all__ = [
     "QueuedTicket",
     "RedisQueue",
     "RingQueue",
-    "SQLiteQueue",
     "TicketQueue",
     "finished",
     "open_queue",

@@ -103,8 +103,10 @@ def claimable(n: int, rank: int | str) -> None:
 
 
 def held(claims: Iterable[Claim], call: str) -> list[Claim]:
-    """The claims of a call."""
-    return several(claims, Claim, f"{call}()", "claims, several in a list")
+    """The claims of a call, each once."""
+    return list(
+        {claim.token: claim for claim in several(claims, Claim, f"{call}()", "claims, several in a list")}.values()
+    )
 
 
 def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:

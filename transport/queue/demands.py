@@ -70,7 +70,6 @@ class Demands:
         arrived: is given what came.
         most_attempts: what was claimed so often in vain is dead; 0: no limit.
         look_s: interval of `find`.
-        opened: awaited with each new connection, beside everything else.
 
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
@@ -87,7 +86,6 @@ class Demands:
         most_bytes: int,
         most_attempts: int,
         look_s: float,
-        opened: Callable[[TakeLink], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._taking = taking
         self._find = find
@@ -96,7 +94,6 @@ class Demands:
         self._most_bytes = most_bytes
         self._most_attempts = most_attempts
         self._look_s = look_s
-        self._told = opened
         self.oldest_version: int | None = None
         self.faults: dict[str, TransportError] = {}
         self._takers = Takers(0)
@@ -156,10 +153,10 @@ class Demands:
             self._turn()
 
     # --- the ends of claims ---------------------------------------------------------------------------
-    async def finish(self, brought: Brought, rows: Rows, *, arrived: bool = False) -> np.ndarray[Any, Any]:
-        """Consume some of what was brought; which were accepted. ``arrived``: they are not used yet."""
+    async def finish(self, brought: Brought, rows: Rows) -> np.ndarray[Any, Any]:
+        """Consume some of what was brought; which were accepted."""
         try:
-            return await brought.link.finish(rows, arrived=arrived)
+            return await brought.link.finish(rows)
         finally:
             self._ended(brought, len(rows))
 
@@ -269,8 +266,6 @@ class Demands:
             link.served = partial(self._served, name)
             self._links[name] = link
             self._takers.opened(name)
-            if self._told is not None:
-                self._task(self._told(link))
         self._turn()
 
     def _note(self, name: str, error: Exception) -> None:

@@ -33,8 +33,8 @@ class End(NamedTuple):
 
     async def asked(self, brought: Brought, rows: Rows, consumer: str) -> Verdicts:
         """Have the ring end them so; for which it was accepted."""
-        if self.what in ("done", "arrived"):
-            return await brought.demands.finish(brought, rows, arrived=self.what == "arrived")
+        if self.what == "done":
+            return await brought.demands.finish(brought, rows)
         if self.what == "retried":
             return await brought.demands.give_back(brought, rows, self.delay_s)
         return await brought.demands.end(brought, rows, UNTRAINED[self.what], self.reason, consumer)
@@ -150,7 +150,7 @@ class Answers:
                     self._given_up.discard(key)
                     if said is not None or given_up:
                         self._ended(claim, brought, said)
-                    if said is not None and not said.accepted and end.what in ("done", "arrived") and not given_up:
+                    if said is not None and not said.accepted and end.what == "done" and not given_up:
                         self._questions.note(claim, brought.link, brought.batch.rows[at], end.what)
                     if said is not None and not given_up:
                         self._said[key] = said

@@ -25,6 +25,7 @@ from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
     Came,
+    Carrier,
     Claim,
     DeliveryState,
     Failure,
@@ -49,7 +50,6 @@ from transport.taking.batches import TakenPayloads
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
-    from transport.client.client import UCXXClient
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
 
@@ -105,12 +105,13 @@ class FoundRings(TicketQueue):
         """A writer of this process: the payloads of its ring are this queue's, too. The ring stays its own."""
         self._here.add(ring)
 
-    def connect(self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]) -> None:
+    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> TicketQueue:
         """See `TicketQueue.connect`: payloads from elsewhere come through this client."""
         self._elsewhere.use(thread, client)
         self._here.only(schemas, mapped=client.allows("mapped"), carries=client.carries())
+        return self
 
-    def disconnect(self, client: UCXXClient) -> None:
+    def disconnect(self, client: Carrier) -> None:
         """See `TicketQueue.disconnect`."""
         self._elsewhere.disconnect(client)
 
@@ -276,35 +277,22 @@ class FoundRings(TicketQueue):
         return [claim for claim in listed if not self._elsewhere.holds(claim)], elsewhere
 
     @checked
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.ack_many`."""
         claims = arguments.held(claims, "ack")
 
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             here, elsewhere = self._apart(claims, "ack")
             if elsewhere:
-                accepted += self._elsewhere.ack_many(elsewhere, trained=trained)
+                accepted += self._elsewhere.ack_many(elsewhere)
             if here:
-                accepted += self._here.queue.ack_many(here, trained=trained)
+                accepted += self._here.queue.ack_many(here)
 
-        return self._unsaid.ended(claims, "done" if trained else "arrived", end)
+        return self._unsaid.ended(claims, "done", end)
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.in_question`. At most the last 4096 are known."""
         return self._elsewhere.in_question(arguments.held(claims, "in_question"))
-
-    @checked
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.finish`."""
-        claims = arguments.held(claims, "finish")
-
-        def end(claims: list[Claim], accepted: list[Claim]) -> None:
-            here, elsewhere = self._apart(claims, "finish")
-            accepted += self._elsewhere.finish(elsewhere)
-            if here:
-                accepted += self._here.queue.finish(here)
-
-        return self._unsaid.ended(claims, "finished", end)
 
     @checked
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
@@ -350,7 +338,7 @@ class FoundRings(TicketQueue):
         self._check_open()
         asked = arguments.asked(ticket_ids)
         seen = self._here.seen({each.partition("/")[0] for each in asked})
-        return known_of(seen, asked, self._elsewhere.arrivals.deliveries())
+        return known_of(seen, asked)
 
     def unfinished(self, n: int) -> list[bytes]:
         """See `TicketQueue.unfinished`, of the rings on this host."""

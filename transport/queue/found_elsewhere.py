@@ -28,7 +28,7 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
-from transport.queue.base import Claim, too_old
+from transport.queue.base import Carrier, Claim, too_old
 from transport.queue.demands import Brought, Demands, Place
 from transport.queue.ends import End, Held
 from transport.queue.held_elsewhere import HeldElsewhere
@@ -75,7 +75,7 @@ class FoundElsewhere(HeldElsewhere):
         self._served = served
         self._ring = ring
         self._starting = threading.Lock()  # guards thread, client and ranks
-        self._client: UCXXClient | None = None
+        self._client: Any = None
         self._own = False
         self._ranks: dict[int | str, _Rank] = {}
         self._closed = False
@@ -86,13 +86,13 @@ class FoundElsewhere(HeldElsewhere):
         return f"<FoundElsewhere {len(self._held)} claims>"
 
     # --- the client -----------------------------------------------------------------------------------
-    def use(self, thread: LoopThread, client: UCXXClient) -> None:
+    def use(self, thread: LoopThread, client: Carrier) -> None:
         """Take through this client from now on. Nothing where there is one already."""
         with self._starting:
             if self._client is None:
                 self._thread, self._client = thread, client
 
-    def disconnect(self, client: UCXXClient | None) -> None:
+    def disconnect(self, client: Carrier | None) -> None:
         """End what was taken through this client; None: through the present one."""
         with self._starting:
             if self._client is None or client not in (None, self._client):
@@ -127,7 +127,7 @@ class FoundElsewhere(HeldElsewhere):
                 known = self._ranks[rank] = self._thread.run(self._start(self._client, rank))
             return known
 
-    async def _start(self, client: UCXXClient, rank: int | str) -> _Rank:
+    async def _start(self, client: Carrier, rank: int | str) -> _Rank:
         def came(brought: Brought) -> None:
             with self._lock:
                 made.came.append((brought, 0))
@@ -143,7 +143,6 @@ class FoundElsewhere(HeldElsewhere):
                 most_bytes=MOST_BYTES,
                 most_attempts=self._most_attempts,
                 look_s=_LOOK_S,
-                opened=self.arrivals.tell_late,
             )
         )
         return made

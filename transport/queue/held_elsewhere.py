@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
 
 from transport import _ring
-from transport.client.takes.link import TakeLink
-from transport.queue.arrivals import Arrivals, Arrived
 from transport.queue.base import Came, Claim, DeliveryState, Failure
 from transport.queue.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
@@ -21,7 +18,7 @@ from transport.runtime.loop_thread import LoopThread
 _MOST_FAILURES: Final = 256
 
 
-class HeldElsewhere(ABC):
+class HeldElsewhere:
     """The claims that this process holds of rings elsewhere, and their ends. Any thread but the client's.
 
     Args:
@@ -37,17 +34,12 @@ class HeldElsewhere(ABC):
         self._held: dict[str, Held] = {}
         self._questions = Questions(self._lock, self._note_late)
         self._answers = Answers(self._lock, self._note, self._questions)
-        self.arrivals = Arrivals(self._links_to, self._note_use)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
 
-    @abstractmethod
-    def _links_to(self, ring: str) -> list[TakeLink]:
-        """The connections to a ring."""
-
     def holds(self, claim: Claim) -> bool:
         """Whether the claim was made here, and has not ended by this process's own doing."""
-        return claim.token in self._held or claim.token in self.arrivals or claim.token in self._questions
+        return claim.token in self._held or claim.token in self._questions
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
         """Those of which no ring has said whether they were accepted; see questions.py."""
@@ -59,9 +51,9 @@ class HeldElsewhere(ABC):
         return None if held is None else Came(held.brought.link.link.wire, held.brought.batch.data(held.at))
 
     # --- the ends of claims ---------------------------------------------------------------------------
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """Consume; those that were accepted. Of claims in question the ring is asked again."""
-        what = "done" if trained else "arrived"
+        what = "done"
         if not self._questions.any(claims):
             return self._end(claims, End(what))
         settled: dict[str, Claim] = {}
@@ -77,32 +69,7 @@ class HeldElsewhere(ABC):
     def _note_late(self, question: Question) -> None:
         """Count a claim in question that was accepted. On the loop."""
         claim, what = question.claim, question.what
-        if what == "arrived":
-            self.arrivals.add(claim, question.link)
         self._count(ring_of(claim), claim.rank, **{what: 1})
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
-        found = self.arrivals.of(claims)
-        thread = self._thread
-        if found and thread is not None and not thread.closed:
-            thread.run(self.arrivals.tell(found))
-        ended: dict[str, Arrived] = {}
-        try:
-            self.arrivals.end(found, ended)
-            # One that is given twice counts once.
-            ours = {claim.token: claim for claim in claims if claim.token in ended}
-            for token, claim in ours.items():
-                if ended[token].telling is None:  # every connection is closed
-                    self._note_use(claim)
-            return list(ours.values())
-        except BaseException:  # an interrupt: the call that is repeated gets them
-            self.arrivals.put_back(ended)
-            raise
-
-    def _note_use(self, claim: Claim) -> None:
-        with self._lock:
-            self._count(ring_of(claim), claim.rank, arrived=-1, done=1)
 
     def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
         """Give back; what was claimed for the last time is dead."""
@@ -116,7 +83,7 @@ class HeldElsewhere(ABC):
     def renew(self, claim: Claim) -> bool:
         """Whether it is held; the connection says that this process is alive, from the client's loop."""
         held = self._held.get(claim.token)
-        return claim.token in self.arrivals if held is None else not held.brought.link.lost
+        return held is not None and not held.brought.link.lost
 
     def _end(self, claims: Sequence[Claim], end: End) -> list[Claim]:
         """End claims: those for which it was accepted.
@@ -167,9 +134,7 @@ class HeldElsewhere(ABC):
         end = said.end
         what = end.what
         amounts = {"discarded" if what == "aged" else what: 1}
-        if what == "arrived":
-            self.arrivals.add(claim, brought.link)
-        elif what == "dead":
+        if what == "dead":
             amounts["retried"] = 1
         elif what == "aged":
             amounts["aged"] = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from transport import _ring as _native
@@ -18,9 +18,8 @@ _ENDINGS: Final = {
     "discarded": DeliveryState.DISCARDED,
     "aged": DeliveryState.DISCARDED,
     "dead": DeliveryState.DEAD,
-    "lost": DeliveryState.LOST,
 }
-_COUNTED: Final = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost", "retried", "expired", "aged")
+_COUNTED: Final = ("ready", "claimed", "done", "discarded", "dead", "retried", "expired", "aged")
 _ALL: Final = 1 << 30
 Place = tuple[SharedRingBuffer, int, int]  # slot and generation of a ring
 
@@ -98,16 +97,10 @@ def unfinished_of(rings: Iterable[SharedRingBuffer], n: int) -> list[bytes]:
     return [ticket.encode() for ticket in itertools.islice(tickets, n)]
 
 
-def known_of(
-    rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str], arrived: Container[tuple[str, int]] = ()
-) -> dict[str, tuple[DeliveryState, ...]]:
-    """States by rank of the tickets that are of these rings. For a payload whose slot was reused, only rank 0's.
-
-    ``arrived``: deliveries (ticket and rank) that are known to have arrived.
-    """
+def known_of(rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+    """States by rank of the tickets that are of these rings. For a payload whose slot was reused, only rank 0's."""
     by_id = {ring.ring_id: ring for ring in rings}
     endings = {(failure.ticket_id, failure.rank): failure.state for failure in failures_of(by_id.values(), _ALL)}
-    here = {each[:2] for ring in by_id.values() for each in ring.arrived}
     states = {}
     for ticket_id in ticket_ids:
         place = place_of(by_id, ticket_id)
@@ -119,10 +112,7 @@ def known_of(
             continue
         ranks = info.readers if info.generation == generation else 1
         states[ticket_id] = tuple(
-            DeliveryState.ARRIVED
-            if (ticket_id, rank) in here or (ticket_id, rank) in arrived
-            else _state(ring, ticket_id, slot, rank, info, generation, endings)
-            for rank in range(ranks)
+            _state(ring, ticket_id, slot, rank, info, generation, endings) for rank in range(ranks)
         )
     return states
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transport.errors import ConfigurationError, UsageError
-from transport.queue.base import QueueAddress, TicketQueue
+from transport.queue.base import TicketQueue
 from transport.queue.found import FoundRings
 from transport.queue.places import AtAddresses, InDirectory, OnThisHost
 from transport.queue.redis import RedisQueue
-from transport.queue.sqlite import SQLiteQueue
-from transport.storage.urls import RedisURL, SQLiteURL, parse_url
+from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory
 from transport.store.open import open_store
-
-
-def open_address(address: QueueAddress) -> TicketQueue:
-    """Open the queue whose `TicketQueue.address` this is. Raises what `open_queue` raises."""
-    options: dict[str, Any] = dict(address.options)
-    if address.kind == "sqlite":
-        return SQLiteQueue(address.place, **options)
-    return RedisQueue(RedisURL(address.place, address.run, address.may_forget), **options)
 
 
 def open_queue(url: str) -> TicketQueue:
@@ -29,8 +18,7 @@ def open_queue(url: str) -> TicketQueue:
     ``rings:NAME`` are the rings of this host whose names begin with NAME ("rings:": those of rollout workers that were
     given no queue), ``rings://host:port,host:port`` what is served at these addresses, and ``rings+URL`` what servers
     have published in the directory of a store (``rings+redis://host:port/db?run=name``, ``rings+sqlite:///path``).
-    ``sqlite:///path/of/file`` (absolute; ``sqlite:file`` is relative) and ``redis://host:port/db?run=name`` are queues
-    beside the rings.
+    ``redis://host:port/db?run=name`` is a queue beside the rings.
 
     Raises:
         ConfigurationError: the text is none of these.
@@ -40,11 +28,12 @@ def open_queue(url: str) -> TicketQueue:
     """
     if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
         return open_rings(url)
-    match parse_url(url):
-        case SQLiteURL(path):
-            return SQLiteQueue(path)
-        case RedisURL() as parsed:
-            return RedisQueue(parsed)
+    parsed = parse_url(url)
+    if not isinstance(parsed, RedisURL):
+        raise ConfigurationError(
+            f"{url!r} is a store: a queue in a file is none any more; on one host the rings are the queue (rings:NAME)"
+        )
+    return RedisQueue(parsed)
 
 
 def open_rings(text: str) -> FoundRings:

@@ -18,12 +18,11 @@ A client reads these tickets with ``ack="manual"``: here the queue's ack is the 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from transport import _ring as _native
 from transport.errors import (
@@ -245,42 +244,15 @@ class RingQueue(TicketQueue):
 
     # --- ends of a claim -------------------------------------------------------------------------
     @checked
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.ack_many`."""
         self._check_open()
         claims = arguments.held(claims, "ack")
 
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             self._each(claims, accepted, _native.Claim.finish)
 
-        if trained:
-            return self._unsaid.ended(claims, "done", end)
-        return self._unsaid.ended(claims, "arrived", end, functools.partial(self._note, set.add))
-
-    def _note(self, change: Callable[[set[Any], Any], object], claims: list[Claim]) -> None:
-        """Add them to what has arrived, or take them out."""
-        with self._lock:
-            for claim in claims:
-                ring = self._rings.get(looks.ring_of(claim))
-                if ring is not None:
-                    change(ring.arrived, looks.delivery_of(claim))
-
-    @checked
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.finish`."""
-        self._check_open()
-        claims = arguments.held(claims, "finish")
-
-        def end(claims: list[Claim], accepted: list[Claim]) -> None:
-            with self._lock:
-                for claim in claims:
-                    ring = self._rings.get(looks.ring_of(claim))
-                    if ring is None or looks.delivery_of(claim) not in ring.arrived:
-                        continue
-                    accepted.append(claim)
-                    ring.arrived.discard(looks.delivery_of(claim))
-
-        return self._unsaid.ended(claims, "finished", end, functools.partial(self._note, set.discard))
+        return self._unsaid.ended(claims, "done", end)
 
     @checked
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
@@ -319,7 +291,7 @@ class RingQueue(TicketQueue):
                 self._claimed.pop(looks.delivery_of(claim), None)
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.renew`. What has arrived stays so without it."""
+        """See `TicketQueue.renew`."""
         self._check_open()
         return [claim for claim in claims if self._renew(claim)]
 
@@ -337,7 +309,7 @@ class RingQueue(TicketQueue):
         return looks.depth_of(self._open_rings(), rank)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`. Each ring keeps its last 256; what was lost on arrival is one entry a rank."""
+        """See `TicketQueue.failures`. Each ring keeps its last 256."""
         self._check_open()
         return looks.failures_of(self._open_rings(), limit)
 
@@ -362,7 +334,7 @@ class RingQueue(TicketQueue):
 
     def _no_notices(self) -> NoReturn:
         self._check_open()
-        raise QueueUnsuitableError("rings have no notices; announce them in a store, or in a SQLite or Redis queue")
+        raise QueueUnsuitableError("rings have no notices; announce them in a store, or in a Redis queue")
 
     def close(self) -> None:
         """End waits in other threads with ClosedError. The rings stay open, and their claims held."""
