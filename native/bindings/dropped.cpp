@@ -30,15 +30,25 @@ class Shared {
   Shared() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)), process_(getpid()) {
     if (fd_ < 0) fail_errno(errno, "make", "an eventfd");
   }
-  ~Shared() { ::close(fd_); }
+  ~Shared() { close(); }
   Shared(const Shared&) = delete;
   Shared& operator=(const Shared&) = delete;
 
   int fd() const { return fd_; }
+  void close() noexcept {
+    if (getpid() != process_) {  // the lock may be held for ever, and the descriptor is this process's own
+      if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+      return;
+    }
+    const std::lock_guard<std::mutex> hold(lock_);
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+    dropped_.clear();
+  }
   void add(const Dropped& dropped) noexcept {
     if (getpid() != process_) return;
     try {
       const std::lock_guard<std::mutex> hold(lock_);
+      if (fd_ < 0) return;
       if (dropped_.empty()) {
         const std::uint64_t one = 1;
         [[maybe_unused]] const auto written = ::write(fd_, &one, sizeof one);  // fails only where it is readable already
@@ -49,6 +59,7 @@ class Shared {
   }
   std::vector<Dropped> take() {
     const std::lock_guard<std::mutex> hold(lock_);
+    if (fd_ < 0) return {};
     std::uint64_t count = 0;
     [[maybe_unused]] const auto read = ::read(fd_, &count, sizeof count);
     return std::exchange(dropped_, {});
@@ -92,6 +103,7 @@ class DroppedClaims {
  public:
   DroppedClaims() : shared_(std::make_shared<Shared>()) {}
   int fileno() const { return shared_->fd(); }
+  void close() { shared_->close(); }
   OwnedClaims owned(std::uint64_t number, std::uint32_t count) { return {shared_, number, 0, count}; }
   nb::list take() {
     nb::list all;
@@ -115,6 +127,7 @@ void bind_dropped(nb::module_& module) {
   nb::class_<DroppedClaims>(module, "DroppedClaims", nb::is_final(), "Claims whose owners have gone.")
       .def(nb::init<>())
       .def("fileno", &DroppedClaims::fileno)
+      .def("close", &DroppedClaims::close)
       .def("owned", &DroppedClaims::owned, "number"_a, "count"_a)
       .def("take", &DroppedClaims::take);
 }

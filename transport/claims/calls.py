@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from transport.claims.batch import TakenBatch
 from transport.claims.connection import MOST_BYTES
 from transport.claims.connections import ClaimConnections
-from transport.claims.in_place import Plan, Taker, TakenPayloads, taken_in_place
+from transport.claims.in_place import Plan, TakenPayloads, Taker, taken_in_place
 from transport.client.connections.pool import port_of
 from transport.errors import ClosedError
 from transport.ring.batch_shape import ShapeArguments
@@ -128,7 +128,9 @@ class TakeCalls(ABC):
         async def take(wait_s: float, verify: bool) -> TakenBatch:
             self._check_open()
             connection = await self._claims.of_port(port)
-            return await connection.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
+            return await connection.take(
+                n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand
+            )
 
         return plan, take
 

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -196,7 +196,9 @@ class ClaimConnection:
         try:
             buffer = self._client.buffers.take(size)
         except MemoryError:
-            raise BatchTooLargeError(f"there is no memory for an answer of {size} bytes; ask for fewer most_bytes") from None
+            raise BatchTooLargeError(
+                f"there is no memory for an answer of {size} bytes; ask for fewer most_bytes"
+            ) from None
         future = self.loop.create_future()
         number = self.link.native.take(
             future,

@@ -1,7 +1,7 @@
 """The connections of one client that hold claims: which there are, and what keeps and ends their claims unasked.
 
-    renewing   every quarter of the lease that this client asks for, each connection says that its holder is alive
-    dropped    claims whose batch or `Claim` is gone without an end go back
+renewing   every quarter of the lease that this client asks for, each connection says that its holder is alive
+dropped    claims whose batch or `Claim` is gone without an end go back
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class ClaimConnections:
             self._renewing = None
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.remove_reader(self._dropped.fileno())
+        self._dropped.close()
         for opening in list(self._opening.values()):
             opening.cancel()
         for connection in list(self._open):

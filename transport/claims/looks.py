@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from transport import _ring as _native
-from transport.errors import RingError
 from transport.queue.base import Claim, DeliveryState, Failure, QueueDepth
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
-from transport.ring.claimed import ClaimedPayload
-from transport.ring.states import named
 
 _ENDINGS: Final = {
     "discarded": DeliveryState.DISCARDED,
@@ -66,9 +63,7 @@ def unfinished_of(rings: Iterable[SharedRingBuffer], n: int) -> list[bytes]:
     return [ticket.encode() for ticket in itertools.islice(tickets, n)]
 
 
-def known_of(
-    rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str]
-) -> dict[str, tuple[DeliveryState, ...]]:
+def known_of(rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
     """States by rank of the tickets that are of these rings. For a payload whose slot was reused, only rank 0's."""
     by_id = {ring.ring_id: ring for ring in rings}
     endings = {(failure.ticket_id, failure.rank): failure.state for failure in failures_of(by_id.values(), _ALL)}
@@ -83,8 +78,7 @@ def known_of(
             continue
         ranks = info.readers if info.generation == generation else 1
         states[ticket_id] = tuple(
-            _state(ring, ticket_id, slot, rank, info, generation, endings)
-            for rank in range(ranks)
+            _state(ring, ticket_id, slot, rank, info, generation, endings) for rank in range(ranks)
         )
     return states
 

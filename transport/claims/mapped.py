@@ -1,4 +1,4 @@
-"""Claims of rings that this process has mapped, and rings of this host as they are found: attached, and left at their end.
+"""Claims of mapped rings, and rings of this host as they are found: attached, and left at their end.
 
 `RingsOfHost` follows the places of a run; `MappedSource` claims from whichever rings it is given.
 """
@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
-
 
 from transport import _ring
 from transport.claims.batch import End, Verdict
@@ -58,9 +57,7 @@ class MappedSource:
         bell: ends waits of `claim`.
     """
 
-    def __init__(
-        self, max_deliveries: int, brought: Callable[[MappedClaim], Came | None] = lambda claim: None
-    ) -> None:
+    def __init__(self, max_deliveries: int, brought: Callable[[MappedClaim], Came | None] = lambda claim: None) -> None:
         self._max_deliveries = max_deliveries
         self.brought = brought
         self.bell = _ring.Bell()
@@ -272,7 +269,7 @@ class RingsOfHost:
             ring.close()
 
     def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, Place]:
-        """Where rings with payloads of these schemas are asked that are not claimed from here (all unless ``mapped``)."""
+        """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
         with self._lock:
             known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
             places = self._places.served(known)

@@ -190,7 +190,7 @@ def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
         if ring.ring_id != ring_id:
             raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
         return [
-            _CODES[ring.native.outcome(token, _ring.ClaimId(slot, generation, rank, attempts))]
+            _CODES[ring.native.outcome(token, slot, generation, rank, attempts)]
             for slot, generation, rank, attempts in rows[["slot", "generation", "rank", "attempts"]].tolist()
         ]
 

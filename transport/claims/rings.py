@@ -527,7 +527,7 @@ class FoundRings(ClaimsOfRings):
         return notice
 
     def close(self) -> None:
-        """Leave the rings that were found, and give up what is claimed of them. Idempotent; nothing in a forked child."""
+        """Leave the rings that were found, and give up what is claimed. Idempotent; nothing in a forked child."""
         if gone(self._process):
             return
         self._closed.set()

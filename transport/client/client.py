@@ -17,6 +17,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal, NoReturn, Self
 
+from transport.claims.calls import TakeCalls
+from transport.claims.connections import ClaimConnections
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links
 from transport.client.connections.pool import port_of
@@ -27,8 +29,6 @@ from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.reading_many import ReadingMany
 from transport.client.status_socket import StatusSocket
-from transport.claims.calls import TakeCalls
-from transport.claims.connections import ClaimConnections
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import UsageError

@@ -7,11 +7,11 @@ from typing import Any
 import frame_codec
 import pytest
 from helpers import asynchronous, until
-from scripted_peer import LARGE, Peer, Stage
+from scripted_peer import LARGE, Stage
 from takes import LONG_S, SLOTS, tcp
 
 from transport import SharedRingBuffer, UCXXClient
-from transport.taking.batch import TakenBatch
+from transport.claims.batch import TakenBatch
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
@@ -137,37 +137,3 @@ async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuf
 
 
 # --- what has arrived ---------------------------------------------------------------------------------
-@asynchronous
-async def test_what_arrived_is_lost_with_its_connection_and_done_when_it_was_used(ring: SharedRingBuffer) -> None:
-    for number in range(5):
-        ring.write_raw(bytes([number]))
-    async with Stage(ring) as stage, tcp() as client:
-        batch = await taken(client, stage, 5)
-        link: Any = batch.link
-        assert (await link.finish(batch.rows, arrived=True)).all()
-        assert counts(ring) == {"arrived": 5}
-        assert ring.statistics().free == SLOTS
-        assert await link.used(0, 2)
-        assert counts(ring) == {"arrived": 3, "done": 2}
-        link.abort()
-        await until(lambda: counts(ring) == {"lost": 3, "done": 2}, "the connection's arrivals are lost")
-        [(how, reason, _)] = reasons(ring)
-        assert (how, reason) == ("lost", "3 had arrived at a consumer that ended before it had used them")
-        assert not await link.used(0, 1)
-        ring.write_raw(b"next")
-        again: Any = (await taken(client, stage, 1)).link
-        assert await again.used(0, 2)
-        assert await again.used(1, 7)  # of another rank nothing is known
-        assert counts(ring) == {"lost": 1, "done": 4, "claimed": 1}
-        assert await again.used(0, 1 << 63)
-        assert counts(ring) == {"done": 5, "claimed": 1}
-
-
-@asynchronous
-async def test_use_by_no_rank_closes_that_connection_only(ring: SharedRingBuffer) -> None:
-    async with Stage(ring) as stage:
-        peer: Peer = await stage.peer()
-        await peer.greet()
-        peer.send(frame_codec.encode_control(0, [Record(Kind.USED, rank=16, length=1)]))
-        await peer.task
-        assert peer.closed

@@ -19,11 +19,11 @@ from hypothesis.stateful import invariant, rule
 from queue_model import ARRIVED, CLAIMED, DEAD, DONE, LOST, READY, QueueMachine
 from queue_waits import in_thread
 from ring_queues import RingConformance, RingHarness, some
+from transport.queue.ends import in_order
 
 from transport import SharedRingBuffer, _ring
 from transport.errors import RankError, RingError, RingNotFoundError, UsageError
 from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RingQueue, ends, looks
-from transport.queue.ends import in_order
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from take_batches import SCHEMA, SLOTS, address, given_back, payload, tcp
 from takes import depth
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
+from transport.claims.in_place import TakenPart, in_place
 from transport.errors import (
     BatchTooLargeError,
     ClosedError,
@@ -23,8 +24,6 @@ from transport.errors import (
 )
 from transport.ring.batch_shape import Shape
 from transport.schema import UpTo
-from transport.taking.batches import in_place
-from transport.taking.parts import TakenPart
 
 pytestmark = pytest.mark.ucx
 

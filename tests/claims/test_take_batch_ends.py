@@ -15,11 +15,11 @@ from take_batches import SCHEMA, SLOTS, address, given_back, payload, tcp
 from takes import LONG_S, broken_between, depth
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer
-from transport.client.takes.link import TakeLink
+from transport.claims.connection import ClaimConnection
+from transport.claims.outcomes import Outcomes
 from transport.errors import (
     ClosedError,
 )
-from transport.taking.outcomes import Outcomes
 
 pytestmark = pytest.mark.ucx
 
@@ -158,15 +158,15 @@ async def test_a_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_aga
         with UCXXServer(ring, mode="thread") as server:
             at = address(ring)
             batch = await client.take_batch(at, 2, layout=layout)
-            [link] = client._taking._links.values()
+            [link] = client._claims._by_port.values()
             out_of_reach_after_the_end(ring, link, server)
             monkeypatch.setattr(Outcomes, "patience_s", 0.3)
             assert (await batch.consume()).tolist() == [False, False]
             assert (await batch.consume()).tolist() == [False, False]  # it is still away
             monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
         with UCXXServer(ring, ports=(int(at.rpartition(":")[2]),), mode="thread"):
-            assert (await batch.consume()).tolist() == [True, True]
-            assert (await batch.consume()).tolist() == [False, False]
+            for _ in range(2):
+                assert (await batch.consume()).tolist() == [True, True]
             batch.release()
             assert ring.native.state_counts() == (SLOTS, 0, 0, 0)
 
@@ -180,18 +180,18 @@ async def test_a_blocking_clients_batch_asks_again_too(ring: SharedRingBuffer, m
             with UCXXServer(ring, mode="thread") as server:
                 at = address(ring)
                 batch = client.take_batch(at, 1, layout="packed")
-                [link] = client._client._taking._links.values()
+                [link] = client._client._claims._by_port.values()
                 out_of_reach_after_the_end(ring, link, server)
                 monkeypatch.setattr(Outcomes, "patience_s", 0.3)
                 assert batch.consume().tolist() == [False]
                 monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
             with UCXXServer(ring, ports=(int(at.rpartition(":")[2]),), mode="thread"):
-                assert batch.consume().tolist() == [True]
-                assert batch.consume().tolist() == [False]
+                for _ in range(2):
+                    assert batch.consume().tolist() == [True]
 
     await asyncio.to_thread(consume)
 
 
-def out_of_reach_after_the_end(ring: SharedRingBuffer, link: TakeLink, server: UCXXServer) -> None:
+def out_of_reach_after_the_end(ring: SharedRingBuffer, link: ClaimConnection, server: UCXXServer) -> None:
     """The ring consumes what it is told next, and nothing serves it any more before it answers."""
     broken_between(link, lambda: eventually(lambda: free(ring), "the ring has consumed them"), server.close)

@@ -13,8 +13,8 @@ from helpers import Child, asynchronous, until
 from takes import LONG_S, SLOTS, addresses, contents, depth, tcp
 
 from transport import Schema, SharedRingBuffer, TensorSpec, UCXXServer, _ring
+from transport.claims.batch import TAKEN
 from transport.settings import Settings
-from transport.taking.batch import TAKEN
 from transport.wire import frames
 from transport.wire.library import engine
 

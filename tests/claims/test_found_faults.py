@@ -15,9 +15,8 @@ from found_processes import TRAINER, WRITER, fill, opened, ring_of
 from found_rings import LONG_S, some
 from helpers import Child, dead_port, eventually, free, listener_pids
 
+from transport.claims.places import OnThisHost, Place
 from transport.queue import FoundRings
-from transport.queue.demands import Place
-from transport.queue.places import OnThisHost
 from transport.settings import Settings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -221,7 +220,7 @@ def test_a_claim_that_waits_in_a_thread_ends_with_the_queue(prefix: str, monkeyp
 
         thread = threading.Thread(target=wait)
         thread.start()
-        eventually(lambda: "1 places" in repr(queue._elsewhere.rank(0).demands), "its demand is made")
+        eventually(lambda: "1 places" in repr(queue._network._rank(0).demands), "its demand is made")
         queue.close()
         thread.join(LONG_S)
         assert ended == ["ClosedError"]
@@ -234,14 +233,14 @@ def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
     with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
         fill(ring, 1)
         assert queue.ack_many(some(queue, 1))
-        demands = queue._elsewhere.rank(0).demands
+        demands = queue._network._rank(0).demands
         start = demands._task
 
         def lost_at_once(work: Any) -> None:
             start(work)
             if work.__name__ == "_ask":
                 demands._task = start  # type: ignore[method-assign]
-                for link in list(demands._links.values()):
+                for link in demands.connections:
                     link.abort()
                 demands._turn()
 
@@ -258,5 +257,5 @@ def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_th
     monkeypatch.setenv("TRANSPORT_WIRES", "shm")
     with dead_port() as port, FoundRings(Gone(prefix, port)) as queue:
         assert queue.claim(1, 0.1, consumer="test") == []
-        eventually(lambda: queue._elsewhere.rank(0).demands.faults, "it was tried")
+        eventually(lambda: queue._network._rank(0).demands.faults, "it was tried")
         assert queue.claim(1, 0.1, consumer="test") == []

@@ -18,11 +18,11 @@ from helpers import eventually
 from interrupted_lines import interrupted
 
 from transport import SharedRingBuffer
-from transport.client.takes.link import TakeLink
+from transport.claims.connection import ClaimConnection
+from transport.claims.places import OnThisHost
+from transport.claims.rings import RingQueue
 from transport.errors import RingBusyError, RingFullError
 from transport.queue import Claim, FoundRings
-from transport.queue.places import OnThisHost
-from transport.queue.rings import RingQueue
 
 pytestmark = pytest.mark.ucx
 SLOTS = 16
@@ -43,19 +43,19 @@ def queue(prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) 
 
 def interrupt_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Ctrl-C in the main thread when the next answer to the end of a claim has come; the result lets it be used."""
-    codes, raised = TakeLink._codes, threading.Event()
+    codes, raised = ClaimConnection._codes, threading.Event()
     main = threading.main_thread().ident
     assert main is not None
 
-    async def interrupted(self: TakeLink, future: asyncio.Future[Any]) -> Any:
-        monkeypatch.setattr(TakeLink, "_codes", codes)
+    async def interrupted(self: ClaimConnection, future: asyncio.Future[Any]) -> Any:
+        monkeypatch.setattr(ClaimConnection, "_codes", codes)
         await asyncio.wait((future,))
         signal.pthread_kill(main, signal.SIGINT)
         while not await asyncio.to_thread(raised.wait, 5.0):  # an interrupt may be lost in a library's callback
             signal.pthread_kill(main, signal.SIGINT)
         return await codes(self, future)
 
-    monkeypatch.setattr(TakeLink, "_codes", interrupted)
+    monkeypatch.setattr(ClaimConnection, "_codes", interrupted)
     return raised.set
 
 

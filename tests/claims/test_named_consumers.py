@@ -10,9 +10,9 @@ import pytest
 from helpers import eventually
 
 from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
 from transport.queue import FoundRings, RingQueue, SQLiteQueue
-from transport.queue.places import AtAddresses, OnThisHost
 from transport.testing import MemoryQueue
 
 SCHEMA = Schema.of(x="int64")

@@ -14,11 +14,12 @@ from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
 
 from transport import SharedRingBuffer
-from transport.client.takes.link import TakeLink
+from transport.claims.batch import TakenBatch
+from transport.claims.connection import ClaimConnection
+from transport.claims.connections import ClaimConnections
 from transport.devices.buffers import BufferPool
 from transport.errors import LinkError, ProtocolError
 from transport.settings import DEFAULTS
-from transport.taking.batch import TakenBatch
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 
@@ -51,7 +52,7 @@ def answered(
 async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> TakenBatch:
     """What a client makes of this answer. A listener that is asked for more goes away."""
     link, side = await listener.linked()
-    takes = TakeLink(link, listener.break_off, DEFAULTS, BufferPool(), {})
+    takes = ClaimConnection(link, ClaimConnections(listener, DEFAULTS, BufferPool(), {}))
 
     async def listen(side: Side) -> None:
         number, _ = await side.asked()

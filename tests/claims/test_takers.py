@@ -7,9 +7,9 @@ from collections import deque
 from costs import lines_of
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transport.taking import takers as takers_module
-from transport.taking.takers import Ask, Close, Open, Takers, Untake
+
+from transport.claims.takers import Ask, Close, Open, Takers, Untake
 
 
 def opened(ahead: int, most: int, *places: str) -> Takers:

@@ -11,9 +11,7 @@ from takes import SLOTS, addresses, depth, tcp
 from transport import SharedRingBuffer, UCXXServer
 from transport.errors import (
     UsageError,
-    VersionMismatchError,
 )
-from transport.wire import frames
 from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
@@ -93,16 +91,3 @@ async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedR
         assert [answer.code for answer in answers] == [1] * len(records)
         assert depth(ring) == (0, 1)
         assert (await batch.consume()).tolist() == [True]
-
-
-@asynchronous
-async def test_a_listener_of_an_older_version_is_told_apart(
-    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ring.write_raw(b"still read by ticket")
-    monkeypatch.setattr(frames, "VERSION", 2)  # what this client speaks at most: the connection's version is 2
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            with pytest.raises(VersionMismatchError, match="speaks wire version 2, and taking needs 3"):
-                await client.take(addresses(ring)[0], 1)
-            assert depth(ring) == (1, 0)

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from transport import Schema, UCXXRolloutMixin
+from transport.claims.places import InDirectory
 from transport.errors import RingFullError, StoreUnavailableError
 from transport.packer.options import ServerOptions
 from transport.queue import FoundRings
-from transport.queue.places import InDirectory
 from transport.store.directory import Directory, Serving
 from transport.store.memory import MemoryStore
 

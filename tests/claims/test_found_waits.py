@@ -10,10 +10,10 @@ import pytest
 from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import eventually
 from queue_waits import in_thread
+from transport.queue.found_elsewhere import FoundElsewhere
 
 from transport.errors import ClosedError
 from transport.queue import Claim, FoundRings
-from transport.queue.found_elsewhere import FoundElsewhere
 
 pytestmark = pytest.mark.ucx
 
