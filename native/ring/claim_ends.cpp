@@ -70,6 +70,7 @@ Ring::Hold Ring::hold_of(const ClaimId& claim) const {
 
 // True if the claim is held. One that lapsed is given up here with its pin; either way the rest is refused.
 bool Ring::resolve_lapsed(const ClaimId& claim) {
+  heard();
   const Hold hold = hold_of(claim);
   if (hold == Hold::held) return true;
   row().count(Counter::late_finalises);
@@ -111,7 +112,7 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) 
   std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::finish);
   if (taker >= 0 && note == nullptr) {  // its consumer has asked already, and was told that it is refused
     row().count(Counter::late_finalises);
-    give_back_held(claim, 0);
+    give_back_held(claim, 0, Return::retried);
     return false;
   }
   // With a note the pin goes when it is decided: until then the slot cannot be taken anew.
@@ -138,14 +139,6 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) 
   --own_pins_[claim.slot];
   row().count(Counter::unpins);
   if (changed.freed()) freed(claim.slot);
-  return true;
-}
-
-bool Ring::renew(const ClaimId& claim) {
-  if (!holds(claim)) return false;
-  const std::lock_guard hold(stripe(claim.slot));
-  if (hold_of(claim) != Hold::held) return false;
-  claims(claim.slot).not_before_ns[claim.rank].store(monotonic_ns(), std::memory_order_release);
   return true;
 }
 
@@ -204,15 +197,15 @@ void Ring::count_lost(unsigned owner) {
   }
 }
 
-bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain) {
+bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns, Return how) {
   require_owner();
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
-  return resolve_lapsed(claim) && give_back_held(claim, delay_ns, in_vain);
+  return resolve_lapsed(claim) && give_back_held(claim, delay_ns, how);
 }
 
-bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain) {
+bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, Return how) {
   SlotClaim& s = claims(claim.slot);
   if (delay_ns > 0) {
     const std::uint64_t now_ns = monotonic_ns();
@@ -228,7 +221,7 @@ bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_
   FAULT_POINT("give_back.dropped");
   const bool published = drop_pin(claim.slot, claim.generation);
   if (!open) return false;
-  tally(claim.rank, in_vain ? Tally::expired : Tally::retried);
+  tally(claim.rank, how == Return::expired ? Tally::expired : Tally::retried);
   if (published) returned(claim.slot);
   return true;
 }
@@ -242,7 +235,7 @@ bool Ring::end(const ClaimId& claim, Ended how, std::string_view reason, std::st
   std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::end);
   if (taker >= 0 && note == nullptr) {  // as in `finish`
     row().count(Counter::late_finalises);
-    give_back_held(claim, 0);
+    give_back_held(claim, 0, Return::retried);
     return false;
   }
   const std::uint64_t sequence = control(claim.slot).sequence.load(std::memory_order_acquire);

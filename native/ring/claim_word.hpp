@@ -8,7 +8,7 @@
 //   claim       none                 me, attempts + 1          an owner whose pin stands in the slot's word
 //   hold        none                 me                        the same; to end the delivery, which is no attempt
 //   drop        holder               none                      the process that clears the holder's pin, before it
-//   lapse       holder               none                      any owner, of a claim that is held for too long
+//   lapse       holder               none                      any owner, of a holder silent for longer than its lease
 //   (publish)   anything             none, 0                   the writer, before the slot is READY
 //
 // So a claim is a pin and this word, and a rank that is not done and held by an owner has that owner's pin beside it:

@@ -82,19 +82,47 @@ void Ring::offer_ready_slots() {
       ready_.offer_again(slot);
 }
 
-// Ends claims that any owner has held for too long. The time is written before the word, so a claim that is just
-// being taken looks no older than it is; the holder's pin stays until it asks and is refused.
-void Ring::lapse(std::uint64_t most_held_ns, std::uint64_t now_ns) {
+void Ring::set_lease(std::uint64_t lease_ns) {
+  require_owner();
+  const std::lock_guard hold(locks_mutex_);
+  OwnerRow& mine = row();
+  const std::uint64_t before_ns = mine.lease_ns.load(std::memory_order_relaxed);
+  if (std::exchange(lease_set_, true) && (before_ns == 0 || (lease_ns != 0 && lease_ns <= before_ns))) return;
+  mine.heard_ns.store(monotonic_ns(), std::memory_order_release);  // before the lease that is counted from it
+  mine.lease_ns.store(lease_ns, std::memory_order_release);
+}
+
+void Ring::heard() {
+  require_owner();
+  OwnerRow& mine = row();
+  if (mine.lease_ns.load(std::memory_order_relaxed) != 0)
+    mine.heard_ns.store(monotonic_ns(), std::memory_order_release);
+}
+
+bool Ring::silent(unsigned owner, std::uint64_t now_ns) const {
+  const OwnerRow& holder = row(owner);
+  const std::uint64_t lease_ns = holder.lease_ns.load(std::memory_order_acquire);
+  return holder_gone(holder.heard_ns.load(std::memory_order_acquire), lease_ns, true, now_ns);
+}
+
+// Ends the claims of owners that are silent for longer than their own lease; those of dead ones end in `reclaim`. A
+// holder is heard before it writes a claim word, so one that claims again after it was stopped is not taken for
+// silent. Its pins stay until it asks and is refused.
+void Ring::drop_silent(std::uint64_t now_ns) {
+  std::uint16_t suspects = 0;
+  for (unsigned owner = 0; owner < kMaxOwners; ++owner)
+    if (static_cast<int>(owner) != me_ && silent(owner, now_ns)) suspects |= slot_word::bit(owner);
+  if (suspects == 0) return;
   for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
     const Word word{control(slot).word.load(std::memory_order_acquire)};  // SYNC S
-    if (word.state() != State::reading) continue;
+    if (word.state() != State::reading || (word.pins() & suspects) == 0) continue;
     for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
       if ((word.done() & slot_word::bit(rank)) != 0) continue;
       std::atomic<std::uint16_t>& claim = claims(slot).claims[rank];
       std::uint16_t expected = claim.load(std::memory_order_acquire);
       const ClaimWord held{expected};
-      const std::uint64_t since_ns = claims(slot).not_before_ns[rank].load(std::memory_order_acquire);
-      if (!held.held() || since_ns >= now_ns || now_ns - since_ns < most_held_ns) continue;
+      if (!held.held() || (suspects & slot_word::bit(held.holder() - 1)) == 0 || !silent(held.holder() - 1, now_ns))
+        continue;
       if (!claim.compare_exchange_strong(expected, held.dropped().bits, std::memory_order_acq_rel,
                                          std::memory_order_relaxed))
         continue;
@@ -141,7 +169,8 @@ void Ring::find_candidates(const Asked& asked, std::uint64_t now_ns) {
   };
   const auto repair = [&] {
     repaired_ns_ = now_ns;
-    if (asked.most_held_ns != 0) lapse(asked.most_held_ns, now_ns);
+    reclaim();
+    drop_silent(now_ns);
     offer_ready_slots();
   };
   if (now_ns - repaired_ns_ >= kRepairBusy_ns) repair();
@@ -169,6 +198,7 @@ std::size_t Ring::claim(const Asked& asked, std::vector<Claimed>& claimed) {
   if (asked.most_attempts > ClaimWord::kMostAttempts)
     fail(Fault::argument, std::to_string(asked.most_attempts) + " attempts, at most " +
                               std::to_string(ClaimWord::kMostAttempts) + " are counted");
+  heard();
   const std::lock_guard hold(candidates_mutex_);
   Candidates& list = candidates_[asked.rank];
   const std::uint64_t now_ns = monotonic_ns();
@@ -177,7 +207,8 @@ std::size_t Ring::claim(const Asked& asked, std::vector<Claimed>& claimed) {
   bool looked = false;
   while (got < asked.most) {
     const bool used_up = list.next == list.found.size();
-    const bool older = list.returned != header().returned.load(std::memory_order_acquire) || now_ns >= list.due_ns;
+    const bool older = list.returned != header().returned.load(std::memory_order_acquire) || now_ns >= list.due_ns ||
+                       now_ns - repaired_ns_ >= kRepairBusy_ns;
     if (used_up || (older && !looked)) {
       if (std::exchange(looked, true) && used_up) break;
       find_candidates(asked, now_ns);
@@ -232,8 +263,6 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
   const bool ends = late || aged || dead;
   const ClaimWord after = ends ? before.ended_by(me) : before.claimed(me);
   const bool too_large = !ends && length > room;
-  if (!before.held() && !delayed && !too_large)
-    s.not_before_ns[rank].store(now_ns, std::memory_order_release);  // since when it is held; due it is
   if (before.held() || delayed || too_large ||
       !word.compare_exchange_strong(expected, after.bits, std::memory_order_acq_rel, std::memory_order_acquire)) {
     drop_pin(slot, generation);

@@ -43,9 +43,6 @@ struct Asked {
   std::int64_t oldest_version = kNoVersion;
   unsigned most_attempts = 0;
   std::string_view consumer = {};  // for the log
-  // Claims of others that have been held for longer without `renew` are ended when they are come upon, within a second;
-  // their holders are refused from then on, and keep their pins until they ask. 0: a claim ends with its holder only.
-  std::uint64_t most_held_ns = 0;
 };
 // One claim: `attempts` tells it from every other of the same delivery.
 struct ClaimId {
@@ -59,6 +56,9 @@ struct Claimed {
   std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
   std::int64_t policy_version;
 };
+
+// Why a claim comes back: its consumer failed with it, was silent for too long or ended, or never had a look at it.
+enum class Return { retried, expired, unread };
 
 enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
 
@@ -165,13 +165,14 @@ class Ring {
   // So many that are counted as lost were used after all: their consumer had only lost its connection.
   void found(unsigned rank, std::uint64_t deliveries);
   // Any consumer may claim it again after the delay. False: it was not held.
-  // `in_vain`: its holder ended or was silent for too long, which counts as a claim that expired.
-  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, bool in_vain = false);
+  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, Return how = Return::retried);
   // The delivery ends untrained and is logged. False: it was not held, or had been consumed; no pin stays.
   bool end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer = {}, int taker = -1);
   bool holds(const ClaimId& claim) const;
-  // As if it had just been claimed. False: it is not held.
-  bool renew(const ClaimId& claim);
+  // Its claims end when this attachment was not heard for so long (0: never); the longest that was asked for counts.
+  // Every claim and every end of one is heard, `heard` is a sign of life and nothing else.
+  void set_lease(std::uint64_t lease_ns);
+  void heard();
   // --- consumers over the network (finishes.hpp) ---
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
@@ -249,13 +250,14 @@ class Ring {
   enum class Hold { none, lapsed, held };
   Hold hold_of(const ClaimId& claim) const;
   bool resolve_lapsed(const ClaimId& claim);
-  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain = false);
+  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, Return how);
   TakerEntry& taker(unsigned index) const;
   std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim, Asking asking);
   static void decide(std::atomic<std::uint64_t>& note, bool accepted);
   void decide_all(unsigned owner);
   bool consumed_under(FinishNote note, unsigned owner) const;
-  void lapse(std::uint64_t most_held_ns, std::uint64_t now_ns);
+  void drop_silent(std::uint64_t now_ns);
+  bool silent(unsigned owner, std::uint64_t now_ns) const;
   std::uint16_t& own_attempts(std::uint64_t slot, unsigned rank) const {
     return own_attempts_[slot * kMaxReaders + rank];
   }
@@ -295,7 +297,8 @@ class Ring {
   ReadyHints ready_;
   // The locks that this description takes for a moment: two threads of it would not exclude each other.
   mutable std::mutex locks_mutex_;
-  bool keeper_ = false;  // under locks_mutex_
+  bool keeper_ = false;  // under locks_mutex_, as the next
+  bool lease_set_ = false;
   enum class Removal { none, if_empty, always };
   mutable std::mutex loans_mutex_;
   std::unique_ptr<std::uint32_t[]> loans_;  // by slot, under loans_mutex_, as their sum and what the last one does

@@ -77,6 +77,7 @@ void Ring::claim_place(Role role) {
   mine.port.store(0, std::memory_order_relaxed);
   mine.started_ns.store(realtime_ns(), std::memory_order_relaxed);
   mine.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  mine.lease_ns.store(0, std::memory_order_relaxed);
   mine.occupied.store(1, std::memory_order_release);  // SYNC O: a process that sees the place occupied sees by whom
   mine.count(Counter::reclaimed_writing, left.writing);
   mine.count(Counter::reclaimed_reading, left.reading);

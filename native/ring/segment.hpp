@@ -31,7 +31,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 5;
+inline constexpr std::uint32_t kLayoutVersion = 6;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;

@@ -155,7 +155,7 @@ void Service::end(Attempt& attempt, bool in_vain) {
   const Ring::InUse use(ring_);
   try {
     if (hold == Attempt::Hold::pin) ring_.unpin(claim.slot, claim.generation);
-    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns, in_vain);
+    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns, in_vain ? Return::expired : Return::retried);
   } catch (const RingFault&) {  // the ring was closed, and its pins with it
   }
 }

@@ -76,7 +76,7 @@ Service::Served Service::serve(Demand& demand) {
       const Attempt* known = of_slot_[each.id.slot];
       while (known != nullptr && !(known->hold == Attempt::Hold::claim && known->rank == each.id.rank))
         known = known->next_of_slot;
-      if (known == nullptr) ring_.give_back(each.id);
+      if (known == nullptr) ring_.give_back(each.id, 0, Return::unread);
     }
     throw;
   }

@@ -45,7 +45,7 @@ ELSEWHERE = {
     "transport.joined.join": "read_joined() with await: cancelled in test_misuse_cancelled.py",
     "transport.ring.batch.Batch": "made by claim_batch() and take_batch(): tests/ring/test_batch.py",
     "transport.ring.reading.RingReading": "SharedRingBuffer is it, and has a scene",
-    "transport.taking.batches.TakenPayloads": "made by take_batch(): tests/taking, and cancelled there",
+    "transport.claims.in_place.TakenPayloads": "made by take_batch(): tests/taking, and cancelled there",
     "transport.runtime.progress.bar": "a `with` that draws: tests/runtime/test_progress.py",
     "transport.runtime.signals.until_stopped": "takes the process's signals: tests/runtime/test_signals.py",
     "transport.weights.RolloutWorker": "the contract; ReferenceWorker has a scene",

@@ -68,7 +68,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "transport.ring.claimed: ClaimedPayload",
             "transport.ring.batch: Batch",
             "transport.ring.batches: PayloadBatch",
-            "transport.taking.batches: TakenPayloads",
+            "transport.claims.in_place: TakenPayloads",
         ),
     ),
     "client": (
@@ -221,9 +221,9 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 # Bases of SharedRingBuffer: those of the first are on its own page, those of the second on the next.
 _PARTS = {
     "transport.SharedRingBuffer": {"transport.ring.life", "transport.ring.attachment"},
-    "transport.UCXXClient": {"transport.client.takes.calls"},
+    "transport.UCXXClient": {"transport.claims.calls"},
     "transport.UCXXRolloutMixin": {"transport.packer.writing"},
-    "transport.taking.batches.TakenPayloads": set(),
+    "transport.claims.in_place.TakenPayloads": set(),
 }
 
 

@@ -37,12 +37,12 @@ from transport import (
     store,
     testing,
 )
+from transport.claims.places import OnThisHost
 from transport.client import trace
 from transport.cooldown import CooldownClient, CooldownHost, Ledger
 from transport.cooldown.destinations.folder import Folder
 from transport.packer.consumed_record import ConsumedRecord
 from transport.queue.group import GroupQueue
-from transport.queue.places import OnThisHost
 from transport.rendezvous import Archive, ExitCodes, Reason, Rendezvous, Rules
 from transport.rendezvous.records import Phase, Round
 from transport.store.directory import Directory

@@ -9,8 +9,8 @@ import pytest
 from helpers import eventually, free
 
 from transport import Schema, SharedRingBuffer, UCXXServer
+from transport.claims.outcomes import Outcomes
 from transport.queue import Claim, FoundRings
-from transport.taking.outcomes import Outcomes
 
 LONG_S = 30.0
 NUMBERED = Schema.of(number=("int64",))

@@ -23,7 +23,8 @@ class QueueConformance(QueueSuite):
         assert ids(claims) == [item.id for item in tickets(3)]
         assert claims[0].data == ticket(0).data
         assert (claims[0].rank, claims[0].attempts, claims[0].policy_version) == (0, 1, 7)
-        assert ids(queue.claim(9, consumer="b")) == [item.id for item in tickets(5)[3:]]
+        claims += queue.claim(9, consumer="b")
+        assert ids(claims) == [item.id for item in tickets(5)]
         assert queue.claim(1, consumer="a") == []
 
     def test_unfinished_tickets_can_be_looked_at_without_a_claim(self, queue: TicketQueue) -> None:
@@ -185,7 +186,8 @@ class QueueConformance(QueueSuite):
             assert queue.retry(claim, reason="it crashes")
         queue.publish(ticket(1))
         for _ in range(2):
-            assert len(queue.claim(1, consumer="a")) == 1
+            held = queue.claim(1, consumer="a")
+            assert len(held) == 1
             self.end_claims(harness)
             queue = harness.open(max_deliveries=2)
         assert queue.claim(2, consumer="a") == []

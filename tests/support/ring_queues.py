@@ -20,8 +20,8 @@ from helpers import eventually
 from queue_conformance import QueueConformance
 
 from transport import SharedRingBuffer, UCXXServer
+from transport.claims.places import OnThisHost
 from transport.queue import Claim, DeliveryState, Failure, FoundRings, QueuedTicket, RingQueue, TicketQueue
-from transport.queue.places import OnThisHost
 from transport.settings import Settings
 from transport.ticket import Ticket
 
@@ -144,21 +144,13 @@ class NamedFound(Named, FoundRings):
     def _coming(self, rank: int) -> bool:
         """Whether more than what has been claimed is ready, or on its way."""
         depth = self.ring.native.depth(rank)
-        held = sum(claim.rank == rank for claim in map(_named, list(self._elsewhere._held)))
+        held = self._network.depth(rank, set())["claimed"]
         here = sum(
             holder >= 0
             for each in self._here._attached.values()
             for holder in [each.native.claim_word(slot, rank)[0] for slot in range(each.slot_count)]
         )
         return bool(depth["ready"] or depth["claimed"] > held + here)
-
-
-class _Rank(msgspec.Struct):
-    rank: int
-
-
-def _named(token: str) -> _Rank:
-    return _Rank(int(token.split(" ")[1]))
 
 
 class RingHarness:
@@ -219,7 +211,7 @@ class FoundHarness:
         for queue in self.queues:
             for ring in list(queue._here._attached.values()):
                 ring.close()
-            for rank in queue._elsewhere._ranks.values():
+            for rank in queue._network._ranks.values():
                 rank.wanted = None
                 rank.demands._loop.call_soon_threadsafe(_cut, rank.demands)
         eventually(self._nothing_is_held, "what was held is anybody's")
@@ -237,7 +229,7 @@ class FoundHarness:
 
 def _cut(demands: Any) -> None:
     demands.want(0, 1, None)  # nothing is asked for until somebody claims again
-    for link in list(demands._links.values()):
+    for link in demands.connections:
         link.abort()
 
 

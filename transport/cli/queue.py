@@ -48,9 +48,9 @@ def queue(
     json_target: JsonTarget = None,
 ) -> None:
     """Show a queue's depth, and the tickets that were discarded, died or were lost, with reasons."""
-    from transport.queue.found import FoundRings
-    from transport.queue.open import open_queue
-    from transport.queue.places import OnThisHost
+    from transport.claims.open import open_queue
+    from transport.claims.places import OnThisHost
+    from transport.claims.rings import FoundRings
     from transport.runtime.progress import slow
 
     if not has_scheme(url):

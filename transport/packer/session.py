@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
+from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
@@ -24,7 +25,6 @@ from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.packer.warming import warm_up
 from transport.queue.base import Claim, TicketQueue
-from transport.queue.found import FoundRings
 from transport.runtime import hurry
 from transport.runtime.arguments import expect, several
 from transport.runtime.loop_thread import Job, LoopThread

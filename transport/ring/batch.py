@@ -58,8 +58,8 @@ class Part(Protocol):
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """The payload leaves the part; it may be claimed again, or not where ``dead``."""
 
-    def release(self, delay_s: float = 0.0) -> None:
-        """Give back what was not finished, without waiting. Idempotent."""
+    def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
+        """Give back what was not finished, without waiting. ``in_vain``: it counts as a delivery. Idempotent."""
 
 
 class Batch(Sequence[Mapping[str, Any]]):

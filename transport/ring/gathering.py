@@ -33,7 +33,7 @@ def gathered(
     max_deliveries: int = 0,
     consumer: str = "",
 ) -> B:
-    """Make a batch of these claims. Whatever is raised: all of them have been given back.
+    """Make a batch of these claims. Whatever is raised: all of them have been given back, uncounted.
 
     Payloads that do not fit the schema, or whose bytes are wrong, leave their part, and are counted as dropped.
 
@@ -50,7 +50,7 @@ def gathered(
         return _gathered(kind, parts, schema, shape, fills, landing, max_deliveries, consumer)
     except BaseException as error:
         for part in parts:
-            part.release()
+            part.release(in_vain=False)
         if isinstance(error, _ring.RingFault):
             raise named(error) from None
         raise

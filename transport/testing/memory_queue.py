@@ -160,9 +160,7 @@ class MemoryQueue(TicketQueue):
                 self._contents.deliveries[claim.ticket_id, claim.rank].lease_ends = until
         return kept
 
-    def _end(
-        self, claims: Sequence[Claim], to: DeliveryState, reason: str = "", delay_s: float = 0.0
-    ) -> list[Claim]:
+    def _end(self, claims: Sequence[Claim], to: DeliveryState, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
         ended = []
         with self._contents.changed:
             self._check_open()

@@ -300,8 +300,8 @@ return first[2] and math.max(0, math.ceil(tonumber(first[2]) - now)) or -1
 """
 )
 
-# state afterwards, reason, delay in ms, then token and rank of each claim. 1 for each that was the caller's. How a claim
-# ended stands in its row beside its token, so a call that asks again has the same answer.
+# state afterwards, reason, delay in ms, then token and rank of each claim. 1 for each that was the caller's. How a
+# claim ended stands in its row beside its token, so a call that asks again has the same answer.
 MOVE = Script(
     PREPARED
     + """
