@@ -161,7 +161,6 @@ def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, que
 
 
 @pytest.mark.ucx
-@pytest.mark.ucx
 def test_two_ranks_each_train_on_every_payload_once(queue: RedisQueue) -> None:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=8, readers=2, queue=queue, mode="thread")

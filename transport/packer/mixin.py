@@ -161,8 +161,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer.claims.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
         trainable, unsure = packer.settle(batch.in_question if batch.consumed else first)
-        for item in first:
-            packer.collected.pop(item.ticket.identity, None)
+        packer.forget(batch)
         batch.in_question, batch.consumed = unsure, True  # last, so that a call that raised can be repeated
         return trainable
 
@@ -172,8 +171,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         expect(batch, FetchedBatch, "abandon()", _BATCH)
         text(reason, "reason of abandon()")  # before anything is given up
         batch.consumed, batch.in_question = True, []
-        for item in batch.items:
-            packer.collected.pop(item.ticket.identity, None)
+        packer.forget(batch)
         batch.release()
         packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
 

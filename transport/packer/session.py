@@ -77,6 +77,7 @@ class PackerSession:
         self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch(
             lambda items: Job(thread, lambda: fetch(items, Deadline.after(settings.batch_deadline_s, time.monotonic())))
         )
+        self.latest: FetchedBatch | None = None  # collected and not consumed; for `get_policy_input`
         # Collected, and consumed, for as long as the trainer holds them.
         self.collected: weakref.WeakValueDictionary[Identity, FetchedItem] = weakref.WeakValueDictionary()
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
@@ -173,7 +174,15 @@ class PackerSession:
 
     def _keep(self, batch: FetchedBatch) -> None:
         self.batches += 1
+        self.latest = batch
         self.collected.update((item.ticket.identity, item) for item in batch.items if item.payload is not None)
+
+    def forget(self, batch: FetchedBatch) -> None:
+        """`get_policy_input` does not look in this batch any more."""
+        for item in batch.items:
+            self.collected.pop(item.ticket.identity, None)
+        if self.latest is batch:
+            self.latest = None
 
     def cancel(self) -> None:
         """Stop fetching. On return no fetch runs, and its claims are back in the queue."""
