@@ -27,7 +27,8 @@ TAKEN = np.dtype(
         ("rank", "u1"),
         ("flags", "u1"),
         ("attempts", "<u2"),
-        ("note_bytes", "<u4"),
+        ("note_bytes", "<u2"),
+        ("in_vain", "<u2"),
         ("length", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
@@ -36,7 +37,7 @@ TAKEN = np.dtype(
 )
 JOINED = 0x01
 _ALIGNMENT = 64
-_HEADER = struct.Struct("<BBHIII")
+_HEADER = struct.Struct("<QBBHIII")
 
 Rows = np.ndarray[Any, Any]
 Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
@@ -63,7 +64,7 @@ class Holder(Protocol):
 
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts: ...
 
-    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None: ...
+    def let_go(self, rows: Rows, delay_s: float = 0.0, in_vain: bool = True) -> None: ...
 
 
 def _aligned(value: Any) -> Any:

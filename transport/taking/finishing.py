@@ -35,7 +35,7 @@ class Finishing(ABC):
     """What a connection that holds claims does with those that are consumed. It belongs to one loop."""
 
     def __init__(self) -> None:
-        self._unanswered = 0  # claims in FINISH and END messages, and USED; `MOST_UNANSWERED` of them stand in the ring
+        self._unanswered = 0  # claims in FINISH and END messages; `MOST_UNANSWERED` of them stand in the ring
         self._answered = asyncio.Event()
         self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
         self.in_question: set[bytes] = set()  # rows of claims that the ring may have consumed: it was not reached yet
@@ -55,7 +55,7 @@ class Finishing(ABC):
         """End the connection and every claim. Idempotent."""
 
     @abstractmethod
-    def _settle(self, kind: Kind, rows: Rows, delay_ms: int, arrived: bool = False) -> list[asyncio.Future[Any]]:
+    def _settle(self, kind: Kind, rows: Rows, delay_ms: int, unread: bool = False) -> list[asyncio.Future[Any]]:
         """Send the end of these claims; the answers of the messages."""
 
     @abstractmethod
@@ -66,12 +66,10 @@ class Finishing(ABC):
     async def _said_elsewhere(self, rows: Rows, again: bool = False) -> Sequence[int] | None:
         """What became of claims whose answer was lost; None: it is not known anywhere. ``again``: asked before."""
 
-    async def finish(self, rows: Rows, *, arrived: bool = False) -> Verdicts:
+    async def finish(self, rows: Rows) -> Verdicts:
         """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer.
 
         Those whose rows are `in_question` afterwards may have been accepted: asking again asks the ring again.
-
-        ``arrived``: the ring counts them as arrived until `used` says more, and as lost if the connection ends before.
         """
         rows = np.ascontiguousarray(rows, TAKEN)
         fresh: Sequence[int] = range(len(rows))
@@ -85,7 +83,7 @@ class Finishing(ABC):
             questions = [at for at in fresh if rows[at].tobytes() in self.in_question]
             fresh = [at for at in fresh if rows[at].tobytes() not in self.in_question]
         try:
-            await self._finish(rows, fresh, asked, arrived)
+            await self._finish(rows, fresh, asked)
             return await self._verdicts(rows, asked, questions)
         except BaseException:
             for positions, indexes, future in asked:
@@ -93,13 +91,13 @@ class Finishing(ABC):
                     self._left[rows[at].tobytes()] = future, index
             raise
 
-    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked], arrived: bool) -> None:
+    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked]) -> None:
         """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
         for begin in range(0, len(fresh), frames.MAX_RECORDS):
             chunk = fresh[begin : begin + frames.MAX_RECORDS]
             if not await self._room_for(len(chunk)):
                 return
-            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0, arrived)
+            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0)
             self._sent(future, len(chunk))
             asked.append(_Asked(chunk, range(len(chunk)), future))
 

@@ -37,7 +37,7 @@ class TakenPart:
     def __del__(self) -> None:
         if hasattr(self, "_received"):
             with contextlib.suppress(Exception):  # the interpreter may be ending
-                self.release()
+                self.release(in_vain=False)
 
     @property
     def ring(self) -> str:
@@ -121,4 +121,4 @@ class TakenPart:
         """See `Part`."""
         held, self._held = self._held, np.zeros(len(self), np.bool_)
         if held.any():
-            self._link.let_go(self._rows[held], delay_s)
+            self._link.let_go(self._rows[held], delay_s, in_vain)

@@ -39,7 +39,7 @@ class _Holder:
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts:
         return await self._brought.demands.give_back(self._brought, rows, delay_s)
 
-    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None:
+    def let_go(self, rows: Rows, delay_s: float = 0.0, in_vain: bool = True) -> None:
         self._brought.demands.let_go(self._brought, rows, delay_s)
 
 

@@ -114,7 +114,7 @@ class TakeLink(HeldClaims):
             raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
         self._check()
         wanted = None if fields is None else field_names(fields)
-        if wanted is not None and self.link.native.version >= frames.RANGES_VERSION:
+        if wanted is not None:
             joined_most = 0
         buffer = self._buffers.take(native.room_for(n, most_bytes))
         future = self.link.worker.loop.create_future()
@@ -220,11 +220,10 @@ class TakeLink(HeldClaims):
         """The same of some fields only: read under the claims, and laid out as payloads of their own."""
         rows, notes, offsets = self._parsed(outcome, buffer)
         known = dict(self._schemas) if schema is None else {**self._schemas, schema.fingerprint: schema}
-        ranges = self.link.native.version >= frames.RANGES_VERSION
         try:
             tickets = [ticket for _, ticket in apart(rows, notes, buffer, every=True)]
             wanted = WantedFields(tickets, fields, known, self._buffers)
-            wanted.look(rows, offsets, buffer, verify=verify, ranges=ranges)
+            wanted.look(rows, offsets, buffer, verify=verify, ranges=True)
             failed = wanted.arrived(await self._fetched(wanted.wants), outcome[2:])
         except ProtocolError:
             self.abort()

@@ -27,7 +27,7 @@ class Taking:
     def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
         self._all = links
         self._settings = settings
-        self.renew_s = settings.ack_timeout_s / 4
+        self.renew_s = settings.claim_lease_s / 4
         self.checksum_failures = 0
         self._buffers = buffers
         self._schemas = schemas
