@@ -121,6 +121,7 @@ def test_several_rings_take_turns_and_wake_who_waits() -> None:
             ring.write_many([{"a": np.zeros(1)}])
             thread.join()
             assert [claim.ticket_id.split("/")[0] for claim in claims[0]] == [ring.ring_id]
+            assert queue.ack_many(claims[0]) == claims[0]
 
 
 def test_a_ring_that_is_closed_or_removed_is_left_out() -> None:
@@ -174,7 +175,7 @@ def test_with_a_lease_a_stopped_processes_claims_are_anothers_and_its_own_acks_r
 import os, signal
 from transport import SharedRingBuffer
 from transport.queue import RingQueue
-with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, RingQueue([ring]) as queue:
+with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, RingQueue([ring], lease_s=0.2) as queue:
     claims = queue.claim(9, consumer="child")
     print(len(claims), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
