@@ -35,7 +35,7 @@ def queue(
         str,
         typer.Argument(
             metavar="URL",
-            help="sqlite:///path, redis://host:port/db?run=name, rings:NAME for rings of this host, or rings+URL "
+            help="redis://host:port/db?run=name, rings:NAME for rings of this host, or rings+URL "
             "for those of this host that are in the directory of a store.",
         ),
     ],
@@ -54,9 +54,7 @@ def queue(
     from transport.runtime.progress import slow
 
     if not has_scheme(url):
-        raise UsageError(
-            f"{url!r} is no URL: give sqlite:{url} for a file, redis://host:port/db?run=name, or rings:NAME"
-        )
+        raise UsageError(f"{url!r} is no URL: give redis://host:port/db?run=name, or rings:NAME")
     if url.startswith("rings://"):
         raise UsageError(f"{url}: a ring is counted by its own host; run it on the host of the rings, with rings:NAME")
     if not url.startswith("rings:"):

@@ -69,7 +69,7 @@ class QueuedTicket(NamedTuple):
 
 
 @hiding("data", "token")
-class Claim(msgspec.Struct, frozen=True):
+class Claim(msgspec.Struct, frozen=True, weakref=True):
     """The exclusive right of one consumer to one delivery, until its lease ends."""
 
     ticket_id: str

@@ -287,6 +287,5 @@ class Kind(NamedTuple):
 
 KINDS = {
     "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
-    "sqlite": Kind(TicketWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }
