@@ -15,7 +15,7 @@ MAX_OWNERS: int  # 16, processes attached as owners
 MAX_PORTS: int  # 16, entries of the port table
 NO_VERSION: int  # as a policy version: published without one; as the oldest one: any will do
 MAX_WAITED: int  # rings that `Ring.wait_any` takes
-MAX_ATTEMPTS: int  # claims of one delivery that are counted
+MAX_ATTEMPTS: int  # the largest ``most_attempts``
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
 HAS_FAULT_POINTS: bool  # True only in the test build
 
@@ -124,6 +124,7 @@ class Claim(Buffer):
     generation: int
     rank: int
     attempts: int  # claims of this delivery, this one included; tells it from every other
+    in_vain: int  # claims before it that count for ``most_attempts``
     readers: int
     length: int
     checksum: int
@@ -290,8 +291,8 @@ class Ring:
     def claim_word(self, slot: int, rank: int) -> tuple[int, int]:
         """Who holds this rank's delivery, an owner's place or -1, and how often it was claimed."""
     def depth(self, rank: int) -> dict[str, int]:
-        """Deliveries of a rank: ready, claimed; since the ring was made: done, arrived, lost, discarded, dead, aged,
-        retried, expired (claims that ended with their holder)."""
+        """Deliveries of a rank: ready, claimed; since the ring was made: done, discarded, dead, aged, retried, expired
+        (claims that ended with their holder)."""
     def failures(self) -> list[tuple[int, int, int, int, str, str, str, int]]:
         """The last 256 that ended without being consumed, the latest published first: slot, generation, rank, attempts,
         how, reason, consumer, sequence."""

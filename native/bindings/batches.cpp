@@ -51,11 +51,11 @@ class ClaimedBatch {
       const Claimed& c = held_[i].claim.claimed();
       const std::int64_t row[kColumns] = {c.id.slot, c.id.generation, c.id.rank, c.id.attempts,
                                           static_cast<std::int64_t>(c.length), c.policy_version,
-                                          static_cast<std::int64_t>(c.id.slot * stride_)};
+                                          static_cast<std::int64_t>(c.id.slot * stride_), c.in_vain};
       for (std::size_t k = 0; k < kColumns; ++k) rows[k * n + i] = row[k];
     }
   }
-  static constexpr std::size_t kColumns = 7;
+  static constexpr std::size_t kColumns = 8;
 
   // Reads the lengths of the ragged tensors, a row of 64-bit numbers for each; the payloads whose note or size does not
   // fit the fields.
@@ -221,7 +221,7 @@ void bind_batches(nb::module_& module) {
       .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true)
       .def("note", &ClaimedBatch::note, "index"_a);
   module.attr("BATCH_COLUMNS") = nb::make_tuple("slot", "generation", "rank", "attempts", "length", "policy_version",
-                                                "offset");
+                                                "offset", "in_vain");
 }
 
 }  // namespace transport::python

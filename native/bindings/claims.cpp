@@ -21,7 +21,7 @@ namespace {
 
 constexpr const char* kVerdicts[] = {"open", "consumed", "refused", "given back", "ended"};
 constexpr const char* kVerdictNames[] = {"OPEN", "CONSUMED", "REFUSED", "GIVEN_BACK", "ENDED"};
-constexpr const char* kEndings[] = {"discarded", "dead", "aged", "lost"};
+constexpr const char* kEndings[] = {"discarded", "dead", "aged"};
 
 Ended ending(const std::string& name) {
   const auto found = std::find(std::begin(kEndings), std::end(kEndings), name);
@@ -198,7 +198,7 @@ void bind_claim_types(nb::module_& module) {
       .def_prop_ro("rung", &Bell::rung)
       .def("ring", &Bell::ring);
   module.attr("NO_VERSION") = kNoVersion;
-  module.attr("MAX_ATTEMPTS") = ClaimWord::kMostAttempts;
+  module.attr("MAX_ATTEMPTS") = kMostAttemptsAsked;
 
   for (unsigned at = 0; at < std::size(kVerdictNames); ++at) module.attr(kVerdictNames[at]) = at;
 
@@ -208,6 +208,7 @@ void bind_claim_types(nb::module_& module) {
       .def_prop_ro("generation", [](const Claim& claim) { return claim.claimed().id.generation; })
       .def_prop_ro("rank", [](const Claim& claim) { return claim.claimed().id.rank; })
       .def_prop_ro("attempts", [](const Claim& claim) { return claim.claimed().id.attempts; })
+      .def_prop_ro("in_vain", [](const Claim& claim) { return claim.claimed().in_vain; })
       .def_prop_ro("readers", [](const Claim& claim) { return claim.claimed().readers; })
       .def_prop_ro("length", [](const Claim& claim) { return claim.claimed().length; })
       .def_prop_ro("checksum", [](const Claim& claim) { return claim.claimed().checksum; })

@@ -50,7 +50,6 @@ ClaimWord Ring::claim_word(std::uint64_t slot, unsigned rank) const {
 void Ring::clear_claims(std::uint64_t slot, std::int64_t policy_version) {
   SlotClaim& c = claims(slot);
   c.policy_version.store(policy_version, std::memory_order_relaxed);  // SYNC S, as the stores that follow
-  c.delayed.store(0, std::memory_order_relaxed);
   for (auto& word : c.claims) word.store(0, std::memory_order_relaxed);
 }
 
@@ -118,12 +117,12 @@ void Ring::drop_silent(std::uint64_t now_ns) {
     if (word.state() != State::reading || (word.pins() & suspects) == 0) continue;
     for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
       if ((word.done() & slot_word::bit(rank)) != 0) continue;
-      std::atomic<std::uint16_t>& claim = claims(slot).claims[rank];
-      std::uint16_t expected = claim.load(std::memory_order_acquire);
+      std::atomic<std::uint32_t>& claim = claims(slot).claims[rank];
+      std::uint32_t expected = claim.load(std::memory_order_acquire);
       const ClaimWord held{expected};
       if (!held.held() || (suspects & slot_word::bit(held.holder() - 1)) == 0 || !silent(held.holder() - 1, now_ns))
         continue;
-      if (!claim.compare_exchange_strong(expected, held.dropped().bits, std::memory_order_acq_rel,
+      if (!claim.compare_exchange_strong(expected, held.dropped(true).bits, std::memory_order_acq_rel,
                                          std::memory_order_relaxed))
         continue;
       tally(rank, Tally::expired);
@@ -151,14 +150,14 @@ void Ring::find_candidates(const Asked& asked, std::uint64_t now_ns) {
       }
       if ((word.done() & slot_word::bit(rank)) != 0) return;
       const SlotClaim& claim = claims(slot);
-      if (ClaimWord{claim.claims[rank].load(std::memory_order_acquire)}.held()) {
+      const ClaimWord held{claim.claims[rank].load(std::memory_order_acquire)};
+      if (held.held()) {
         if (claimable(slot)) return;
         ready_.withdraw(slot);
         if (claimable(slot)) ready_.offer(slot);  // SYNC R
         return;
       }
-      const bool delayed = (claim.delayed.load(std::memory_order_acquire) & slot_word::bit(rank)) != 0;
-      const std::uint64_t due_ns = delayed ? claim.not_before_ns[rank].load(std::memory_order_acquire) : 0;
+      const std::uint64_t due_ns = held.delayed() ? claim.not_before_ns[rank].load(std::memory_order_acquire) : 0;
       if (due_ns > now_ns) {
         list.due_ns = std::min(list.due_ns, due_ns);
         return;
@@ -195,9 +194,9 @@ std::uint64_t Ring::next_due_ns(unsigned rank) const {
 std::size_t Ring::claim(const Asked& asked, std::vector<Claimed>& claimed) {
   require_owner();
   require_rank(asked.rank);
-  if (asked.most_attempts > ClaimWord::kMostAttempts)
+  if (asked.most_attempts > kMostAttemptsAsked)
     fail(Fault::argument, std::to_string(asked.most_attempts) + " attempts, at most " +
-                              std::to_string(ClaimWord::kMostAttempts) + " are counted");
+                              std::to_string(kMostAttemptsAsked) + " are counted");
   heard();
   const std::lock_guard hold(candidates_mutex_);
   Candidates& list = candidates_[asked.rank];
@@ -250,16 +249,15 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
   const std::uint64_t length = std::min(c.length.load(std::memory_order_acquire), segment_.identity.slot_capacity);
   const std::uint64_t deadline_ns = c.deadline_ns.load(std::memory_order_acquire);
   const std::int64_t version = s.policy_version.load(std::memory_order_acquire);
-  std::atomic<std::uint16_t>& word = s.claims[rank];
-  std::uint16_t expected = word.load(std::memory_order_acquire);
+  std::atomic<std::uint32_t>& word = s.claims[rank];
+  std::uint32_t expected = word.load(std::memory_order_acquire);
   const ClaimWord before{expected};
   // Written by the last holder before it dropped the claim.
   const std::uint64_t now_ns = monotonic_ns();
-  const bool delayed = (s.delayed.load(std::memory_order_acquire) & slot_word::bit(rank)) != 0 &&
-                       s.not_before_ns[rank].load(std::memory_order_acquire) > now_ns;
+  const bool delayed = before.delayed() && s.not_before_ns[rank].load(std::memory_order_acquire) > now_ns;
   const bool late = deadline_ns != 0 && deadline_ns <= realtime_ns();
   const bool aged = version != kNoVersion && asked.oldest_version != kNoVersion && version < asked.oldest_version;
-  const bool dead = asked.most_attempts != 0 && before.attempts() >= asked.most_attempts;
+  const bool dead = asked.most_attempts != 0 && before.in_vain() >= asked.most_attempts;
   const bool ends = late || aged || dead;
   const ClaimWord after = ends ? before.ended_by(me) : before.claimed(me);
   const bool too_large = !ends && length > room;
@@ -279,12 +277,13 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
     const std::string reason =
         late   ? "its deadline has passed"
         : aged ? "policy version " + std::to_string(version) + " is older than " + std::to_string(asked.oldest_version)
-               : "claimed " + std::to_string(before.attempts()) + " times in vain";
+               : "claimed " + std::to_string(before.in_vain()) + " times in vain";
     if (end_held(slot, generation, rank, how, late)) log_failure(id, sequence, how, reason, asked.consumer);
     return Try::ended;
   }
   claimed = {id,
              c.readers.load(std::memory_order_acquire),
+             before.in_vain(),
              length,
              c.checksum.load(std::memory_order_acquire),
              sequence,

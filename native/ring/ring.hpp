@@ -34,7 +34,7 @@ struct Publication {
 };
 
 // What a claimer asks for: `most` payloads, and no more bytes than `most_bytes` unless the first one alone has more.
-// Payloads of an older policy than `oldest_version`, or claimed `most_attempts` times already (0: no limit), or whose
+// Payloads of an older policy than `oldest_version`, or claimed `most_attempts` times in vain (0: no limit), or whose
 // deadline has passed, are ended instead and logged.
 struct Asked {
   unsigned rank = 0;
@@ -44,18 +44,14 @@ struct Asked {
   unsigned most_attempts = 0;
   std::string_view consumer = {};  // for the log
 };
-// One claim: `attempts` tells it from every other of the same delivery.
-struct ClaimId {
-  std::uint32_t slot, generation;
-  unsigned rank, attempts;
-};
 // Everything a ticket says that is not the same for the whole ring, but the note.
 struct Claimed {
   ClaimId id;
-  unsigned readers;
+  unsigned readers, in_vain;  // the latter: how often before
   std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
   std::int64_t policy_version;
 };
+inline constexpr unsigned kMostAttemptsAsked = 2047;
 
 // Why a claim comes back: its consumer failed with it, was silent for too long or ended, or never had a look at it.
 enum class Return { retried, expired, unread };
@@ -156,14 +152,8 @@ class Ring {
   std::size_t claim(const Asked& asked, std::vector<Claimed>& claimed);
   // Consume decides: true once per delivery, and only while the claim is held. The pin goes in either case, unless
   // `keep_pin`, with which it stays if it is accepted, to be unpinned when the memory is not looked at any more.
-  // With `arrived` it is counted so until `trained` says more; what is still so when the owner ends is counted lost.
   // `taker` of a connection: what becomes of it is noted for `outcome`.
-  bool finish(const ClaimId& claim, bool keep_pin = false, bool arrived = false, int taker = -1);
-  void trained(unsigned rank, std::uint64_t deliveries);
-  // So many that had arrived through this owner are lost: their consumer is gone.
-  void lose(unsigned rank, std::uint64_t deliveries, std::string_view consumer);
-  // So many that are counted as lost were used after all: their consumer had only lost its connection.
-  void found(unsigned rank, std::uint64_t deliveries);
+  bool finish(const ClaimId& claim, bool keep_pin = false, int taker = -1);
   // Any consumer may claim it again after the delay. False: it was not held.
   bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, Return how = Return::retried);
   // The delivery ends untrained and is logged. False: it was not held, or had been consumed; no pin stays.
@@ -176,9 +166,6 @@ class Ring {
   // --- consumers over the network (finishes.hpp) ---
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
-  // A USED of a connection, which has this number, is noted, and then counted by the caller. False: it was asked about,
-  // and is not counted any more.
-  bool note_used(int taker, unsigned rank, std::uint32_t number);
   // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
   Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.
@@ -265,15 +252,12 @@ class Ring {
   void find_candidates(const Asked& asked, std::uint64_t now_ns);
   void offer_ready_slots();
   void clear_claims(std::uint64_t slot, std::int64_t policy_version);
-  bool drop_claim(std::uint64_t slot, unsigned rank, unsigned owner);
+  bool drop_claim(std::uint64_t slot, unsigned rank, unsigned owner, bool counts, bool delayed = false);
   unsigned disclaim(std::uint64_t slot, unsigned owner, std::uint16_t done);
   unsigned pins_of_claims(std::uint64_t slot) const;
   bool disclaim_own(std::uint64_t slot);
   bool drop_pin(std::uint64_t slot, std::uint64_t generation);
   void returned(std::uint64_t slot);
-  void count_lost(unsigned owner);
-  void count_lost(unsigned rank, std::uint64_t lost, std::string_view consumer);
-  std::uint64_t uncount(unsigned owner, unsigned rank, Tally which, std::uint64_t deliveries);
 
   void offer_free_slots();
   void freed(std::uint64_t slot);

@@ -195,7 +195,7 @@ void claim(World& w, Ring& ring, std::uint64_t salt) {
       const std::lock_guard hold(w.questions_mutex);
       w.questions.push_back(question);
     }
-    question->accepted = ring.finish(claim, false, false, taker);
+    question->accepted = ring.finish(claim, false, taker);
     CHECK(ring.outcome(token, claim) == (question->accepted ? Outcome::accepted : Outcome::refused));
     ring.close_taker(std::exchange(taker, -1));  // it is revoked now
     return question->accepted;

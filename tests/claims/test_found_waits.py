@@ -10,8 +10,8 @@ import pytest
 from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import eventually
 from queue_waits import in_thread
-from transport.queue.found_elsewhere import FoundElsewhere
 
+from transport.claims.network import NetworkSource
 from transport.errors import ClosedError
 from transport.queue import Claim, FoundRings
 
@@ -33,13 +33,13 @@ def test_a_trainer_waits_for_rings_here_and_elsewhere_without_looking_at_either(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    claim = FoundElsewhere.claim
+    claim = NetworkSource.claim
 
-    def counted(self: FoundElsewhere, *arguments: Any) -> list[Claim]:
+    def counted(self: NetworkSource, *arguments: Any, **named: Any) -> list[Claim]:
         looks.append(1)
-        return claim(self, *arguments)
+        return claim(self, *arguments, **named)
 
-    monkeypatch.setattr(FoundElsewhere, "claim", counted)
+    monkeypatch.setattr(NetworkSource, "claim", counted)
     with (
         ring_of(f"{prefix}here-") as here,
         ring_of(f"{prefix}there-") as there,
@@ -64,7 +64,7 @@ def test_closing_ends_a_wait_for_rings_here_and_elsewhere(prefix: str) -> None:
     with ring_of(f"{prefix}here-"), ring_of(f"{prefix}there-"):
         queue = FoundRings(HereAndElsewhere(f"{prefix}here-", f"{prefix}there-"))
         outcomes, thread = in_thread(lambda: closed_in(queue))
-        eventually(lambda: "1 places" in repr([rank.demands for rank in queue._elsewhere._ranks.values()]), "it waits")
+        eventually(lambda: "1 places" in repr([rank.demands for rank in queue._network._ranks.values()]), "it waits")
         queue.close()
         thread.join()
         assert outcomes == ["closed"]

@@ -12,7 +12,7 @@ from helpers import eventually
 from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
-from transport.queue import FoundRings, RingQueue, SQLiteQueue
+from transport.queue import FoundRings, RingQueue
 from transport.testing import MemoryQueue
 
 SCHEMA = Schema.of(x="int64")
@@ -135,10 +135,9 @@ def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> 
         batch.release()
 
 
-def test_queues_beside_the_rings_say_that_they_know_no_names(tmp_path: Path) -> None:
-    for queue in (SQLiteQueue(tmp_path / "q.sqlite3"), MemoryQueue()):
-        with queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
-            queue.claim(1, rank="reference", consumer="c")
+def test_a_queue_beside_the_rings_says_that_it_knows_no_names() -> None:
+    with MemoryQueue() as queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
+        queue.claim(1, rank="reference", consumer="c")
 
 
 def test_a_rollout_writes_for_its_named_consumers() -> None:
@@ -162,9 +161,9 @@ def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_th
         UCXXServer(without, mode="thread"),
         found(name) as queue,
     ):
-        demands = queue._elsewhere.rank("train").demands
+        demands = queue._network._rank("train").demands
         assert queue.claim(1, rank="train", consumer="c") == []
-        eventually(lambda: len(demands.links) == 2, "both are connected")
+        eventually(lambda: len(demands.connections) == 2, "both are connected")
         eventually(lambda: [type(fault) for fault in demands.faults.values()] == [RankError], "one has refused")
         assert queue.claim(1, rank="train", consumer="c") == []
         knows.write({"x": 1})

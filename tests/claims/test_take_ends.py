@@ -8,10 +8,10 @@ import frame_codec
 import pytest
 from helpers import asynchronous, until
 from scripted_peer import LARGE, Stage
-from takes import LONG_S, SLOTS, tcp
+from takes import LONG_S, SLOTS, ended, link_of, tcp
 
 from transport import SharedRingBuffer, UCXXClient
-from transport.claims.batch import TakenBatch
+from transport.claims.batch import End, TakenBatch, Verdict
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
@@ -46,9 +46,8 @@ async def test_a_delivery_that_ends_unused_is_counted_and_logged_as_the_ring_its
     ring.write_raw(b"of no use")
     async with Stage(ring) as stage, tcp() as client:
         batch = await taken(client, stage, 1)
-        link: Any = batch.link
-        assert (await link.end(batch.rows, how, "it has no\nreward", "trainer 7")).tolist() == [True]
-        assert (await link.end(batch.rows, how, "again", "trainer 7")).tolist() == [False]
+        assert await ended(batch, Verdict[how.name], "it has no\nreward", "trainer 7") == [True]
+        assert await ended(batch, Verdict[how.name], "again", "trainer 7") == [True]
         assert (await batch.consume()).tolist() == [False]
     assert reasons(ring) == [(how.name.lower(), "it has no reward", "trainer 7")]
     expected = {"dead": {"dead": 1, "retried": 1}, "aged": {"discarded": 1, "aged": 1}}
@@ -61,8 +60,7 @@ async def test_a_reason_is_cut_to_what_the_ring_keeps_between_two_characters(rin
     ring.write_raw(b"of no use")
     async with Stage(ring) as stage, tcp() as client:
         batch = await taken(client, stage, 1)
-        link: Any = batch.link
-        assert (await link.end(batch.rows, Ended.DISCARDED, "ä" * 200, "a" + "é" * 99 + "\ud800")).all()
+        assert await ended(batch, Verdict.DISCARDED, "ä" * 200, "a" + "é" * 99 + "\ud800") == [True]
     assert reasons(ring) == [("discarded", "ä" * 80, "a" + "é" * 27)]
 
 
@@ -131,8 +129,8 @@ async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuf
     async with Stage(ring) as stage, tcp() as client, tcp() as stranger:
         batch = await taken(client, stage, 1)
         ring.write_raw(b"its own")
-        link: Any = (await taken(stranger, stage, 1)).link
-        assert (await link.end(batch.rows, Ended.DISCARDED, "not mine", "x")).tolist() == [False]
+        other = link_of(await taken(stranger, stage, 1))
+        assert (await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False)).tolist() == [1]
         assert (await batch.consume()).tolist() == [True]
 
 

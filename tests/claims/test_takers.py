@@ -7,8 +7,8 @@ from collections import deque
 from costs import lines_of
 from hypothesis import given
 from hypothesis import strategies as st
-from transport.taking import takers as takers_module
 
+from transport.claims import takers as takers_module
 from transport.claims.takers import Ask, Close, Open, Takers, Untake
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transport import SharedRingBuffer, UCXXClient
-from transport.claims.batch import TakenBatch
+from transport.claims.batch import End, TakenBatch, Verdict
 from transport.claims.connection import ClaimConnection
 
 LONG_S = 60.0
@@ -36,6 +36,12 @@ def link_of(batch: TakenBatch) -> ClaimConnection:
     link = batch.claims.connection
     assert isinstance(link, ClaimConnection)
     return link
+
+
+async def ended(batch: TakenBatch, verdict: Verdict, reason: str = "", consumer: str = "") -> list[bool]:
+    """Which deliveries of the batch ended so."""
+    await batch.claims.end(batch.positions, End(verdict, reason, consumer))
+    return (batch.verdicts() == verdict).tolist()  # type: ignore[no-any-return]
 
 
 def broken_between(batch: TakenBatch | ClaimConnection, *then: Callable[[], object]) -> None:

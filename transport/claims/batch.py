@@ -37,7 +37,8 @@ TAKEN = np.dtype(
         ("rank", "u1"),
         ("flags", "u1"),
         ("attempts", "<u2"),
-        ("note_bytes", "<u4"),
+        ("note_bytes", "<u2"),
+        ("in_vain", "<u2"),
         ("length", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
@@ -46,7 +47,7 @@ TAKEN = np.dtype(
 )
 JOINED = 0x01
 _ALIGNMENT = 64
-_HEADER = struct.Struct("<BBHIII")
+_HEADER = struct.Struct("<QBBHIII")
 
 Rows = np.ndarray[Any, Any]
 Verdicts = np.ndarray[Any, np.dtype[np.bool_]]

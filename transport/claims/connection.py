@@ -414,7 +414,8 @@ class ClaimConnection:
     def _settle(self, kind: Kind, rows: Rows, delay_ms: int = 0, in_vain: bool = True) -> asyncio.Future[Any]:
         """Send the end of up to 63 claims; the future of their answer."""
         future = self.loop.create_future()
-        self.link.native.settle(future, kind, np.ascontiguousarray(rows, TAKEN).view(np.uint8), delay_ms)
+        view = np.ascontiguousarray(rows, TAKEN).view(np.uint8)
+        self.link.native.settle(future, kind, view, delay_ms, unread=not in_vain)
         self.link.worker.kick()
         return future
 

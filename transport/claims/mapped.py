@@ -45,6 +45,11 @@ class MappedClaim(Claim, frozen=True, kw_only=True):
     ring: SharedRingBuffer
     native: _ring.Claim
 
+    @property
+    def in_vain(self) -> int:
+        """How often the delivery was claimed in vain before."""
+        return self.native.in_vain
+
 
 class MappedSource:
     """Claims of mapped rings. Any thread.

@@ -71,6 +71,11 @@ class NetworkClaim(Claim, frozen=True, kw_only=True):
     owned: _ring.OwnedClaims
 
     @property
+    def in_vain(self) -> int:
+        """How often the delivery was claimed in vain before."""
+        return int(self.batch.claims.rows["in_vain"][self.position])
+
+    @property
     def verdict(self) -> int:
         """What became of it, as `Verdict` has it."""
         return int(self.batch.claims.verdicts[self.position])

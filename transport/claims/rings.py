@@ -98,7 +98,7 @@ class ClaimsOfRings(TicketQueue):
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        last = claim.attempts >= self._max_deliveries
+        last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
         end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
         return bool(self._end([claim], end))
 

@@ -86,10 +86,10 @@ def _gathered(
             batch.arrive()
             return batch
         for number, (part, indices) in enumerate(zip(parts, wrong, strict=True)):
-            attempts = batch.attempts_of(number).tolist()
+            before = batch.in_vain_of(number).tolist()
             for at in reversed(indices):
-                last = 0 < max_deliveries <= attempts[at]
+                last = 0 < max_deliveries <= before[at] + 1
                 part.drop(at, _WRONG, last, consumer)
-                log.warning("a payload was left out of a batch: %s (attempt %d)", _WRONG, attempts[at])
+                log.warning("a payload was left out of a batch: %s (delivery %d)", _WRONG, before[at] + 1)
             measured[number] = np.delete(measured[number], indices, axis=1)
             dropped += len(indices)
