@@ -35,7 +35,7 @@ def interrupted(run: str, wire: str, interrupts: int, seed: int, planted: str = 
         assert job.stdout.readline() == "ready\n"
 
         def interrupt() -> None:
-            while not enough.wait(chance.uniform(1e-4, 4e-3)) and job.poll() is None:
+            while not enough.wait(chance.uniform(0, 1e-3)) and job.poll() is None:
                 job.send_signal(signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

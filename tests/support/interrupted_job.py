@@ -28,16 +28,18 @@ from transport.wires import Wire
 T = TypeVar("T")
 
 WATCHDOG_S = 120.0
-END_S = 40.0
+QUIET_S = 5.0  # without a payload: what is claimed then is held by nobody
 SLOTS = 24
 
 
 class Interrupts:
     """SIGINT raises KeyboardInterrupt in the calls that are to be interrupted."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: int, chance: random.Random) -> None:
         self.armed = False
+        self._chance = chance
         self.count = 0
+        self.wanted = wanted
         signal.signal(signal.SIGINT, self._came)
 
     def _came(self, _: int, frame: Any) -> None:
@@ -49,7 +51,7 @@ class Interrupts:
     def once(self, call: Callable[[], T]) -> tuple[T | None, bool]:
         """What the call returned, and whether it was interrupted instead."""
         try:
-            self.armed = True
+            self.armed = self.count < self.wanted and self._chance.random() < 0.5
             result = call()
             self.armed = False
             return result, False
@@ -68,9 +70,8 @@ class Interrupts:
 
 class Job:
     def __init__(self, run: str, wire: Wire, interrupts: int, seed: int) -> None:
-        self.interrupts = Interrupts()
-        self.wanted = interrupts
         self.chance = random.Random(seed)
+        self.interrupts = Interrupts(interrupts, self.chance)
         self.written: list[int] = []
         self.perhaps: list[int] = []  # an interrupted write says nothing
         self.trained: list[int] = []
@@ -144,17 +145,18 @@ class Job:
     # --- from beginning to end --------------------------------------------------------------------------
     def play(self) -> None:
         print("ready", flush=True)
-        while self.interrupts.count < self.wanted:
+        while self.interrupts.count < self.interrupts.wanted:
             self.write()
             self.step()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("enough", flush=True)
-        give_up = time.monotonic() + END_S
+        give_up = time.monotonic() + QUIET_S
         while self.queue.depth().unfinished and time.monotonic() < give_up:
             claims = self.trainer.claim_tickets(8, timeout_s=0.2)
             if claims:
                 self.trainer.start_prefetch(claims)
                 self.collect("consume")
+                give_up = time.monotonic() + QUIET_S
         depth, ring = self.queue.depth(), self.rollout.ring_statistics()
         report = {"written": self.written, "perhaps": self.perhaps, "trained": self.trained}
         held = {"claimed": depth.claimed, "ready": depth.ready, "writing": ring.writing, "free": ring.free}
