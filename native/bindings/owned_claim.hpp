@@ -22,6 +22,7 @@ class OwnedClaim {
       : ring_(std::exchange(other.ring_, nullptr)),
         claimed_(other.claimed_),
         verdict_(other.verdict_),
+        how_(other.how_),
         pinned_(other.pinned_),
         lent_(std::exchange(other.lent_, false)) {}
   OwnedClaim& operator=(OwnedClaim&& other) noexcept {
@@ -30,6 +31,7 @@ class OwnedClaim {
     ring_ = std::exchange(other.ring_, nullptr);
     claimed_ = other.claimed_;
     verdict_ = other.verdict_;
+    how_ = other.how_;
     pinned_ = other.pinned_;
     lent_ = std::exchange(other.lent_, false);
     return *this;
@@ -57,9 +59,11 @@ class OwnedClaim {
     return verdict_ == Verdict::given_back;
   }
   bool end(Ended how, const std::string& reason, const std::string& consumer) {
-    if (verdict_ == Verdict::open)
+    if (verdict_ == Verdict::open) {
+      how_ = how;
       ended(ring_->end(claimed_.id, how, reason, consumer) ? Verdict::ended : Verdict::refused);
-    return verdict_ == Verdict::ended;
+    }
+    return verdict_ == Verdict::ended && how_ == how;
   }
   // Memory that `finish` kept.
   void let_go() {
@@ -102,6 +106,7 @@ class OwnedClaim {
   Ring* ring_;
   Claimed claimed_;
   Verdict verdict_ = Verdict::open;
+  Ended how_{};  // of the verdict
   bool pinned_ = true, lent_ = false;
 };
 

@@ -82,6 +82,9 @@ def test_rings_that_were_found_are_used_while_the_store_is_away(monkeypatch: pyt
     away = False
     serving.clear()
     now += 60.0
+    places.served(())  # what was found before, while the store is read
+    assert places._reading is not None
+    places._reading.join()
     assert places.served(()) == {}
 
 

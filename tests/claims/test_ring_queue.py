@@ -37,9 +37,20 @@ class TestConformance(RingConformance):
 class RingMachine(QueueMachine):
     """The suite's model. Time does not pass: instead the holder of all claims ends."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: dict[tuple[str, int, int], DeliveryState] = {}
+
     @staticmethod
     def make_harness() -> RingHarness:
         return RingHarness()
+
+    def _ended(self, claim: Claim, to: DeliveryState) -> bool:
+        """A claim of rings knows its own end."""
+        delivery, key = self.model[claim.ticket_id, claim.rank], (claim.ticket_id, claim.rank, claim.attempts)
+        if delivery.ended is not None and delivery.ended[0] == claim.attempts:
+            self.ends[key] = delivery.ended[1]
+        return self.ends.get(key) is to
 
     @rule(claim=QueueMachine.claims)
     def retry(self, claim: Claim) -> None:  # type: ignore[override]

@@ -54,7 +54,11 @@ class QueueMachine(RuleBasedStateMachine):
         if delivery:
             delivery.state = to
             delivery.ended = claim.attempts, to
-        return self.model[claim.ticket_id, claim.rank].ended == (claim.attempts, to), delivery is not None
+        return self._ended(claim, to), delivery is not None
+
+    def _ended(self, claim: Claim, to: DeliveryState) -> bool:
+        """Whether the claim is known to have ended so; a queue forgets it when the delivery is claimed again."""
+        return self.model[claim.ticket_id, claim.rank].ended == (claim.attempts, to)
 
     @rule(numbers=st.lists(st.integers(0, 7), max_size=4), readers=st.integers(1, 2))
     def publish(self, numbers: list[int], readers: int) -> None:

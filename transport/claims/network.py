@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Final
 
 import numpy as np
@@ -39,7 +38,7 @@ from transport.errors import (
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.decoders import hiding
-from transport.runtime.loop_thread import LoopThread
+from transport.runtime.loop_thread import Job, LoopThread
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -307,13 +306,11 @@ class NetworkSource:
                 claim.owned.settled()
         return accepted
 
-    def consume(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
+    def consume(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
         """Consume all of a batch, or what was kept of it: which were accepted, once the listener has said so."""
         thread = self._thread
-        if thread is None or thread.closed:
-            ended: Future[Verdicts] = Future()
-            ended.set_result(np.zeros(len(batch if payloads is None else payloads), np.bool_))
-            return ended
+        if thread is None:
+            raise ClosedError("the batch is of another queue")
         for of in list(self._ranks.values()):
             with contextlib.suppress(ValueError):
                 of.taken.remove(batch)

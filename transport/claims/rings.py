@@ -27,7 +27,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from transport import _ring
@@ -61,7 +60,7 @@ from transport.settings import DEFAULTS
 from transport.store.base import Store
 
 if TYPE_CHECKING:
-    from transport.runtime.loop_thread import LoopThread
+    from transport.runtime.loop_thread import Job, LoopThread
     from transport.schema import Schema
 
 _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
@@ -449,7 +448,7 @@ class FoundRings(ClaimsOfRings):
         """
         return self.consume_soon(batch).result()
 
-    def consume_soon(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
+    def consume_soon(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
         """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
 
         ``payloads``: the batch that `in_place` made of it.

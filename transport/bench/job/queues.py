@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from transport.queue import FoundRings, open_queue
 from transport.ring.batch_shape import Shape
 from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.loop_thread import Job as LoopJob
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Layout, Schema, UpTo
 from transport.wire.addresses import LOOPBACK
@@ -226,7 +226,7 @@ class TakingTrainer:
             self._schema = schema
             layout: BatchLayout = job.layout  # type: ignore[assignment]
             self._shape = Shape(layout=layout, verify=False)  # checksums were compared on arrival
-            self._asked: deque[tuple[TakenBatch | TakenPayloads, Future[Verdicts]]] = deque()
+            self._asked: deque[tuple[TakenBatch | TakenPayloads, LoopJob[Verdicts]]] = deque()
             self._layouts: dict[int, Layout] = {}
             self._open = stack.pop_all()
 
@@ -248,7 +248,7 @@ class TakingTrainer:
                 payloads += [(each["header"], each["body"]) for each in map(batch.__getitem__, held)]
         return payloads
 
-    def _asked_for(self, taken: TakenBatch) -> tuple[TakenBatch | TakenPayloads, Future[Verdicts]]:
+    def _asked_for(self, taken: TakenBatch) -> tuple[TakenBatch | TakenPayloads, LoopJob[Verdicts]]:
         if self._shape.layout == "list":
             return taken, self._queue.consume_soon(taken)
         batch = in_place([TakenPart(taken)], self._shape, self._schema)
