@@ -14,7 +14,7 @@ from transport import SharedRingBuffer
 from transport.errors import ConnectionLostError, UsageError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.prefetch import FetchedBatch
-from transport.queue import Claim, FoundRings, open_queue
+from transport.queue import Claim, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 SLOTS = 4
@@ -63,16 +63,10 @@ def write(host: Host, numbers: Sequence[int]) -> None:
     host.ring.write_many([{"number": np.int64(number)} for number in numbers], timeout_s=LONG_S)
 
 
-def found(packer: Packer) -> FoundRings:
-    queue = packer._packer.queue
-    assert isinstance(queue, FoundRings)
-    return queue
-
-
 def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, packer: Packer) -> None:
     write(host, range(3))
     claims = packer.take(3)
-    host.ends_between(found(packer), claims)
+    host.ends_between(claims)
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     assert [item.claim for item in batch.in_question] == claims
@@ -88,7 +82,7 @@ def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, 
 def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(host: Host, packer: Packer) -> None:
     write(host, range(SLOTS))
     claims = packer.take(SLOTS)
-    host.ends_between(found(packer), claims)
+    host.ends_between(claims)
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     host.serve()
@@ -102,7 +96,7 @@ def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(
 def test_a_policy_input_in_question_is_had_by_asking_again(host: Host, packer: Packer) -> None:
     write(host, [7])
     [claim] = packer.take(1)
-    host.ends_between(found(packer), [claim])
+    host.ends_between([claim])
     with pytest.raises(ConnectionLostError, match="again"):
         packer.get_policy_input(claim)
     host.serve()
@@ -113,7 +107,7 @@ def test_a_policy_input_in_question_is_had_by_asking_again(host: Host, packer: P
 def test_an_abandoned_batch_has_nothing_in_question(host: Host, packer: Packer) -> None:
     write(host, range(2))
     claims = packer.take(2)
-    host.ends_between(found(packer), claims)
+    host.ends_between(claims)
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     packer.abandon(batch)

@@ -83,7 +83,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
                 tickets in batches, in the order of writing; `flush_ucxx` waits for it. If this process is killed, the
                 server's supervisor has the rest published. "immediate": `write_to_buffer` publishes. Default:
                 "background" if another process can finish the job (mode "process", and a queue that has an address,
-                as SQLiteQueue and RedisQueue have), else "immediate".
+                as RedisQueue has), else "immediate".
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
             settings: the default of this and of the server's addresses, wires and secret is the operator's

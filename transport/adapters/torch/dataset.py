@@ -1,6 +1,6 @@
 """Tickets in a torch training loop: batches of tensors, in the trainer's process or fetched by worker processes.
 
-    dataset = TicketDataset("sqlite:///run/tickets.sqlite3", batch_size=64, schemas=[schema], collate=pad)
+    dataset = TicketDataset("rings:run", batch_size=64, schemas=[schema], collate=pad)
     for batch in TicketLoader(dataset, num_workers=2):
         ...                    # asking for the next batch acknowledges this one
 
