@@ -15,7 +15,7 @@ import msgspec
 from transport.store.base import Change, Store
 from transport.store.directory import Directory, Serving
 from transport.store.open import open_store
-from transport.taking.takers import Open, Takers
+from transport.claims.takers import Open, Takers
 
 PLACES = (10, 100, 1000, 10_000)
 LOOKS = 20

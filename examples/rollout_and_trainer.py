@@ -3,25 +3,24 @@
 .venv/bin/python examples/rollout_and_trainer.py
 """
 
+import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
 from transport import Rollout, Schema, Trainer, UpTo
-from transport.queue import SQLiteQueue
+from transport.queue import open_queue
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)), log_probabilities=("float32", UpTo(4096)))
 EPISODES = 20
 BATCH = 5
 
 
-def rollout(queue_path: Path) -> None:
+def rollout(queue_url: str) -> None:
     rng = np.random.default_rng(0)
     # a supervisor and one listener process; the end of the with waits until the trainer has everything
-    with SQLiteQueue(queue_path) as queue, Rollout(SCHEMA, slots=8, queue=queue) as worker:
+    with open_queue(queue_url) as queue, Rollout(SCHEMA, slots=8, queue=queue) as worker:
         for episode in range(EPISODES):  # waits while 8 payloads are unread
             length = int(rng.integers(1, 4096))
             worker.write_to_buffer(
@@ -30,9 +29,9 @@ def rollout(queue_path: Path) -> None:
             )
 
 
-def train(queue_path: Path) -> None:
+def train(queue_url: str) -> None:
     seen = []
-    with SQLiteQueue(queue_path) as queue:
+    with open_queue(queue_url) as queue:
         with Trainer(schemas=[SCHEMA], queue=queue, wire={"tcp", "shm"}) as trainer:  # as from another host
             trainer.start_prefetch(trainer.claim_tickets(BATCH, timeout_s=30.0))
             while len(seen) < EPISODES:
@@ -46,22 +45,20 @@ def train(queue_path: Path) -> None:
                 print(f"trained on {len(payloads)} episodes, token sum {total:.0f}")
             print(trainer.ucxx_statistics())
         assert sorted(seen) == list(range(EPISODES))
-        assert queue.depth().done == EPISODES
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        queue_path = Path(folder) / "tickets.sqlite3"
-        worker = subprocess.Popen([sys.executable, __file__, "rollout", str(queue_path)])
-        try:
-            train(queue_path)
-        finally:
-            status = worker.wait(timeout=60)
-        assert status == 0
+    queue_url = f"rings:example-{os.getpid()}-"  # the rings of this host whose names begin so
+    worker = subprocess.Popen([sys.executable, __file__, "rollout", queue_url])
+    try:
+        train(queue_url)
+    finally:
+        status = worker.wait(timeout=60)
+    assert status == 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rollout"]:
-        rollout(Path(sys.argv[2]))
+        rollout(sys.argv[2])
     else:
         main()

@@ -6,28 +6,23 @@ The reference stage reads the rollout's tokens and writes its log-probabilities 
 where they lie until a trainer has acknowledged both parts.
 """
 
+import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 
-from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXServer, UpTo
-from transport.joined.parents import PARENTS, with_parents
-from transport.joined.payloads import read_joined
-from transport.queue import SQLiteQueue
-from transport.queue.base import QueuedTicket
+from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
+from transport.joined import PARENTS, Parent, with_parents
+from transport.queue import open_queue
+from transport.runtime.signals import until_stopped
 
 ROLLOUT = Schema.of(prompt=("text", UpTo(256)), tokens=("int32", UpTo(4096)), image=("uint8", 32, 32, 3))
 REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(4096)), parents=PARENTS)
 EPISODES = 12  # of each rollout
 TOTAL = 2 * EPISODES
-
-
-def queued(ticket: Ticket) -> QueuedTicket:
-    return QueuedTicket(f"{ticket.ring}/{ticket.slot}/{ticket.generation}", ticket.encode())
 
 
 def drain(ring: SharedRingBuffer) -> None:
@@ -36,85 +31,88 @@ def drain(ring: SharedRingBuffer) -> None:
         time.sleep(0.02)
 
 
-def rollout(folder: Path, number: int) -> None:
+def rollout(run: str, number: int) -> None:
     with (
-        SQLiteQueue(folder / "rolled.sqlite3") as queue,
-        SharedRingBuffer.create(ROLLOUT, slots=4) as ring,
+        SharedRingBuffer.create(ROLLOUT, slots=4, name=f"{run}-rolled-{number}") as ring,
         UCXXServer(ring, mode="thread"),
     ):
         for at in range(EPISODES):
             episode = number * EPISODES + at
-            ticket = ring.write(
+            ring.write(
                 {
                     "prompt": f"episode {episode}",
                     "tokens": np.full(10 + episode, episode, np.int32),
                     "image": np.full((32, 32, 3), episode, np.uint8),
                 },
-                timeout_s=60.0,  # a slot is free when a trainer has acknowledged its payload
+                readers=2,  # rank 0 is the reference stage, rank 1 the trainer
+                timeout_s=60.0,  # a slot is free when both have acknowledged its payload
             )
-            queue.publish(queued(ticket))
         drain(ring)
 
 
-def reference(folder: Path) -> None:
+def reference(run: str) -> None:
     with (
-        SQLiteQueue(folder / "rolled.sqlite3") as rolled,
-        SQLiteQueue(folder / "referenced.sqlite3") as referenced,
+        open_queue(f"rings:{run}-rolled-") as rolled,
         BlockingClient(schemas=[ROLLOUT], ack="manual") as client,
-        SharedRingBuffer.create(REFERENCE, slots=4) as ring,
+        SharedRingBuffer.create(REFERENCE, slots=4, name=f"{run}-referenced") as ring,
         UCXXServer(ring, mode="thread"),
     ):
         done = 0
         while done < TOTAL:
-            for claim in rolled.claim(4, timeout_s=30.0, consumer="reference"):
+            for claim in rolled.claim(4, timeout_s=30.0, rank=0, consumer="reference"):
                 parent = Ticket.parse(claim.data)
                 tokens = client.read(parent, fields=("tokens",))  # not the image
                 values = {"ref_logprobs": -tokens["tokens"].astype(np.float32)}
                 tokens.release()
-                referenced.publish(queued(ring.write(with_parents(values, [parent]), timeout_s=60.0)))
+                ring.write(with_parents(values, [Parent(parent, first=1)]), timeout_s=60.0)
                 done += rolled.ack(claim)
         drain(ring)
 
 
-def train(folder: Path, number: int) -> None:
+def train(run: str, number: int) -> None:
     trained = 0
     with (
-        SQLiteQueue(folder / "referenced.sqlite3") as queue,
-        BlockingClient(schemas=[ROLLOUT, REFERENCE], ack="manual") as client,
+        until_stopped() as stopped,
+        open_queue(f"rings:{run}-referenced") as queue,
+        Trainer(schemas=[ROLLOUT, REFERENCE], queue=queue, joined=True) as trainer,
     ):
-        while queue.depth().done < TOTAL:
-            for claim in queue.claim(2, timeout_s=0.2, consumer=f"trainer {number}"):
-                payload = read_joined(client, claim.data)
+        while not stopped.wait(0.0):
+            claims = trainer.claim_tickets(2, timeout_s=0.2)
+            if not claims:
+                continue
+            trainer.start_prefetch(claims)
+            batch = trainer.collect_prefetch()
+            assert batch is not None
+            for payload in trainer.consume(batch):
                 episode = int(payload["prompt"].split()[1])
                 assert (payload["tokens"] == episode).all()
                 assert (payload["ref_logprobs"] == -episode).all()
                 assert (payload["image"] == episode).all()
-                if queue.ack(claim):
-                    trained += 1
-                    payload.ack()
-                payload.release()
+                trained += 1
+            batch.release()
     print(f"trainer {number} trained on {trained} payloads of two parts each")
 
 
 def main() -> None:
+    run = f"stages-{os.getpid()}"
     stages = [("rollout", "0"), ("rollout", "1"), ("reference", "0"), ("train", "0"), ("train", "1")]
-    with tempfile.TemporaryDirectory() as folder:
-        SQLiteQueue(Path(folder) / "rolled.sqlite3").close()
-        SQLiteQueue(Path(folder) / "referenced.sqlite3").close()
-        processes = [subprocess.Popen([sys.executable, __file__, *stage, folder]) for stage in stages]
-        try:
-            assert [process.wait(timeout=120) for process in processes] == [0] * 5
-        finally:
-            for process in processes:
-                process.kill()
+    processes = [subprocess.Popen([sys.executable, __file__, *stage, run]) for stage in stages]
+    try:
+        assert [process.wait(timeout=120) for process in processes[:3]] == [0] * 3
+        for trainer in processes[3:]:  # there is nothing left
+            trainer.send_signal(signal.SIGTERM)
+        assert [process.wait(timeout=60) for process in processes[3:]] == [0] * 2
+    finally:
+        for process in processes:
+            process.kill()
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 4:
-        kind, number, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+        kind, number, run = sys.argv[1], int(sys.argv[2]), sys.argv[3]
         if kind == "reference":
-            reference(folder)
+            reference(run)
         else:
-            {"rollout": rollout, "train": train}[kind](folder, number)
+            {"rollout": rollout, "train": train}[kind](run, number)
     else:
         main()

@@ -15,7 +15,7 @@ MAX_OWNERS: int  # 16, processes attached as owners
 MAX_PORTS: int  # 16, entries of the port table
 NO_VERSION: int  # as a policy version: published without one; as the oldest one: any will do
 MAX_WAITED: int  # rings that `Ring.wait_any` takes
-MAX_ATTEMPTS: int  # claims of one delivery that are counted
+MAX_ATTEMPTS: int  # the largest ``most_attempts``
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
 HAS_FAULT_POINTS: bool  # True only in the test build
 
@@ -103,25 +103,28 @@ class OwnerInfo:
     heartbeat_ns: int  # CLOCK_MONOTONIC of its last heartbeat() call
     port: int  # 0 unless a listener
 
-@final
-class ClaimId:
-    """Which claim: of a payload, a rank, an attempt."""
+# what became of a claim
+OPEN: int
+CONSUMED: int
+REFUSED: int  # it was not held any more
+GIVEN_BACK: int
+ENDED: int
 
+@final
+class Claim(Buffer):
+    """One delivery, which this object owns. The payload's bytes in its slot are its buffer.
+
+    An end is asked for once: its answer is the claim's ``verdict``. The same call answers the same again;
+    another end is refused. A claim that is open goes back with the object, uncounted, and memory that was kept is let
+    go; a view into the payload keeps the object. When the ring is closed, or in a forked child, it does nothing.
+    """
+
+    ring: Ring
     slot: int
     generation: int
     rank: int
-    attempts: int
-    def __init__(self, slot: int, generation: int, rank: int, attempts: int) -> None: ...
-
-@final
-class NativeClaim:
-    """A claim and what stands beside its payload."""
-
-    id: ClaimId
-    slot: int
-    generation: int
-    rank: int
-    attempts: int
+    attempts: int  # claims of this delivery, this one included; tells it from every other
+    in_vain: int  # claims before it that count for ``most_attempts``
     readers: int
     length: int
     checksum: int
@@ -129,6 +132,19 @@ class NativeClaim:
     created_ns: int
     deadline_ns: int
     policy_version: int
+    verdict: int  # OPEN, CONSUMED, REFUSED, GIVEN_BACK or ENDED
+    held: bool  # open, and still this attachment's
+    def payload(self) -> memoryview:
+        """The payload's bytes, read-only. The claim keeps them, also when the ring is closed."""
+    def finish(self, keep_pin: bool = False) -> bool:
+        """Consume: True if the claim was held. With ``keep_pin`` the memory stays until `let_go` or the end."""
+    def let_go(self) -> None:
+        """Release memory that `finish` kept."""
+    def give_back(self, delay_s: float = 0.0, in_vain: bool = True) -> bool:
+        """To be claimed again, by any owner, after the delay; ``in_vain``: it counts as a delivery. False: it was not
+        held."""
+    def end(self, how: str, reason: str, consumer: str = "") -> bool:
+        """The delivery ends "discarded", "dead" or "aged", and is logged. False: it was not held."""
 
 @final
 class Ring:
@@ -235,14 +251,12 @@ class Ring:
         oldest_version: int = ...,
         most_attempts: int = 0,
         consumer: str = "",
-        most_held_s: float = 0.0,
-        into: list[ClaimId] | None = None,
-    ) -> list[NativeClaim]:
+    ) -> list[Claim]:
         """Up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 
         No more than ``most_bytes``, unless the first one alone has more. What is older than ``oldest_version``, was
-        claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims held
-        for more than ``most_held_s`` (0: no limit) without `renew` end within a second of this call's.
+        claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims of
+        owners that are dead, or silent for longer than their own lease, end within a second of this call.
         """
     def claim_batch(
         self,
@@ -254,12 +268,16 @@ class Ring:
         oldest_version: int = ...,
         most_attempts: int = 0,
         consumer: str = "",
-        most_held_s: float = 0.0,
     ) -> ClaimedBatch:
         """`claim`, without an object for each."""
-    def renew(self, claim: ClaimId) -> bool:
-        """As if it had just been claimed. False: it is not held."""
-    def outcome(self, token: int, claim: ClaimId) -> int:
+    def set_lease(self, lease_s: float | None) -> None:
+        """Claims of this attachment end when it is silent for so long; None: never. The longest ever asked for counts.
+
+        Every claim, and every end of one, is a sign of life.
+        """
+    def heard(self) -> None:
+        """A sign of life, and nothing else."""
+    def outcome(self, token: int, slot: int, generation: int, rank: int, attempts: int) -> int:
         """What became of a claim that the connection of this token finished.
 
         0: unknown, 1: undecided as long as its listener is at it, 2: accepted, 3: refused. What has not been consumed
@@ -271,26 +289,13 @@ class Ring:
     ) -> None:
         """Until a `published_event`, or the bell's `rung`, differs from what was seen of it; returns early now and
         then."""
-    def finish(self, claim: ClaimId, keep_pin: bool = False, arrived: bool = False) -> bool:
-        """Consume: True once, and only while the claim is held. The pin goes in any case, unless ``keep_pin`` has one
-        that was accepted stay, for `unpin`. With ``arrived`` it is counted so, until `trained`, or the owner's end,
-        which counts it lost."""
-    def finish_all(self, claims: Sequence[ClaimId], keep_pins: bool = False, arrived: bool = False) -> list[bool]:
-        """`finish` of each."""
     def due_s(self, rank: int) -> float:
         """Seconds until the earliest delay ends that the last claim for this rank came upon; centuries: none."""
-    def trained(self, rank: int, deliveries: int) -> None:
-        """So many of those that had arrived here are done."""
-    def give_back(self, claim: ClaimId, delay_s: float = 0.0) -> bool:
-        """To be claimed again, by any owner, after the delay. False: it was not held, or had been consumed."""
-    def end(self, claim: ClaimId, how: str, reason: str, consumer: str = "") -> bool:
-        """The delivery ends "discarded", "dead", "aged" or "lost", and is logged. False as `finish`."""
-    def holds(self, claim: ClaimId) -> bool: ...
     def claim_word(self, slot: int, rank: int) -> tuple[int, int]:
         """Who holds this rank's delivery, an owner's place or -1, and how often it was claimed."""
     def depth(self, rank: int) -> dict[str, int]:
-        """Deliveries of a rank: ready, claimed; since the ring was made: done, arrived, lost, discarded, dead, aged,
-        retried, expired (claims that ended with their holder)."""
+        """Deliveries of a rank: ready, claimed; since the ring was made: done, discarded, dead, aged, retried, expired
+        (claims that ended with their holder)."""
     def failures(self) -> list[tuple[int, int, int, int, str, str, str, int]]:
         """The last 256 that ended without being consumed, the latest published first: slot, generation, rank, attempts,
         how, reason, consumer, sequence."""
@@ -384,6 +389,31 @@ class Views:
     def __len__(self) -> int: ...
 
 @final
+class OwnedClaims:
+    """Claims of a connection that this object owns, by their positions in one answer. They go back with it."""
+
+    begin: int  # the first position
+    def __len__(self) -> int: ...
+    def take(self, count: int) -> OwnedClaims:
+        """The first ``count`` of them, which the new object owns from here on."""
+    def settled(self) -> None:
+        """They have ended: nothing goes back."""
+
+@final
+class DroppedClaims:
+    """Claims whose owners have gone; any thread may drop an owner. Nothing in a forked child."""
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int:
+        """Readable while there are any."""
+    def owned(self, number: int, count: int) -> OwnedClaims:
+        """The owner of positions 0..count-1 of what the caller knows by this number."""
+    def close(self) -> None:
+        """Every claim has ended: from here on nothing is noted. Idempotent."""
+    def take(self) -> list[tuple[int, int, int]]:
+        """Number, first and last position + 1 of each drop, once."""
+
+@final
 class WritePlan:
     """Payloads to be written in one call: looked at first, then published until no slot is free."""
 
@@ -454,13 +484,13 @@ class ClaimedBatch(Buffer):
         rows; None: it stays where it is. The payloads whose checksum is wrong."""
     def verify(self) -> list[int]:
         """The payloads whose checksum is wrong."""
-    def finish(self, keep: bool = False, arrived: bool = False) -> bytes:
-        """`Ring.finish` of each that was not finished before: 1 or 0 for each. With ``keep`` memory stays pinned."""
+    def finish(self, keep: bool = False) -> bytes:
+        """`Claim.finish` of each: 1 or 0 for each, and the same when it is called again."""
     def renew(self) -> int:
-        """`Ring.renew` of each; how many are held."""
+        """`Ring.heard`; how many are held."""
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """The payload leaves the batch, dead or to be claimed again after the delay."""
-    def release(self, delay_s: float = 0.0) -> None:
+    def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """Give back what was not finished, after the delay, and let kept memory go. Idempotent."""
     def note(self, index: int) -> bytes:
         """The encoded ticket."""

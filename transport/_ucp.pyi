@@ -130,15 +130,17 @@ class Link:
     ) -> int:
         """TAKE into memory of `room_for` bytes. Outcome: [code, payloads, positions of those with wrong bytes …]."""
     def settle(
-        self, token: object, kind: int, rows: object, delay_ms: int = 0, key: int = 0, arrived: bool = False
+        self, token: object, kind: int, rows: object, delay_ms: int = 0, key: int = 0, unread: bool = False
     ) -> int:
-        """FINISH, GIVE_BACK or OUTCOME for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes."""
+        """FINISH, GIVE_BACK or OUTCOME for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes.
+
+        ``unread``: what goes back does not count as delivered.
+        """
     def end(self, token: object, row: object, how: int, reason: str, consumer: str) -> int:
         """END for one claim; ``how`` as `Ended` of transport/wire/frames.py. Outcome: a list of one code."""
 
 MOST_TAKEN: int
 MOST_TAKEN_BYTES: int
-TAKING_VERSION: int
 
 def room_for(most: int, most_bytes: int) -> int:
     """Bytes of the longest answer to a TAKE."""
@@ -189,17 +191,26 @@ class Connection:
     attempts: int
     unsent: int  # answers and payloads under way
     waiting: int  # demands
-    oldest: float | None  # by when the bytes of the attempt that is late first should have been through
     reason: str  # why it ended
 
     def __init__(
-        self, service: Service | None, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: object
-    ) -> None: ...
+        self,
+        service: Service | None,
+        endpoint: Endpoint,
+        tag_base: int,
+        client_base: int,
+        version: int,
+        ended: object,
+        lease_s: float = 0.0,
+    ) -> None:
+        """``lease_s``: of its claims, as the client has asked for it; 0: they end with the connection."""
+
     def count_as(self, counter: str) -> None:
         """Count its payloads' bytes under this name of `Ring.counters`, such as "bytes_shm"; first "bytes_tcp"."""
     def end_consumed(self) -> None:
         """End attempts that were acknowledged through other listeners."""
     def expire(self, before: float) -> int:
-        """End attempts that are late; how many. -1: UCX still reads one's slot, so only `close` ends it."""
+        """End reads that are late, and claims of a client that is silent for longer than its lease; how many. -1: UCX
+        still reads one's slot, so only `close` ends it."""
     def close(self) -> None:
         """UCX is out of the slots' memory before their pins go."""

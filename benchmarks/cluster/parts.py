@@ -10,7 +10,7 @@ from queues import SaidRings
 
 from transport.queue import RedisQueue
 from transport.queue.base import TicketQueue
-from transport.queue.places import AtAddresses, InDirectory
+from transport.claims.places import AtAddresses, InDirectory
 from transport.settings import DEFAULTS, Settings
 from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory

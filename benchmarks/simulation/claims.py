@@ -15,7 +15,7 @@ import numpy as np
 from accounts import Violation
 
 from transport import _ring
-from transport.taking.batch import _HEADER, JOINED, TAKEN, Rows
+from transport.claims.batch import _HEADER, JOINED, TAKEN, Rows
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record

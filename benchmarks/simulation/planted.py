@@ -16,7 +16,7 @@ from transport.client.attempts import RemoteReads
 from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
-from transport.client.takes.link import TakeLink
+from transport.claims.connection import TakeLink
 from transport.cooldown.epochs.coordinator import TABLE, Superseded
 from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
@@ -31,8 +31,8 @@ from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Whereabouts
 from transport.store.memory import MemoryStore
 from transport.taking.finishing import Finishing
-from transport.taking.outcomes import Outcomes
-from transport.taking.takers import Takers
+from transport.claims.outcomes import Outcomes
+from transport.claims.takers import Takers
 from transport.testing import MemoryQueue, memory_queue
 from transport.wire.frames import END_ASKED, UNKNOWN
 

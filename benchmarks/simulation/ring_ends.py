@@ -16,7 +16,7 @@ from accounts import Violation
 
 from transport.queue.arrivals import Arrivals
 from transport.queue.base import Claim
-from transport.queue.demands import Brought
+from transport.claims.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Held, Said
 from transport.queue.questions import Question, Questions
 from transport.wire import frames

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from accounts import Violation
 
-from transport.queue.demands import Brought
+from transport.claims.demands import Brought
 from transport.queue.ends import Held
 
 _AGAIN_S: Final = 15.0

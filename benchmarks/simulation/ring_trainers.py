@@ -14,9 +14,9 @@ from ring_questions import AskedAgain
 from trainer_process import TrainerProcess
 
 from transport import UCXXClient
-from transport.queue.demands import Brought, Demands
+from transport.claims.demands import Brought, Demands
 from transport.queue.ends import UNTRAINED, End
-from transport.queue.places import InDirectory
+from transport.claims.places import InDirectory
 from transport.store.directory import Directory
 
 BATCH: Final = 8

@@ -61,8 +61,8 @@ PLANTS = {
         "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
         "duplicated",
         {
-            "transport.client.takes.link": finishes_are_lost,
-            "transport.taking.outcomes": outcomes_are(True),
+            "transport.claims.connection": finishes_are_lost,
+            "transport.claims.outcomes": outcomes_are(True),
             "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
@@ -71,8 +71,8 @@ PLANTS = {
         "the ring does not know what a connection that broke had finished",
         "lost",
         {
-            "transport.client.takes.link": answers_are_lost,
-            "transport.taking.outcomes": outcomes_are(False),
+            "transport.claims.connection": answers_are_lost,
+            "transport.claims.outcomes": outcomes_are(False),
             "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
@@ -81,7 +81,7 @@ PLANTS = {
         "the claims of a dead connection are its trainer's",
         "duplicated",
         {
-            "transport.client.takes.link": finishes_are_lost,
+            "transport.claims.connection": finishes_are_lost,
             "transport.queue.found_elsewhere": dead_connections_hold,
             "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
@@ -91,7 +91,7 @@ PLANTS = {
         "what is given back is not, over the network",
         "lost",
         {
-            "transport.client.takes.link": nothing_is_given_back,
+            "transport.claims.connection": nothing_is_given_back,
             "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
@@ -101,7 +101,7 @@ PLANTS = {
         "what is given back is not, in a mapped ring",
         "lost",
         {
-            "transport.queue.rings": nothing_is_given_back_here,
+            "transport.claims.rings": nothing_is_given_back_here,
             "transport.packer.mixin": lambda module: only_over(module, "mapped"),
         },
         queues=("rings",),
@@ -154,7 +154,7 @@ PLANTS = {
         {
             "transport.ring.buffer": bytes_are_flipped,
             "transport.ticket": nothing_is_verified,
-            "transport.client.takes.link": takes_are_not_verified,
+            "transport.claims.connection": takes_are_not_verified,
         },
     ),
     "segments-stay": Plant(

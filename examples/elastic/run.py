@@ -13,7 +13,6 @@ from pathlib import Path
 
 from worker import EPISODES, ROLLOUTS
 
-from transport.queue import SQLiteQueue
 from transport.rendezvous import Archive, Reason
 
 TRAINERS = 2
@@ -61,8 +60,7 @@ def run(folder: Path, victim: str) -> int:
                 each.kill()
             each.process.communicate()
     closing = Archive(folder / "closed.json").read()
-    with SQLiteQueue(folder / "tickets.sqlite3") as queue:
-        done = queue.depth().done
+    done = sum(int(each.read_text()) for each in folder.glob("trained-*"))
     print(f"{done} episodes were trained on; the run ended as {closing.reason if closing else 'nobody knows'}")
     ended_well = closing is not None and closing.reason is Reason.SUCCESS and done >= EPISODES
     return max(statuses) if ended_well else 1

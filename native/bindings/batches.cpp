@@ -21,7 +21,7 @@ using namespace nb::literals;
 // and memory that was kept is let go; so whatever looks into the slots keeps the object.
 class ClaimedBatch {
  public:
-  ClaimedBatch(nb::handle_t<Ring> ring, std::vector<Claimed> claims)
+  ClaimedBatch(nb::handle_t<Ring> ring, std::vector<OwnedClaim> claims)
       : keep_(nb::borrow(ring)), ring_(nb::inst_ptr<Ring>(ring)), mapping_(ring_->mapping()) {
     base_ = ring_->payload(0);
     const std::uint64_t last = ring_->identity().slot_count - 1;
@@ -29,18 +29,12 @@ class ClaimedBatch {
     stride_ = last == 0 ? 0 : distance / last;
     size_ = distance + ring_->identity().slot_capacity;
     held_.reserve(claims.size());
-    for (const Claimed& claim : claims) {
-      ring_->lend(claim.id.slot);
-      held_.push_back({claim, Hold::claimed, {}});
+    for (OwnedClaim& claim : claims) {
+      claim.lend();
+      held_.push_back({std::move(claim), {}});
     }
   }
-  ClaimedBatch(ClaimedBatch&& other) noexcept
-      : keep_(std::move(other.keep_)), ring_(std::exchange(other.ring_, nullptr)), mapping_(std::move(other.mapping_)),
-        base_(other.base_), stride_(other.stride_), size_(other.size_), ragged_(other.ragged_), held_(std::move(other.held_)),
-        lengths_(std::move(other.lengths_)) {}
-  ~ClaimedBatch() {
-    if (ring_ != nullptr) release();
-  }
+  ClaimedBatch(ClaimedBatch&&) noexcept = default;
 
   std::size_t size() const { return held_.size(); }
   const std::byte* data() const { return base_; }
@@ -54,14 +48,14 @@ class ClaimedBatch {
     if (view.size() != n * kColumns * sizeof(std::int64_t)) fail(Fault::argument, "not room for the claims' columns");
     auto* const rows = reinterpret_cast<std::int64_t*>(view.data());
     for (std::size_t i = 0; i < n; ++i) {
-      const Claimed& c = held_[i].claim;
+      const Claimed& c = held_[i].claim.claimed();
       const std::int64_t row[kColumns] = {c.id.slot, c.id.generation, c.id.rank, c.id.attempts,
                                           static_cast<std::int64_t>(c.length), c.policy_version,
-                                          static_cast<std::int64_t>(c.id.slot * stride_)};
+                                          static_cast<std::int64_t>(c.id.slot * stride_), c.in_vain};
       for (std::size_t k = 0; k < kColumns; ++k) rows[k * n + i] = row[k];
     }
   }
-  static constexpr std::size_t kColumns = 7;
+  static constexpr std::size_t kColumns = 8;
 
   // Reads the lengths of the ragged tensors, a row of 64-bit numbers for each; the payloads whose note or size does not
   // fit the fields.
@@ -74,10 +68,10 @@ class ClaimedBatch {
     lengths_.assign(n * ragged_, 0);
     std::vector<std::size_t> wrong;
     for (std::size_t i = 0; i < n; ++i) {
-      const ClaimId& id = held_[i].claim.id;
+      const ClaimId& id = held_[i].claim.id();
       std::optional<std::string> note = ring_->note(id.slot, id.generation);
       held_[i].note = note ? std::move(*note) : std::string();
-      const std::uint64_t length = held_[i].claim.length;
+      const std::uint64_t length = held_[i].claim.claimed().length;
       if (length > ring_->identity().slot_capacity ||
           !fields.fit(held_[i].note, length, lengths_.data() + i * ragged_))
         wrong.push_back(i);
@@ -94,14 +88,14 @@ class ClaimedBatch {
     if (lengths_.size() != held_.size() * fields.ragged() || ragged_ != fields.ragged())
       fail(Fault::argument, "the payloads were not measured by these fields");
     std::vector<std::uint64_t> sizes;
-    for (const Held& each : held_) sizes.push_back(each.claim.length);
+    for (const Held& each : held_) sizes.push_back(each.claim.claimed().length);
     const Targets memory(targets);
     Gathering gathering(fields, memory.all(), lengths_, sizes);
     std::vector<std::size_t> wrong;
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < held_.size(); ++i) {
-      const Claimed& c = held_[i].claim;
-      const std::byte* const source = held_[i].hold == Hold::none ? nullptr : at(c);  // it may be another's by now
+      const Claimed& c = held_[i].claim.claimed();
+      const std::byte* const source = held_[i].claim.pinned() ? at(c) : nullptr;  // it may be another's by now
       if (!gathering.next(source, c.length, verify ? &c.checksum : nullptr)) wrong.push_back(i);
     }
     return wrong;
@@ -113,68 +107,43 @@ class ClaimedBatch {
     const Busy busy(*this);
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < held_.size(); ++i)
-      if (const Claimed& c = held_[i].claim;
-          held_[i].hold == Hold::none || checksum(at(c), c.length) != c.checksum)  // its slot may be another's by now
+      if (const Claimed& c = held_[i].claim.claimed();
+          !held_[i].claim.pinned() || checksum(at(c), c.length) != c.checksum)  // its slot may be another's by now
         wrong.push_back(i);
     return wrong;
   }
 
-  nb::bytes finish(bool keep, bool arrived) {
+  // Asked again, it answers the same.
+  nb::bytes finish(bool keep) {
     require_idle();
     std::string accepted(held_.size(), '\0');
-    for (std::size_t i = 0; i < held_.size(); ++i) {
-      Held& each = held_[i];
-      if (each.hold != Hold::claimed) continue;
-      accepted[i] = static_cast<char>(ring_->finish(each.claim.id, keep, arrived));
-      each.hold = keep && accepted[i] ? Hold::kept : Hold::none;
-      if (each.hold == Hold::none) ring_->loan_ended(each.claim.id.slot);
-    }
+    for (std::size_t i = 0; i < held_.size(); ++i) accepted[i] = static_cast<char>(held_[i].claim.finish(keep));
     return nb::bytes(accepted.data(), accepted.size());
   }
 
   std::size_t renew() {
-    std::size_t held = 0;
-    for (const Held& each : held_) held += each.hold == Hold::claimed && ring_->renew(each.claim.id);
-    return held;
+    ring_->heard();
+    return static_cast<std::size_t>(
+        std::count_if(held_.begin(), held_.end(), [](const Held& each) { return each.claim.held(); }));
   }
 
   // The payload leaves the batch: it may be claimed again, or is dead for this reason.
   void drop(std::size_t index, const std::string& reason, bool dead, const std::string& consumer, double delay_s) {
     require_idle();
     if (index >= held_.size()) fail(Fault::argument, "no such payload in the batch");
-    Held& each = held_[index];
-    if (each.hold == Hold::claimed) {
-      if (dead)
-        ring_->end(each.claim.id, Ended::dead, reason, consumer);
-      else
-        ring_->give_back(each.claim.id, static_cast<std::uint64_t>(std::clamp(delay_s, 0.0, 1e9) * 1e9));
-      each.hold = Hold::none;
-      ring_->loan_ended(each.claim.id.slot);
-    }
+    if (dead)
+      held_[index].claim.end(Ended::dead, reason, consumer);
+    else
+      held_[index].claim.give_back(delay_s, true);
     const auto first = lengths_.begin() + static_cast<std::ptrdiff_t>(index * ragged_);
     if (lengths_.size() == held_.size() * ragged_) lengths_.erase(first, first + static_cast<std::ptrdiff_t>(ragged_));
     held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(index));
   }
 
-  void let_go(double delay_s) {
-    require_idle();
-    release(delay_s);
-  }
   // Gives back what was not consumed, after the delay, and lets kept memory go. Idempotent.
-  void release(double delay_s = 0.0) noexcept {
-    for (Held& each : held_) {
-      const Hold hold = std::exchange(each.hold, Hold::none);
-      if (hold == Hold::none) continue;
-      const ClaimId& id = each.claim.id;
-      try {  // a closed ring gives them up with the last loan; a forked child has none
-        if (!ring_->closed() && hold == Hold::claimed)
-          ring_->give_back(id, static_cast<std::uint64_t>(std::clamp(delay_s, 0.0, 1e9) * 1e9));
-        else if (!ring_->closed())
-          ring_->unpin(id.slot, id.generation);
-      } catch (const RingFault&) {  // closed since we looked
-      }
-      ring_->loan_ended(id.slot);
-    }
+  void release(double delay_s, bool in_vain) {
+    require_idle();
+    for (Held& each : held_) each.claim.release(delay_s, in_vain);
   }
 
   nb::bytes note(std::size_t index) const {
@@ -183,10 +152,8 @@ class ClaimedBatch {
   }
 
  private:
-  enum class Hold { none, claimed, kept };
   struct Held {
-    Claimed claim;
-    Hold hold;
+    OwnedClaim claim;
     std::string note;
   };
 
@@ -233,7 +200,7 @@ PyType_Slot batch_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffe
 
 }  // namespace
 
-nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<Claimed> claims) {
+nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<OwnedClaim> claims) {
   return nb::cast(ClaimedBatch(ring, std::move(claims)));
 }
 
@@ -248,13 +215,13 @@ void bind_batches(nb::module_& module) {
       .def("measure", &ClaimedBatch::measure, "fields"_a, "out"_a)
       .def("gather", &ClaimedBatch::gather, "fields"_a, "targets"_a, "verify"_a)
       .def("verify", &ClaimedBatch::verify)
-      .def("finish", &ClaimedBatch::finish, "keep"_a = false, "arrived"_a = false)
+      .def("finish", &ClaimedBatch::finish, "keep"_a = false)
       .def("renew", &ClaimedBatch::renew)
       .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0)
-      .def("release", &ClaimedBatch::let_go, "delay_s"_a = 0.0)
+      .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true)
       .def("note", &ClaimedBatch::note, "index"_a);
   module.attr("BATCH_COLUMNS") = nb::make_tuple("slot", "generation", "rank", "attempts", "length", "policy_version",
-                                                "offset");
+                                                "offset", "in_vain");
 }
 
 }  // namespace transport::python

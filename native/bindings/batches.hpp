@@ -5,11 +5,11 @@
 
 #include <vector>
 
-#include "ring/ring.hpp"
+#include "bindings/owned_claim.hpp"
 
 namespace transport::python {
 
 void bind_received(nb::module_& module);
-nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<Claimed> claims);
+nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<OwnedClaim> claims);
 
 }  // namespace transport::python

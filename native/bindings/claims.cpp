@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings/batches.hpp"
+#include "bindings/owned_claim.hpp"
 #include "bindings/ring_bindings.hpp"
 #include "ring/futex_any.hpp"
 #include "ring/ring.hpp"
@@ -18,7 +19,9 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr const char* kEndings[] = {"discarded", "dead", "aged", "lost"};
+constexpr const char* kVerdicts[] = {"open", "consumed", "refused", "given back", "ended"};
+constexpr const char* kVerdictNames[] = {"OPEN", "CONSUMED", "REFUSED", "GIVEN_BACK", "ENDED"};
+constexpr const char* kEndings[] = {"discarded", "dead", "aged"};
 
 Ended ending(const std::string& name) {
   const auto found = std::find(std::begin(kEndings), std::end(kEndings), name);
@@ -26,45 +29,95 @@ Ended ending(const std::string& name) {
   return static_cast<Ended>(found - std::begin(kEndings));
 }
 
-// With the GIL but for sleeping, as every transition (ring.hpp). Dead claimers may hold all that is there.
-std::vector<Claimed> claim(Ring& ring, std::size_t most, double timeout_s, unsigned rank, std::uint64_t most_bytes,
-                           std::int64_t oldest_version, unsigned most_attempts, const std::string& consumer,
-                           double most_held_s) {
-  const auto most_held_ns = static_cast<std::uint64_t>(std::clamp(most_held_s, 0.0, 1e9) * 1e9);
-  const Asked asked{rank, most, most_bytes, oldest_version, most_attempts, consumer, most_held_ns};
+// What was claimed and has no object yet. It goes back where making the objects fails.
+struct Unowned {
+  Ring& ring;
+  std::vector<Claimed> claims;
+  std::size_t next = 0;
+
+  ~Unowned() {
+    for (; next < claims.size(); ++next) ring.give_back(claims[next].id, 0, Return::unread);
+  }
+};
+
+// With the GIL but for sleeping, as every transition (ring.hpp). Python's signal handlers run while nothing is claimed.
+void claim(Unowned& into, std::size_t most, double timeout_s, unsigned rank, std::uint64_t most_bytes,
+           std::int64_t oldest_version, unsigned most_attempts, const std::string& consumer) {
+  Ring& ring = into.ring;
+  const Asked asked{rank, most, most_bytes, oldest_version, most_attempts, consumer};
   const Deadline deadline(timeout_s);
-  std::vector<Claimed> claimed;
-  bool woken = false;
   for (;;) {
     EventWord& published = ring.published();
     const std::uint32_t before = seen(published);
-    if (ring.claim(asked, claimed) > 0) return claimed;
-    if (!std::exchange(woken, false) && ring.reclaim() > 0) continue;
+    if (ring.claim(asked, into.claims) > 0) return;
     const std::uint64_t left_ns = deadline.left_ns();
-    if (left_ns == 0) return claimed;
+    if (left_ns == 0) return;
     const std::uint64_t now_ns = monotonic_ns(), due_ns = ring.next_due_ns(rank);
     const std::uint64_t wait_ns = due_ns <= now_ns ? 0 : std::min(left_ns, due_ns - now_ns);
     const std::shared_ptr<Mapping> keep = ring.mapping();
-    woken = sleep_without_gil(published, before, Deadline(static_cast<double>(wait_ns) * 1e-9));
+    sleep_without_gil(published, before, Deadline(static_cast<double>(wait_ns) * 1e-9));
   }
 }
 
-// An interrupt may come before the caller has what is returned; what it will find is in its list.
-std::vector<Claimed> claim_into(Ring& ring, std::size_t most, double timeout_s, unsigned rank, std::uint64_t most_bytes,
-                                std::int64_t oldest_version, unsigned most_attempts, const std::string& consumer,
-                                double most_held_s, const std::optional<nb::list>& into) {
-  std::vector<Claimed> claimed = claim(ring, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer,
-                                       most_held_s);
-  if (into)
-    for (const Claimed& one : claimed) nb::borrow<nb::list>(*into).append(one.id);
-  return claimed;
+// One claim of a ring as a Python object.
+class Claim {
+ public:
+  Claim(nb::handle_t<Ring> ring, const Claimed& claimed)
+      : keep_(nb::borrow(ring)),
+        ring_(nb::inst_ptr<Ring>(ring)),
+        mapping_(ring_->mapping()),
+        data_(ring_->payload(claimed.id.slot)),
+        owned(*ring_, claimed) {}
+
+  const Claimed& claimed() const { return owned.claimed(); }
+  nb::object ring() const { return keep_; }
+
+  // The payload's bytes. What looks into them keeps the claim, and its memory while the claim is not ended.
+  static nb::object payload(nb::handle_t<Claim> self) {
+    Claim& claim = *nb::inst_ptr<Claim>(self);
+    claim.ring_->require_open();
+    claim.owned.lend();
+    return nb::steal(PyMemoryView_FromObject(self.ptr()));
+  }
+  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const Claim* claim = nb::inst_ptr<Claim>(self);
+    return PyBuffer_FillInfo(view, self, claim->data_, static_cast<Py_ssize_t>(claim->claimed().length), 1, flags);
+  }
+
+ private:
+  nb::object keep_;
+  Ring* ring_;
+  std::shared_ptr<Mapping> mapping_;
+  std::byte* data_;
+
+ public:
+  OwnedClaim owned;  // the last: it ends before what it uses
+};
+PyType_Slot claim_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Claim::get_buffer)}, {0, nullptr}};
+
+nb::list claim_each(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
+                    std::uint64_t most_bytes, std::int64_t oldest_version, unsigned most_attempts,
+                    const std::string& consumer) {
+  Unowned found{*nb::inst_ptr<Ring>(ring), {}};
+  claim(found, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer);
+  nb::list claims;
+  while (found.next < found.claims.size()) {
+    Claim owned(ring, found.claims[found.next]);
+    ++found.next;
+    claims.append(nb::cast(std::move(owned)));
+  }
+  return claims;
 }
 
 nb::object claim_batch(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
                        std::uint64_t most_bytes, std::int64_t oldest_version, unsigned most_attempts,
-                       const std::string& consumer, double most_held_s) {
-  return claimed_batch(ring, claim(*nb::inst_ptr<Ring>(ring), most, timeout_s, rank, most_bytes, oldest_version,
-                                   most_attempts, consumer, most_held_s));
+                       const std::string& consumer) {
+  Unowned found{*nb::inst_ptr<Ring>(ring), {}};
+  claim(found, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer);
+  std::vector<OwnedClaim> owned;
+  owned.reserve(found.claims.size());
+  for (; found.next < found.claims.size(); ++found.next) owned.emplace_back(found.ring, found.claims[found.next]);
+  return claimed_batch(ring, std::move(owned));
 }
 
 // Until one of the rings has something new to claim, an interval for looking again is over, or the time is.
@@ -103,20 +156,11 @@ void wait_any(const std::vector<Ring*>& rings, const std::vector<std::uint32_t>&
   check_signals();
 }
 
-nb::str describe(const ClaimId& id) {
-  return nb::str("<ClaimId {}@{} rank {} attempt {}>").format(id.slot, id.generation, id.rank, id.attempts);
-}
-nb::str describe_claim(const Claimed& claimed) {
-  return nb::str("<NativeClaim {}@{} rank {} attempt {}, {} bytes>")
-      .format(claimed.id.slot, claimed.id.generation, claimed.id.rank, claimed.id.attempts, claimed.length);
-}
-
-// Which of a batch were accepted, in one call.
-std::vector<bool> finish_all(Ring& ring, const std::vector<ClaimId>& claims, bool keep_pins, bool arrived) {
-  std::vector<bool> accepted;
-  accepted.reserve(claims.size());
-  for (const ClaimId& claim : claims) accepted.push_back(ring.finish(claim, keep_pins, arrived));
-  return accepted;
+nb::str describe(const Claim& claim) {
+  const ClaimId& id = claim.claimed().id;
+  return nb::str("<Claim {}@{} rank {} attempt {}, {} bytes, {}>")
+      .format(id.slot, id.generation, id.rank, id.attempts, claim.claimed().length,
+              kVerdicts[static_cast<unsigned>(claim.owned.verdict())]);
 }
 
 nb::dict depth(const Ring& ring, unsigned rank) {
@@ -154,54 +198,65 @@ void bind_claim_types(nb::module_& module) {
       .def_prop_ro("rung", &Bell::rung)
       .def("ring", &Bell::ring);
   module.attr("NO_VERSION") = kNoVersion;
-  module.attr("MAX_ATTEMPTS") = ClaimWord::kMostAttempts;
+  module.attr("MAX_ATTEMPTS") = kMostAttemptsAsked;
 
-  nb::class_<ClaimId>(module, "ClaimId", nb::is_final(), "Which claim: of a payload, a rank, an attempt.")
-      .def(nb::init<std::uint32_t, std::uint32_t, unsigned, unsigned>(), "slot"_a, "generation"_a, "rank"_a,
-           "attempts"_a)
-      .def_ro("slot", &ClaimId::slot)
-      .def_ro("generation", &ClaimId::generation)
-      .def_ro("rank", &ClaimId::rank)
-      .def_ro("attempts", &ClaimId::attempts)
+  for (unsigned at = 0; at < std::size(kVerdictNames); ++at) module.attr(kVerdictNames[at]) = at;
+
+  nb::class_<Claim>(module, "Claim", nb::is_final(), nb::type_slots(claim_slots), "One delivery, which this object owns.")
+      .def_prop_ro("ring", &Claim::ring)
+      .def_prop_ro("slot", [](const Claim& claim) { return claim.claimed().id.slot; })
+      .def_prop_ro("generation", [](const Claim& claim) { return claim.claimed().id.generation; })
+      .def_prop_ro("rank", [](const Claim& claim) { return claim.claimed().id.rank; })
+      .def_prop_ro("attempts", [](const Claim& claim) { return claim.claimed().id.attempts; })
+      .def_prop_ro("in_vain", [](const Claim& claim) { return claim.claimed().in_vain; })
+      .def_prop_ro("readers", [](const Claim& claim) { return claim.claimed().readers; })
+      .def_prop_ro("length", [](const Claim& claim) { return claim.claimed().length; })
+      .def_prop_ro("checksum", [](const Claim& claim) { return claim.claimed().checksum; })
+      .def_prop_ro("sequence", [](const Claim& claim) { return claim.claimed().sequence; })
+      .def_prop_ro("created_ns", [](const Claim& claim) { return claim.claimed().created_ns; })
+      .def_prop_ro("deadline_ns", [](const Claim& claim) { return claim.claimed().deadline_ns; })
+      .def_prop_ro("policy_version", [](const Claim& claim) { return claim.claimed().policy_version; })
+      .def_prop_ro("verdict", [](const Claim& claim) { return static_cast<int>(claim.owned.verdict()); })
+      .def_prop_ro("held", [](const Claim& claim) { return claim.owned.held(); })
+      .def("payload", &Claim::payload)
+      .def(
+          "finish", [](Claim& claim, bool keep_pin) { return claim.owned.finish(keep_pin); }, "keep_pin"_a = false)
+      .def("let_go", [](Claim& claim) { claim.owned.let_go(); })
+      .def(
+          "give_back",
+          [](Claim& claim, double delay_s, bool in_vain) { return claim.owned.give_back(delay_s, in_vain); },
+          "delay_s"_a = 0.0, "in_vain"_a = true)
+      .def(
+          "end",
+          [](Claim& claim, const std::string& how, const std::string& reason, const std::string& consumer) {
+            return claim.owned.end(ending(how), reason, consumer);
+          },
+          "how"_a, "reason"_a, "consumer"_a = "")
       .def("__repr__", describe);
-
-  nb::class_<Claimed>(module, "NativeClaim", nb::is_final(), "A claim and what stands beside its payload.")
-      .def_ro("id", &Claimed::id)
-      .def_prop_ro("slot", [](const Claimed& claimed) { return claimed.id.slot; })
-      .def_prop_ro("generation", [](const Claimed& claimed) { return claimed.id.generation; })
-      .def_prop_ro("rank", [](const Claimed& claimed) { return claimed.id.rank; })
-      .def_prop_ro("attempts", [](const Claimed& claimed) { return claimed.id.attempts; })
-      .def_ro("readers", &Claimed::readers)
-      .def_ro("length", &Claimed::length)
-      .def_ro("checksum", &Claimed::checksum)
-      .def_ro("sequence", &Claimed::sequence)
-      .def_ro("created_ns", &Claimed::created_ns)
-      .def_ro("deadline_ns", &Claimed::deadline_ns)
-      .def_ro("policy_version", &Claimed::policy_version)
-      .def("__repr__", describe_claim);
 }
 
 void bind_claims(nb::class_<Ring>& ring) {
   ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a, "bell"_a = nb::none(), "rung"_a = 0u);
-  ring.def("claim", claim_into, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
+  ring.def("claim", claim_each, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
-           "consumer"_a = "", "most_held_s"_a = 0.0, "into"_a = nb::none())
+           "consumer"_a = "")
       .def("claim_batch", claim_batch, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
-           "consumer"_a = "", "most_held_s"_a = 0.0)
-      .def("renew", &Ring::renew, "claim"_a)
+           "consumer"_a = "")
+      .def(
+          "set_lease", [](Ring& r, std::optional<double> lease_s) { r.set_lease(duration_ns(lease_s.value_or(0.0))); },
+          "lease_s"_a.none())
+      .def("heard", &Ring::heard)
       .def(
           "outcome",
-          [](Ring& r, std::uint64_t token, const ClaimId& claim) {
+          [](Ring& r, std::uint64_t token, std::uint32_t slot, std::uint32_t generation, unsigned rank,
+             unsigned attempts) {
+            const ClaimId claim{slot, generation, rank, attempts};
             Outcome found = r.outcome(token, claim);
             if (found == Outcome::undecided && r.reclaim() > 0) found = r.outcome(token, claim);
             return static_cast<unsigned>(found);
           },
-          "token"_a, "claim"_a)
-      .def(
-          "finish", [](Ring& r, const ClaimId& claim, bool keep, bool arrived) { return r.finish(claim, keep, arrived); },
-          "claim"_a, "keep_pin"_a = false, "arrived"_a = false)
-      .def("finish_all", finish_all, "claims"_a, "keep_pins"_a = false, "arrived"_a = false)
+          "token"_a, "slot"_a, "generation"_a, "rank"_a, "attempts"_a)
       .def(
           "due_s",
           [](const Ring& r, unsigned rank) {
@@ -209,19 +264,6 @@ void bind_claims(nb::class_<Ring>& ring) {
             return due_ns <= now_ns ? 0.0 : static_cast<double>(due_ns - now_ns) * 1e-9;
           },
           "rank"_a)
-      .def("trained", &Ring::trained, "rank"_a, "deliveries"_a)
-      .def(
-          "give_back",
-          [](Ring& r, const ClaimId& claim, double delay_s) {
-            return r.give_back(claim, static_cast<std::uint64_t>(std::clamp(delay_s, 0.0, 1e9) * 1e9));
-          },
-          "claim"_a, "delay_s"_a = 0.0)
-      .def(
-          "end",
-          [](Ring& r, const ClaimId& claim, const std::string& how, const std::string& reason,
-             const std::string& consumer) { return r.end(claim, ending(how), reason, consumer); },
-          "claim"_a, "how"_a, "reason"_a, "consumer"_a = "")
-      .def("holds", &Ring::holds, "claim"_a)
       .def("claim_word", claim_word, "slot"_a, "rank"_a)
       .def("depth", depth, "rank"_a)
       .def("failures", failures);

@@ -24,6 +24,7 @@ void bind_views(nb::module_& module);
 void bind_batches(nb::module_& module);
 void bind_claim_types(nb::module_& module);
 void bind_claims(nb::class_<Ring>& ring);
+void bind_dropped(nb::module_& module);
 void bind_writes(nb::module_& module);
 
 // Copies and hashes of less are over before another thread could have used the GIL.

@@ -90,4 +90,5 @@ NB_MODULE(_ring, module) {
   bind_views(module);
   bind_writes(module);
   bind_batches(module);
+  bind_dropped(module);
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/ucp_bindings.hpp"
+#include "common/clock.hpp"
 #include "ucp/serving.hpp"
 
 namespace transport::ucp::python {
@@ -19,13 +20,9 @@ constexpr std::size_t kFirst = 2, kSecond = 3;
 
 std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
                                  std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
-                                 nb::handle ended) {
-  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base, version, own(ended));
-}
-
-nb::object oldest(const Connection& connection) {
-  const Attempt* const oldest = connection.oldest();
-  return oldest != nullptr ? nb::cast(connection.counts_from(*oldest)) : nb::none();
+                                 nb::handle ended, double lease_s) {
+  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base, version,
+                          duration_ns(lease_s), own(ended));
 }
 
 // What must be equal to transport/errors.py and transport/wire/frames.py; tests/server/test_connection_requests.py compares.
@@ -76,13 +73,12 @@ void bind_serving(nb::module_& module) {
 
   nb::class_<Connection>(module, "Connection", nb::is_final(), "A client's connection after WELCOME.")
       .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a, "version"_a,
-           "ended"_a,
+           "ended"_a, "lease_s"_a = 0.0,
            nb::keep_alive<0, kFirst>())
       .def_prop_ro("last_active", &Connection::last_active)
       .def_prop_ro("attempts", &Connection::attempts)
       .def_prop_ro("unsent", &Connection::unsent)
       .def_prop_ro("waiting", &Connection::waiting)
-      .def_prop_ro("oldest", oldest)
       .def_prop_ro("reason", &Connection::reason)
       .def(
           "count_as",

@@ -21,7 +21,6 @@ std::uint64_t room_for(std::uint64_t most, std::uint64_t most_bytes) {
 std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_t most, std::uint32_t wait_ms,
                    std::uint64_t most_bytes, std::uint32_t joined_most, std::uint8_t rank, std::int64_t oldest_version,
                    std::uint16_t most_attempts, bool verify) {
-  if (link.version() < kTakingVersion) throw nb::value_error("the connection's version knows no demands");
   if (most == 0 || most > kMostTaken || most_bytes > kMostTakenBytes || rank >= kRanks || most_attempts > kMostTries)
     throw nb::value_error("a demand that no listener accepts");
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
@@ -35,17 +34,16 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
 
 // `rows` are as in the answers to TAKE: Taken, one behind the other.
 std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms,
-                     std::uint64_t key, bool arrived) {
+                     std::uint64_t key, bool unread) {
   const Memory memory(rows, false);
   const std::size_t count = memory.size() / sizeof(Taken);
   if (count == 0 || count > kMostRecords || memory.size() != count * sizeof(Taken))
     throw nb::value_error("a message has 1 to 63 records");
-  if (link.version() < kTakingVersion) throw nb::value_error("the connection's version knows no demands");
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
   std::array<Record, kMostRecords> records{};
   for (std::size_t at = 0; at < count; ++at) {
     const auto taken = load<Taken>(memory.data() + at * sizeof(Taken));
-    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, arrived ? kArrived : 0, key, delay_ms};
+    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, unread ? kUnread : 0, key, delay_ms};
   }
   return link.settle(own(token), {records.data(), count});
 }
@@ -55,7 +53,7 @@ std::uint32_t end(Link& link, nb::handle token, nb::handle row, std::uint32_t ho
                   std::string_view consumer) {
   const Memory memory(row, false);
   if (memory.size() != sizeof(Taken)) throw nb::value_error("one row");
-  if (link.version() < kEndingVersion || how >= kWaysToEnd) throw nb::value_error("an end that no listener accepts");
+  if (how >= kWaysToEnd) throw nb::value_error("an end that no listener accepts");
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
   const auto taken = load<Taken>(memory.data());
   return link.end(own(token),
@@ -69,12 +67,10 @@ std::uint32_t end(Link& link, nb::handle token, nb::handle row, std::uint32_t ho
 void bind_takes(nb::module_& module, nb::class_<Link>& link) {
   module.attr("MOST_TAKEN") = kMostTaken;
   module.attr("MOST_TAKEN_BYTES") = kMostTakenBytes;
-  module.attr("TAKING_VERSION") = kTakingVersion;
   module.def("room_for", room_for, "most"_a, "most_bytes"_a, "Bytes of the longest answer to a TAKE.");
   link.def("take", take, "token"_a, "memory"_a, nb::kw_only(), "most"_a, "wait_ms"_a, "most_bytes"_a, "joined_most"_a,
            "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
-      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0, "key"_a = 0,
-           "arrived"_a = false)
+      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0, "key"_a = 0, "unread"_a = false)
       .def("end", end, "token"_a, "row"_a, "how"_a, "reason"_a, "consumer"_a)
       .def_prop_ro("token", &Link::token)
       .def_prop_ro("version", &Link::version);

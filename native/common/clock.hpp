@@ -14,14 +14,16 @@ inline std::uint64_t clock_ns(clockid_t clock) {
 inline std::uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 inline std::uint64_t realtime_ns() { return clock_ns(CLOCK_REALTIME); }
 
-// A point of CLOCK_MONOTONIC. Timeouts below zero (and NaN) are over at once, infinity never.
+// Every time that a caller gives in seconds comes through here: below zero and NaN are none, and 30 years are infinity.
+inline std::uint64_t duration_ns(double seconds) {
+  constexpr double kFarAway_s = 1e9;  // no overflow
+  return seconds > 0 ? static_cast<std::uint64_t>(std::fmin(seconds, kFarAway_s) * 1e9) : 0;
+}
+
+// A point of CLOCK_MONOTONIC.
 class Deadline {
  public:
-  explicit Deadline(double timeout_s) {
-    constexpr double kFarAway_s = 1e9;  // 30 years, and no overflow
-    const double bounded = timeout_s > 0 ? std::fmin(timeout_s, kFarAway_s) : 0.0;
-    at_ns_ = monotonic_ns() + static_cast<std::uint64_t>(bounded * 1e9);
-  }
+  explicit Deadline(double timeout_s) : at_ns_(monotonic_ns() + duration_ns(timeout_s)) {}
   std::uint64_t left_ns() const {
     const std::uint64_t now = monotonic_ns();
     return now < at_ns_ ? at_ns_ - now : 0;

@@ -21,20 +21,20 @@ constexpr std::uint64_t kNever = ~std::uint64_t{0};
 // --- claims that go with a pin ------------------------------------------------------------------------
 
 // The caller may clear the owner's pin, and has not yet done so.
-bool Ring::drop_claim(std::uint64_t slot, unsigned rank, unsigned owner) {
-  std::atomic<std::uint16_t>& word = claims(slot).claims[rank];
-  std::uint16_t expected = word.load(std::memory_order_relaxed);
+bool Ring::drop_claim(std::uint64_t slot, unsigned rank, unsigned owner, bool counts, bool delayed) {
+  std::atomic<std::uint32_t>& word = claims(slot).claims[rank];
+  std::uint32_t expected = word.load(std::memory_order_relaxed);
   const ClaimWord held{expected};
   // A claim that lapses meanwhile may belong to another owner by now.
-  return held.held_by(owner) && word.compare_exchange_strong(expected, held.dropped().bits, std::memory_order_acq_rel,
-                                                             std::memory_order_relaxed);
+  return held.held_by(owner) && word.compare_exchange_strong(expected, held.dropped(counts, delayed).bits,
+                                                             std::memory_order_acq_rel, std::memory_order_relaxed);
 }
 
 // All claims of an owner whose byte the caller holds; how many.
 unsigned Ring::disclaim(std::uint64_t slot, unsigned owner, std::uint16_t done) {
   unsigned dropped = 0;
   for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
-    if ((done & slot_word::bit(rank)) != 0 || !drop_claim(slot, rank, owner)) continue;
+    if ((done & slot_word::bit(rank)) != 0 || !drop_claim(slot, rank, owner, true)) continue;
     tally(rank, Tally::expired);
     ++dropped;
   }
@@ -52,7 +52,7 @@ bool Ring::disclaim_own(std::uint64_t slot) {
   if (own_claims_[slot] == 0 || own_pins_[slot] > pins_of_claims(slot)) return false;
   const auto rank = static_cast<unsigned>(std::countr_zero(own_claims_[slot]));
   own_claims_[slot] &= static_cast<std::uint16_t>(~slot_word::bit(rank));
-  if (!drop_claim(slot, rank, static_cast<unsigned>(me_))) return false;
+  if (!drop_claim(slot, rank, static_cast<unsigned>(me_), true)) return false;
   tally(rank, Tally::retried);
   return true;
 }
@@ -70,6 +70,7 @@ Ring::Hold Ring::hold_of(const ClaimId& claim) const {
 
 // True if the claim is held. One that lapsed is given up here with its pin; either way the rest is refused.
 bool Ring::resolve_lapsed(const ClaimId& claim) {
+  heard();
   const Hold hold = hold_of(claim);
   if (hold == Hold::held) return true;
   row().count(Counter::late_finalises);
@@ -102,7 +103,7 @@ bool Ring::drop_pin(std::uint64_t slot, std::uint64_t generation) {
   return false;
 }
 
-bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) {
+bool Ring::finish(const ClaimId& claim, bool keep_pin, int taker) {
   require_owner();
   require_slot(claim.slot);
   require_rank(claim.rank);
@@ -111,7 +112,7 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) 
   std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::finish);
   if (taker >= 0 && note == nullptr) {  // its consumer has asked already, and was told that it is refused
     row().count(Counter::late_finalises);
-    give_back_held(claim, 0);
+    give_back_held(claim, 0, Return::retried);
     return false;
   }
   // With a note the pin goes when it is decided: until then the slot cannot be taken anew.
@@ -129,7 +130,7 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) 
     return false;
   }
   row().count(Counter::consumes);
-  tally(claim.rank, arrived ? Tally::arrived : Tally::done);
+  tally(claim.rank, Tally::done);
   if (keep_pin) return true;
   if (!one_swap) {
     drop_pin(claim.slot, claim.generation);
@@ -141,94 +142,28 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) 
   return true;
 }
 
-bool Ring::renew(const ClaimId& claim) {
-  if (!holds(claim)) return false;
-  const std::lock_guard hold(stripe(claim.slot));
-  if (hold_of(claim) != Hold::held) return false;
-  claims(claim.slot).not_before_ns[claim.rank].store(monotonic_ns(), std::memory_order_release);
-  return true;
-}
-
-bool Ring::note_used(int taker, unsigned rank, std::uint32_t number) {
-  require_owner();
-  require_rank(rank);
-  std::atomic<std::uint64_t>* const note = note_finish(taker, {0, number, rank, 0}, Asking::used);
-  if (note != nullptr) decide(*note, true);
-  return note != nullptr;
-}
-
-void Ring::trained(unsigned rank, std::uint64_t deliveries) {
-  require_owner();
-  require_rank(rank);
-  tally(rank, Tally::done, uncount(static_cast<unsigned>(me_), rank, Tally::arrived, deliveries));
-}
-
-// As many as there are of `deliveries` leave this count; how many.
-std::uint64_t Ring::uncount(unsigned owner, unsigned rank, Tally which, std::uint64_t deliveries) {
-  std::atomic<std::uint64_t>& count = rank_counts(owner, rank).counts[static_cast<unsigned>(which)];
-  std::uint64_t now = count.load(std::memory_order_relaxed);
-  while (now != 0 && !count.compare_exchange_weak(now, now - std::min(now, deliveries), std::memory_order_relaxed)) {
-  }
-  return std::min(now, deliveries);
-}
-
-void Ring::lose(unsigned rank, std::uint64_t deliveries, std::string_view consumer) {
-  if (closed()) return;
-  require_owner();
-  require_rank(rank);
-  const std::uint64_t lost = uncount(static_cast<unsigned>(me_), rank, Tally::arrived, deliveries);
-  if (lost > 0) count_lost(rank, lost, consumer);
-}
-
-void Ring::found(unsigned rank, std::uint64_t deliveries) {
-  require_owner();
-  require_rank(rank);
-  for (unsigned owner = 0; owner <= kObserverRow && deliveries > 0; ++owner) {
-    const std::uint64_t taken = uncount(owner, rank, Tally::lost, deliveries);
-    deliveries -= taken;
-    tally(rank, Tally::done, taken);
-  }
-}
-
-void Ring::count_lost(unsigned rank, std::uint64_t lost, std::string_view consumer) {
-  tally(rank, Tally::lost, lost);
-  log_failure({~std::uint32_t{0}, 0, rank, 0}, header().sequence.load(std::memory_order_relaxed), Ended::lost,
-              std::to_string(lost) + " had arrived at a consumer that ended before it had used them", consumer);
-}
-
-// Called by the holder of the owner's byte, when the owner ends. Which payloads they were is no longer known.
-void Ring::count_lost(unsigned owner) {
-  for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
-    const std::uint64_t lost = rank_counts(owner, rank).counts[static_cast<unsigned>(Tally::arrived)].exchange(0);
-    if (lost > 0) count_lost(rank, lost, {});
-  }
-}
-
-bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain) {
+bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns, Return how) {
   require_owner();
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
-  return resolve_lapsed(claim) && give_back_held(claim, delay_ns, in_vain);
+  return resolve_lapsed(claim) && give_back_held(claim, delay_ns, how);
 }
 
-bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain) {
-  SlotClaim& s = claims(claim.slot);
+bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, Return how) {
   if (delay_ns > 0) {
     const std::uint64_t now_ns = monotonic_ns();
-    s.not_before_ns[claim.rank].store(now_ns + std::min(delay_ns, kNever - now_ns), std::memory_order_release);
-    s.delayed.fetch_or(slot_word::bit(claim.rank), std::memory_order_release);
-  } else if ((s.delayed.load(std::memory_order_relaxed) & slot_word::bit(claim.rank)) != 0) {
-    s.delayed.fetch_and(static_cast<std::uint16_t>(~slot_word::bit(claim.rank)), std::memory_order_release);
+    claims(claim.slot).not_before_ns[claim.rank].store(now_ns + std::min(delay_ns, kNever - now_ns),
+                                                       std::memory_order_release);
   }
   const Word word{control(claim.slot).word.load(std::memory_order_acquire)};  // SYNC S
   const bool open = (word.done() & slot_word::bit(claim.rank)) == 0 &&
-                    drop_claim(claim.slot, claim.rank, static_cast<unsigned>(me_));
+                    drop_claim(claim.slot, claim.rank, static_cast<unsigned>(me_), how != Return::unread, delay_ns > 0);
   own_claims_[claim.slot] &= static_cast<std::uint16_t>(~slot_word::bit(claim.rank));
   FAULT_POINT("give_back.dropped");
   const bool published = drop_pin(claim.slot, claim.generation);
   if (!open) return false;
-  tally(claim.rank, in_vain ? Tally::expired : Tally::retried);
+  tally(claim.rank, how == Return::expired ? Tally::expired : Tally::retried);
   if (published) returned(claim.slot);
   return true;
 }
@@ -242,7 +177,7 @@ bool Ring::end(const ClaimId& claim, Ended how, std::string_view reason, std::st
   std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::end);
   if (taker >= 0 && note == nullptr) {  // as in `finish`
     row().count(Counter::late_finalises);
-    give_back_held(claim, 0);
+    give_back_held(claim, 0, Return::retried);
     return false;
   }
   const std::uint64_t sequence = control(claim.slot).sequence.load(std::memory_order_acquire);
@@ -269,7 +204,7 @@ bool Ring::end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank,
     const std::uint16_t ended = static_cast<std::uint16_t>(changed.after.done() & ~changed.before.done());
     for (unsigned other = 0; other < kMaxReaders; ++other)
       if ((ended & slot_word::bit(other)) != 0)
-        tally(other, how == Ended::dead ? Tally::dead : how == Ended::lost ? Tally::lost : Tally::discarded);
+        tally(other, how == Ended::dead ? Tally::dead : Tally::discarded);
     if (how == Ended::aged) tally(rank, Tally::aged);
   }
   if (note != nullptr) decide(*note, static_cast<bool>(changed));

@@ -50,7 +50,6 @@ ClaimWord Ring::claim_word(std::uint64_t slot, unsigned rank) const {
 void Ring::clear_claims(std::uint64_t slot, std::int64_t policy_version) {
   SlotClaim& c = claims(slot);
   c.policy_version.store(policy_version, std::memory_order_relaxed);  // SYNC S, as the stores that follow
-  c.delayed.store(0, std::memory_order_relaxed);
   for (auto& word : c.claims) word.store(0, std::memory_order_relaxed);
 }
 
@@ -82,20 +81,48 @@ void Ring::offer_ready_slots() {
       ready_.offer_again(slot);
 }
 
-// Ends claims that any owner has held for too long. The time is written before the word, so a claim that is just
-// being taken looks no older than it is; the holder's pin stays until it asks and is refused.
-void Ring::lapse(std::uint64_t most_held_ns, std::uint64_t now_ns) {
+void Ring::set_lease(std::uint64_t lease_ns) {
+  require_owner();
+  const std::lock_guard hold(locks_mutex_);
+  OwnerRow& mine = row();
+  const std::uint64_t before_ns = mine.lease_ns.load(std::memory_order_relaxed);
+  if (std::exchange(lease_set_, true) && (before_ns == 0 || (lease_ns != 0 && lease_ns <= before_ns))) return;
+  mine.heard_ns.store(monotonic_ns(), std::memory_order_release);  // before the lease that is counted from it
+  mine.lease_ns.store(lease_ns, std::memory_order_release);
+}
+
+void Ring::heard() {
+  require_owner();
+  OwnerRow& mine = row();
+  if (mine.lease_ns.load(std::memory_order_relaxed) != 0)
+    mine.heard_ns.store(monotonic_ns(), std::memory_order_release);
+}
+
+bool Ring::silent(unsigned owner, std::uint64_t now_ns) const {
+  const OwnerRow& holder = row(owner);
+  const std::uint64_t lease_ns = holder.lease_ns.load(std::memory_order_acquire);
+  return holder_gone(holder.heard_ns.load(std::memory_order_acquire), lease_ns, true, now_ns);
+}
+
+// Ends the claims of owners that are silent for longer than their own lease; those of dead ones end in `reclaim`. A
+// holder is heard before it writes a claim word, so one that claims again after it was stopped is not taken for
+// silent. Its pins stay until it asks and is refused.
+void Ring::drop_silent(std::uint64_t now_ns) {
+  std::uint16_t suspects = 0;
+  for (unsigned owner = 0; owner < kMaxOwners; ++owner)
+    if (static_cast<int>(owner) != me_ && silent(owner, now_ns)) suspects |= slot_word::bit(owner);
+  if (suspects == 0) return;
   for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
     const Word word{control(slot).word.load(std::memory_order_acquire)};  // SYNC S
-    if (word.state() != State::reading) continue;
+    if (word.state() != State::reading || (word.pins() & suspects) == 0) continue;
     for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
       if ((word.done() & slot_word::bit(rank)) != 0) continue;
-      std::atomic<std::uint16_t>& claim = claims(slot).claims[rank];
-      std::uint16_t expected = claim.load(std::memory_order_acquire);
+      std::atomic<std::uint32_t>& claim = claims(slot).claims[rank];
+      std::uint32_t expected = claim.load(std::memory_order_acquire);
       const ClaimWord held{expected};
-      const std::uint64_t since_ns = claims(slot).not_before_ns[rank].load(std::memory_order_acquire);
-      if (!held.held() || since_ns >= now_ns || now_ns - since_ns < most_held_ns) continue;
-      if (!claim.compare_exchange_strong(expected, held.dropped().bits, std::memory_order_acq_rel,
+      if (!held.held() || (suspects & slot_word::bit(held.holder() - 1)) == 0 || !silent(held.holder() - 1, now_ns))
+        continue;
+      if (!claim.compare_exchange_strong(expected, held.dropped(true).bits, std::memory_order_acq_rel,
                                          std::memory_order_relaxed))
         continue;
       tally(rank, Tally::expired);
@@ -123,14 +150,14 @@ void Ring::find_candidates(const Asked& asked, std::uint64_t now_ns) {
       }
       if ((word.done() & slot_word::bit(rank)) != 0) return;
       const SlotClaim& claim = claims(slot);
-      if (ClaimWord{claim.claims[rank].load(std::memory_order_acquire)}.held()) {
+      const ClaimWord held{claim.claims[rank].load(std::memory_order_acquire)};
+      if (held.held()) {
         if (claimable(slot)) return;
         ready_.withdraw(slot);
         if (claimable(slot)) ready_.offer(slot);  // SYNC R
         return;
       }
-      const bool delayed = (claim.delayed.load(std::memory_order_acquire) & slot_word::bit(rank)) != 0;
-      const std::uint64_t due_ns = delayed ? claim.not_before_ns[rank].load(std::memory_order_acquire) : 0;
+      const std::uint64_t due_ns = held.delayed() ? claim.not_before_ns[rank].load(std::memory_order_acquire) : 0;
       if (due_ns > now_ns) {
         list.due_ns = std::min(list.due_ns, due_ns);
         return;
@@ -141,7 +168,8 @@ void Ring::find_candidates(const Asked& asked, std::uint64_t now_ns) {
   };
   const auto repair = [&] {
     repaired_ns_ = now_ns;
-    if (asked.most_held_ns != 0) lapse(asked.most_held_ns, now_ns);
+    reclaim();
+    drop_silent(now_ns);
     offer_ready_slots();
   };
   if (now_ns - repaired_ns_ >= kRepairBusy_ns) repair();
@@ -166,9 +194,10 @@ std::uint64_t Ring::next_due_ns(unsigned rank) const {
 std::size_t Ring::claim(const Asked& asked, std::vector<Claimed>& claimed) {
   require_owner();
   require_rank(asked.rank);
-  if (asked.most_attempts > ClaimWord::kMostAttempts)
+  if (asked.most_attempts > kMostAttemptsAsked)
     fail(Fault::argument, std::to_string(asked.most_attempts) + " attempts, at most " +
-                              std::to_string(ClaimWord::kMostAttempts) + " are counted");
+                              std::to_string(kMostAttemptsAsked) + " are counted");
+  heard();
   const std::lock_guard hold(candidates_mutex_);
   Candidates& list = candidates_[asked.rank];
   const std::uint64_t now_ns = monotonic_ns();
@@ -177,7 +206,8 @@ std::size_t Ring::claim(const Asked& asked, std::vector<Claimed>& claimed) {
   bool looked = false;
   while (got < asked.most) {
     const bool used_up = list.next == list.found.size();
-    const bool older = list.returned != header().returned.load(std::memory_order_acquire) || now_ns >= list.due_ns;
+    const bool older = list.returned != header().returned.load(std::memory_order_acquire) || now_ns >= list.due_ns ||
+                       now_ns - repaired_ns_ >= kRepairBusy_ns;
     if (used_up || (older && !looked)) {
       if (std::exchange(looked, true) && used_up) break;
       find_candidates(asked, now_ns);
@@ -219,21 +249,18 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
   const std::uint64_t length = std::min(c.length.load(std::memory_order_acquire), segment_.identity.slot_capacity);
   const std::uint64_t deadline_ns = c.deadline_ns.load(std::memory_order_acquire);
   const std::int64_t version = s.policy_version.load(std::memory_order_acquire);
-  std::atomic<std::uint16_t>& word = s.claims[rank];
-  std::uint16_t expected = word.load(std::memory_order_acquire);
+  std::atomic<std::uint32_t>& word = s.claims[rank];
+  std::uint32_t expected = word.load(std::memory_order_acquire);
   const ClaimWord before{expected};
   // Written by the last holder before it dropped the claim.
   const std::uint64_t now_ns = monotonic_ns();
-  const bool delayed = (s.delayed.load(std::memory_order_acquire) & slot_word::bit(rank)) != 0 &&
-                       s.not_before_ns[rank].load(std::memory_order_acquire) > now_ns;
+  const bool delayed = before.delayed() && s.not_before_ns[rank].load(std::memory_order_acquire) > now_ns;
   const bool late = deadline_ns != 0 && deadline_ns <= realtime_ns();
   const bool aged = version != kNoVersion && asked.oldest_version != kNoVersion && version < asked.oldest_version;
-  const bool dead = asked.most_attempts != 0 && before.attempts() >= asked.most_attempts;
+  const bool dead = asked.most_attempts != 0 && before.in_vain() >= asked.most_attempts;
   const bool ends = late || aged || dead;
   const ClaimWord after = ends ? before.ended_by(me) : before.claimed(me);
   const bool too_large = !ends && length > room;
-  if (!before.held() && !delayed && !too_large)
-    s.not_before_ns[rank].store(now_ns, std::memory_order_release);  // since when it is held; due it is
   if (before.held() || delayed || too_large ||
       !word.compare_exchange_strong(expected, after.bits, std::memory_order_acq_rel, std::memory_order_acquire)) {
     drop_pin(slot, generation);
@@ -250,12 +277,13 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
     const std::string reason =
         late   ? "its deadline has passed"
         : aged ? "policy version " + std::to_string(version) + " is older than " + std::to_string(asked.oldest_version)
-               : "claimed " + std::to_string(before.attempts()) + " times in vain";
+               : "claimed " + std::to_string(before.in_vain()) + " times in vain";
     if (end_held(slot, generation, rank, how, late)) log_failure(id, sequence, how, reason, asked.consumer);
     return Try::ended;
   }
   claimed = {id,
              c.readers.load(std::memory_order_acquire),
+             before.in_vain(),
              length,
              c.checksum.load(std::memory_order_acquire),
              sequence,

@@ -19,7 +19,7 @@
 
 namespace transport {
 
-enum class Ended : std::uint8_t { discarded = 0, dead = 1, aged = 2, lost = 3 };
+enum class Ended : std::uint8_t { discarded = 0, dead = 1, aged = 2 };
 
 struct Failure {
   std::uint64_t position = 0, sequence = 0;  // of the log's entries, and of the payload's publication
@@ -60,7 +60,7 @@ class FailureEntry {
     failure.slot = static_cast<std::uint32_t>(words[2]);
     failure.generation = static_cast<std::uint32_t>(words[2] >> 32);
     failure.rank = words[3] & 0xFF;
-    failure.how = static_cast<Ended>(std::min<std::uint64_t>(words[3] >> 8 & 0xFF, 3));
+    failure.how = static_cast<Ended>(std::min<std::uint64_t>(words[3] >> 8 & 0xFF, 2));
     failure.attempts = words[3] >> 16 & 0xFFFF;
     const auto* bytes = reinterpret_cast<const char*>(words.data());
     failure.reason.assign(bytes + kReasonAt * 8, std::min<std::size_t>(words[3] >> 32 & 0xFFFF, kReasonBytes));

@@ -57,8 +57,7 @@ std::atomic<std::uint64_t>* Ring::note_finish(int index, const ClaimId& claim, A
   entry.next.store(number + 1, std::memory_order_relaxed);
   entry.used_ns.store(monotonic_ns(), std::memory_order_relaxed);
   std::atomic<std::uint64_t>& note = entry.notes[number % kFinishesKept];
-  const unsigned attempts = claim.attempts | static_cast<unsigned>(asking) << FinishNote::kAskingShift;
-  const FinishNote undecided = FinishNote::of(claim.slot, claim.generation, claim.rank, attempts, Outcome::undecided);
+  const FinishNote undecided = FinishNote::of(claim, asking, Outcome::undecided);
   note.store(undecided.bits, std::memory_order_seq_cst);  // SYNC V
   FAULT_POINT("outcome.noted");
   if (entry.revoked.load(std::memory_order_seq_cst) == 0) return &note;  // SYNC V
@@ -85,7 +84,7 @@ void Ring::decide_all(unsigned owner) {
     for (auto& note : entry.notes) {
       const FinishNote seen{note.load(std::memory_order_acquire)};
       if (seen.outcome() == Outcome::undecided && seen.slot() < segment_.identity.slot_count)
-        decide(note, seen.asking() == Asking::used || consumed_under(seen, owner));  // counting follows its note
+        decide(note, consumed_under(seen, owner));
     }
     entry.state.compare_exchange_strong(state, TakerEntry::in(state, TakerEntry::over), std::memory_order_acq_rel);
   }
@@ -98,14 +97,14 @@ bool Ring::consumed_under(FinishNote note, unsigned owner) const {
   const ClaimWord claim{claims(note.slot()).claims[note.rank()].load(std::memory_order_acquire)};
   return word.pinned_by(owner) && (word.generation() & FinishNote::kGeneration) == note.generation() &&
          word.state() == State::reading && (word.done() & slot_word::bit(note.rank())) != 0 &&
-         claim.held_by(owner) && claim.attempts() == note.attempts();
+         claim.held_by(owner) && (claim.attempts() & FinishNote::kAttempts) == note.attempts();
 }
 
 Outcome Ring::outcome(std::uint64_t token, const ClaimId& claim) {
   require_open();
-  if (claim.slot >= segment_.identity.slot_count || claim.rank >= kMaxReaders || claim.attempts >> 13 != 0)
-    return Outcome::unknown;
-  const FinishNote asked = FinishNote::of(claim.slot, claim.generation, claim.rank, claim.attempts, Outcome::unknown);
+  if (claim.slot >= segment_.identity.slot_count || claim.rank >= kMaxReaders) return Outcome::unknown;
+  const Asking asking = (claim.attempts & kEndAsked) != 0 ? Asking::end : Asking::finish;
+  const FinishNote asked = FinishNote::of(claim, asking, Outcome::unknown);
   for (unsigned index = 0; index < kTakers; ++index) {
     TakerEntry& entry = taker(index);
     const std::uint64_t state = entry.state.load(std::memory_order_acquire);

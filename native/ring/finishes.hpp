@@ -1,5 +1,5 @@
 // What became of the claims that remote consumers finished: so that one whose connection broke between its FINISH and
-// the answer can still find out, from any port of the ring, also when the listener was killed. The same of END and USED.
+// the answer can still find out, from any port of the ring, also when the listener was killed. The same of END.
 //
 // An entry belongs to one connection, which is named by its token, and has its last finishes, one word each. A client
 // leaves at most kFinishesKept of them unanswered, so what it may ask about has not been written over.
@@ -26,31 +26,31 @@ namespace transport {
 enum class Outcome : std::uint8_t { unknown = 0, undecided = 1, accepted = 2, refused = 3 };
 
 // What was asked for. A question about one is never answered with another.
-enum class Asking : std::uint8_t { finish = 0, end = 1, used = 2 };
+enum class Asking : std::uint8_t { finish = 0, end = 1 };
 
-//    63  62       41 40       17 16   13 12    11 10       0
-//   | outcome 2 | generation 21 | slot 24 | rank 4 | asking 2 | attempts 11 |
+//    63  62       41 40       17 16   13   12     11 0
+//   | outcome 2 | generation 21 | slot 24 | rank 4 | asking | attempts 12 |
 //
-// A USED has its number in the place of the generation, slot 0 and no attempts. OUTCOME asks with the lower 13 bits as
-// attempts.
+// Of the attempts and of the generation the lower bits: no claim is so old. OUTCOME asks with kEndAsked in the attempts.
+inline constexpr unsigned kEndAsked = 1u << 15;
+
 struct FinishNote {
   static constexpr std::uint64_t kGeneration = (std::uint64_t{1} << 21) - 1;
-  static constexpr unsigned kAskingShift = 11;
+  static constexpr unsigned kAskingShift = 12, kAttempts = (1u << kAskingShift) - 1;
 
   std::uint64_t bits = 0;
 
-  // The generation's lower bits: a slot is not taken two million times while a connection has 256 finishes.
-  static constexpr FinishNote of(std::uint64_t slot, std::uint64_t generation, unsigned rank, unsigned attempts,
-                                 Outcome outcome) {
-    return {std::uint64_t{static_cast<std::uint8_t>(outcome)} << 62 | (generation & kGeneration) << 41 | slot << 17 |
-            std::uint64_t{rank} << 13 | attempts};
+  static constexpr FinishNote of(const ClaimId& claim, Asking asking, Outcome outcome) {
+    return {std::uint64_t{static_cast<std::uint8_t>(outcome)} << 62 | (claim.generation & kGeneration) << 41 |
+            std::uint64_t{claim.slot} << 17 | std::uint64_t{claim.rank} << 13 |
+            std::uint64_t{static_cast<std::uint8_t>(asking)} << kAskingShift | (claim.attempts & kAttempts)};
   }
   constexpr Outcome outcome() const { return static_cast<Outcome>(bits >> 62); }
   constexpr std::uint64_t generation() const { return bits >> 41 & kGeneration; }
   constexpr std::uint64_t slot() const { return bits >> 17 & 0xFFFFFF; }
   constexpr unsigned rank() const { return bits >> 13 & 0xF; }
-  constexpr Asking asking() const { return static_cast<Asking>(bits >> kAskingShift & 3); }
-  constexpr unsigned attempts() const { return bits & ((1u << kAskingShift) - 1); }
+  constexpr Asking asking() const { return static_cast<Asking>(bits >> kAskingShift & 1); }
+  constexpr unsigned attempts() const { return bits & kAttempts; }
   constexpr FinishNote decided(bool accepted) const {
     constexpr std::uint64_t kRest = ~std::uint64_t{0} >> 2;
     return {std::uint64_t{static_cast<std::uint8_t>(accepted ? Outcome::accepted : Outcome::refused)} << 62 |
@@ -58,8 +58,7 @@ struct FinishNote {
   }
   constexpr bool same_claim(FinishNote other) const { return (bits ^ other.bits) << 2 == 0; }
 };
-static_assert(kMaxReaders <= 1u << 4 && ClaimWord::kMostAttempts < 1u << FinishNote::kAskingShift,
-              "rank and attempts have room");
+static_assert(kMaxReaders <= 1u << 4 && ClaimWord::kMostAttempts < kEndAsked, "rank and attempts have room");
 
 inline constexpr std::size_t kTakers = 128;        // connections of all listeners of a ring, together
 inline constexpr std::size_t kFinishesKept = 256;  // of each

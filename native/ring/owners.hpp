@@ -131,6 +131,12 @@ inline constexpr std::array<const char*, 19> kCounterNames{"takes",
                                                            "bytes_rdma",
                                                            "bytes_cuda"};
 
+// How long a claim lasts: as long as its holder lives and is heard. `lease_ns` is what the holder asked for, 0: for as
+// long as it lives. The one rule for owners of a ring and for connections of a listener, whoever looks.
+constexpr bool holder_gone(std::uint64_t heard_ns, std::uint64_t lease_ns, bool alive, std::uint64_t now_ns) {
+  return !alive || (lease_ns != 0 && now_ns > heard_ns && now_ns - heard_ns >= lease_ns);
+}
+
 // One row of the owner table. Its counters outlive the owner and go on under the next one.
 struct alignas(64) OwnerRow {
   std::atomic<std::uint32_t> occupied;  // stays set when the owner dies; cleared by close and reclaim
@@ -139,6 +145,8 @@ struct alignas(64) OwnerRow {
   std::atomic<std::uint32_t> port;
   std::atomic<std::uint64_t> started_ns;
   std::atomic<std::uint64_t> heartbeat_ns;
+  std::atomic<std::uint64_t> heard_ns;  // CLOCK_MONOTONIC of the last sign of life, kept where there is a lease
+  std::atomic<std::uint64_t> lease_ns;  // its claims end after so long without one; 0: with its process
   alignas(64) std::array<std::atomic<std::uint64_t>, kCounterNames.size()> counters;
 
   void count(Counter which, std::uint64_t amount = 1) {

@@ -340,7 +340,6 @@ unsigned Ring::reclaim() {
     if (!dead) continue;
     FAULT_POINT("reclaim.proven");
     const Cleared cleared = clear_bits(dead->index());
-    count_lost(dead->index());
     row().count(Counter::reclaimed_writing, cleared.writing);
     row().count(Counter::reclaimed_reading, cleared.reading);
     slots += cleared.writing + cleared.reading;

@@ -34,7 +34,7 @@ struct Publication {
 };
 
 // What a claimer asks for: `most` payloads, and no more bytes than `most_bytes` unless the first one alone has more.
-// Payloads of an older policy than `oldest_version`, or claimed `most_attempts` times already (0: no limit), or whose
+// Payloads of an older policy than `oldest_version`, or claimed `most_attempts` times in vain (0: no limit), or whose
 // deadline has passed, are ended instead and logged.
 struct Asked {
   unsigned rank = 0;
@@ -43,22 +43,18 @@ struct Asked {
   std::int64_t oldest_version = kNoVersion;
   unsigned most_attempts = 0;
   std::string_view consumer = {};  // for the log
-  // Claims of others that have been held for longer without `renew` are ended when they are come upon, within a second;
-  // their holders are refused from then on, and keep their pins until they ask. 0: a claim ends with its holder only.
-  std::uint64_t most_held_ns = 0;
-};
-// One claim: `attempts` tells it from every other of the same delivery.
-struct ClaimId {
-  std::uint32_t slot, generation;
-  unsigned rank, attempts;
 };
 // Everything a ticket says that is not the same for the whole ring, but the note.
 struct Claimed {
   ClaimId id;
-  unsigned readers;
+  unsigned readers, in_vain;  // the latter: how often before
   std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
   std::int64_t policy_version;
 };
+inline constexpr unsigned kMostAttemptsAsked = 2047;
+
+// Why a claim comes back: its consumer failed with it, was silent for too long or ended, or never had a look at it.
+enum class Return { retried, expired, unread };
 
 enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
 
@@ -158,28 +154,20 @@ class Ring {
   std::size_t claim(const Asked& asked, std::vector<Claimed>& claimed);
   // Consume decides: true once per delivery, and only while the claim is held. The pin goes in either case, unless
   // `keep_pin`, with which it stays if it is accepted, to be unpinned when the memory is not looked at any more.
-  // With `arrived` it is counted so until `trained` says more; what is still so when the owner ends is counted lost.
   // `taker` of a connection: what becomes of it is noted for `outcome`.
-  bool finish(const ClaimId& claim, bool keep_pin = false, bool arrived = false, int taker = -1);
-  void trained(unsigned rank, std::uint64_t deliveries);
-  // So many that had arrived through this owner are lost: their consumer is gone.
-  void lose(unsigned rank, std::uint64_t deliveries, std::string_view consumer);
-  // So many that are counted as lost were used after all: their consumer had only lost its connection.
-  void found(unsigned rank, std::uint64_t deliveries);
+  bool finish(const ClaimId& claim, bool keep_pin = false, int taker = -1);
   // Any consumer may claim it again after the delay. False: it was not held.
-  // `in_vain`: its holder ended or was silent for too long, which counts as a claim that expired.
-  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, bool in_vain = false);
+  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, Return how = Return::retried);
   // The delivery ends untrained and is logged. False: it was not held, or had been consumed; no pin stays.
   bool end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer = {}, int taker = -1);
   bool holds(const ClaimId& claim) const;
-  // As if it had just been claimed. False: it is not held.
-  bool renew(const ClaimId& claim);
+  // Its claims end when this attachment was not heard for so long (0: never); the longest that was asked for counts.
+  // Every claim and every end of one is heard, `heard` is a sign of life and nothing else.
+  void set_lease(std::uint64_t lease_ns);
+  void heard();
   // --- consumers over the network (finishes.hpp) ---
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
-  // A USED of a connection, which has this number, is noted, and then counted by the caller. False: it was asked about,
-  // and is not counted any more.
-  bool note_used(int taker, unsigned rank, std::uint32_t number);
   // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
   Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.
@@ -251,13 +239,14 @@ class Ring {
   enum class Hold { none, lapsed, held };
   Hold hold_of(const ClaimId& claim) const;
   bool resolve_lapsed(const ClaimId& claim);
-  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain = false);
+  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, Return how);
   TakerEntry& taker(unsigned index) const;
   std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim, Asking asking);
   static void decide(std::atomic<std::uint64_t>& note, bool accepted);
   void decide_all(unsigned owner);
   bool consumed_under(FinishNote note, unsigned owner) const;
-  void lapse(std::uint64_t most_held_ns, std::uint64_t now_ns);
+  void drop_silent(std::uint64_t now_ns);
+  bool silent(unsigned owner, std::uint64_t now_ns) const;
   std::uint16_t& own_attempts(std::uint64_t slot, unsigned rank) const {
     return own_attempts_[slot * kMaxReaders + rank];
   }
@@ -265,15 +254,12 @@ class Ring {
   void find_candidates(const Asked& asked, std::uint64_t now_ns);
   void offer_ready_slots();
   void clear_claims(std::uint64_t slot, std::int64_t policy_version);
-  bool drop_claim(std::uint64_t slot, unsigned rank, unsigned owner);
+  bool drop_claim(std::uint64_t slot, unsigned rank, unsigned owner, bool counts, bool delayed = false);
   unsigned disclaim(std::uint64_t slot, unsigned owner, std::uint16_t done);
   unsigned pins_of_claims(std::uint64_t slot) const;
   bool disclaim_own(std::uint64_t slot);
   bool drop_pin(std::uint64_t slot, std::uint64_t generation);
   void returned(std::uint64_t slot);
-  void count_lost(unsigned owner);
-  void count_lost(unsigned rank, std::uint64_t lost, std::string_view consumer);
-  std::uint64_t uncount(unsigned owner, unsigned rank, Tally which, std::uint64_t deliveries);
 
   void offer_free_slots();
   void freed(std::uint64_t slot);
@@ -297,7 +283,8 @@ class Ring {
   ReadyHints ready_;
   // The locks that this description takes for a moment: two threads of it would not exclude each other.
   mutable std::mutex locks_mutex_;
-  bool keeper_ = false;  // under locks_mutex_
+  bool keeper_ = false;  // under locks_mutex_, as the next
+  bool lease_set_ = false;
   enum class Removal { none, if_empty, always };
   mutable std::mutex loans_mutex_;
   std::unique_ptr<std::uint32_t[]> loans_;  // by slot, under loans_mutex_, as their sum and what the last one does

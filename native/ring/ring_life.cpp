@@ -70,13 +70,13 @@ void Ring::claim_place(Role role) {
   if (!segment_.description->still_named(segment_.name)) fail(Fault::not_found, segment_.name + " was removed");
   FAULT_POINT("attach.locked");
   const Cleared left = clear_bits(static_cast<unsigned>(me_));
-  count_lost(static_cast<unsigned>(me_));
   OwnerRow& mine = row();
   mine.role.store(static_cast<std::uint32_t>(role), std::memory_order_relaxed);
   mine.pid.store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);
   mine.port.store(0, std::memory_order_relaxed);
   mine.started_ns.store(realtime_ns(), std::memory_order_relaxed);
   mine.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  mine.lease_ns.store(0, std::memory_order_relaxed);
   mine.occupied.store(1, std::memory_order_release);  // SYNC O: a process that sees the place occupied sees by whom
   mine.count(Counter::reclaimed_writing, left.writing);
   mine.count(Counter::reclaimed_reading, left.reading);
@@ -118,7 +118,6 @@ void Ring::close() {
   if (me_ >= 0) {
     for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
       if (loans_[slot] == 0) give_up(slot);
-    count_lost(static_cast<unsigned>(me_));
     FAULT_POINT("close.released");
   }
   if (lent_ == 0) return detach();

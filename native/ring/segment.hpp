@@ -1,7 +1,7 @@
 // The segment: how it lies in memory, and how a process gets hold of one.
 //
 //   header (1 page) · owner rows (16, and one that observers share) · their counts by rank · failures (64 KiB)
-//   · connections that take (264 KiB) · slot controls (64 bytes each) · slot claims (192) · free hints · ready hints · notes (2 KiB per slot)
+//   · connections that take (264 KiB) · slot controls (64 bytes each) · slot claims (256) · free hints · ready hints · notes (2 KiB per slot)
 //   · [page boundary] · payload areas (whole pages each)
 //
 // SYNC I: everything in the header is written before `initialised` is stored, and read after it was
@@ -31,7 +31,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 5;
+inline constexpr std::uint32_t kLayoutVersion = 6;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
@@ -89,19 +89,17 @@ static_assert(sizeof(SlotControl) == 64 && alignof(SlotControl) == 64, "one slot
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "only a lock-free atomic works across processes");
 
 // What claiming needs besides: looked at by claimers only. `policy_version` is immutable as the fields above;
-// `delayed` and `not_before_ns` (CLOCK_MONOTONIC, of the ranks with a bit in `delayed`) are written by a rank's holder.
+// `not_before_ns` (CLOCK_MONOTONIC, of the ranks whose word is delayed) is written by a rank's holder.
 struct alignas(64) SlotClaim {
-  std::atomic<std::int64_t> policy_version;
-  std::atomic<std::uint16_t> delayed;
-  std::array<std::atomic<std::uint16_t>, kMaxReaders> claims;  // claim_word.hpp
-  alignas(64) std::array<std::atomic<std::uint64_t>, kMaxReaders> not_before_ns;
+  std::array<std::atomic<std::uint32_t>, kMaxReaders> claims;  // claim_word.hpp
+  alignas(64) std::atomic<std::int64_t> policy_version;
+  std::array<std::atomic<std::uint64_t>, kMaxReaders> not_before_ns;
 };
-static_assert(sizeof(SlotClaim) == 192, "without a delay one cache line is looked at");
+static_assert(sizeof(SlotClaim) == 256, "to look for a claim is to look at one cache line");
 
 // Deliveries by what became of them, for one owner and rank; sums over the owners count, as with OwnerRow.
-enum class Tally : unsigned { done, arrived, lost, discarded, dead, aged, retried, expired };
-inline constexpr std::array<const char*, 8> kTallyNames{"done", "arrived", "lost",    "discarded",
-                                                        "dead", "aged",    "retried", "expired"};
+enum class Tally : unsigned { done, discarded, dead, aged, retried, expired };
+inline constexpr std::array<const char*, 6> kTallyNames{"done", "discarded", "dead", "aged", "retried", "expired"};
 struct alignas(64) RankCounts {
   std::array<std::atomic<std::uint64_t>, kTallyNames.size()> counts;
 };

@@ -273,24 +273,21 @@ TEST(lost_ready_hints_are_found_and_those_that_promise_too_much_do_no_harm) {
   }
 }
 
-TEST(a_claim_held_for_too_long_is_anothers_and_its_holder_is_refused_and_leaves_no_pin) {
+TEST(claims_of_a_silent_holder_are_anothers_and_it_is_refused_and_leaves_no_pin) {
   Fixture f("lapse", 4);
   const auto slow = f.ring->attach_again(Role::reader), other = f.ring->attach_again(Role::reader);
   const Lease lease = f.publish();
   f.publish();
+  slow->set_lease(1);  // silent the next nanosecond
   const auto stale = claim(*slow, 2);
   std::vector<Claimed> again;
   const Deadline patience(20);
-  while (again.size() < 2 && patience.left_ns() > 0) {
-    CHECK(slow->renew(stale[1].id) || again.size() == 2);
-    Asked asked;
-    asked.most_held_ns = 1;  // everything that was not claimed this very nanosecond
-    asked.most = 9;
-    other->claim(asked, again);
-  }
+  Asked asked;
+  asked.most = 9;
+  while (again.size() < 2 && patience.left_ns() > 0) other->claim(asked, again);
   CHECK(again.size() == 2 && again[0].id.attempts == 2);
   CHECK(f.ring->info(lease.slot).pins == ((1u << slow->owner()) | (1u << other->owner())));
-  CHECK(!slow->holds(stale[0].id) && !slow->renew(stale[0].id));
+  CHECK(!slow->holds(stale[0].id));
   CHECK(claim(*slow, 9).empty());
   CHECK(!slow->finish(stale[0].id) && !slow->give_back(stale[1].id) && !slow->finish(stale[1].id));
   CHECK(slow->own_pins(lease.slot) == 0);
@@ -299,20 +296,33 @@ TEST(a_claim_held_for_too_long_is_anothers_and_its_holder_is_refused_and_leaves_
   CHECK(tallied(*f.ring, 0, Tally::expired) == 2 && tallied(*f.ring, 0, Tally::done) == 2);
 }
 
-TEST(a_claim_that_is_renewed_does_not_lapse) {
+TEST(a_holder_that_is_heard_keeps_its_claims_and_one_without_a_lease_need_not_be) {
   Fixture f("renewed");
-  const auto holder = f.ring->attach_again(Role::reader), other = f.ring->attach_again(Role::reader);
-  f.publish();
-  const auto held = claim(*holder, 1);
-  Asked asked;
-  asked.most_held_ns = 5'000'000'000;
-  std::vector<Claimed> none;
+  const auto holder = f.ring->attach_again(Role::reader), mute = f.ring->attach_again(Role::reader),
+             other = f.ring->attach_again(Role::reader);
+  holder->set_lease(5'000'000'000);
+  other->set_lease(1);  // the looker's own lease is nobody else's
+  f.publish(), f.publish();
+  const auto held = claim(*holder, 1), kept = claim(*mute, 1);
   const Deadline enough(0.25);  // two looks at every slot
   while (enough.left_ns() > 0) {
-    CHECK(holder->renew(held[0].id));
-    CHECK(other->claim(asked, none) == 0);
+    holder->heard();
+    CHECK(claim(*other, 1).empty());
   }
-  CHECK(holder->finish(held[0].id) && !holder->renew(held[0].id));
+  CHECK(holder->finish(held[0].id) && mute->finish(kept[0].id));
+}
+
+TEST(the_longest_lease_that_was_asked_for_counts) {
+  Fixture f("leases");
+  const auto holder = f.ring->attach_again(Role::reader);
+  f.publish();
+  holder->set_lease(5'000'000'000);
+  holder->set_lease(1);
+  const auto held = claim(*holder, 1);
+  CHECK(claim(*f.ring, 1).empty() && holder->holds(held[0].id));
+  holder->set_lease(0);
+  holder->set_lease(1);
+  CHECK(claim(*f.ring, 1).empty() && holder->finish(held[0].id));
 }
 
 TEST(claims_of_another_generation_or_nonsense_are_refused) {

@@ -49,7 +49,7 @@ TEST(a_finish_is_told_by_its_token_and_claim_also_when_its_slot_is_used_anew) {
   CHECK(entry >= 0);
   const Lease lease = published(*s.ring, 1);
   const ClaimId claim = claimed(*taker);
-  CHECK(taker->finish(claim, false, false, entry) && !taker->finish(claim, false, false, entry));
+  CHECK(taker->finish(claim, false, entry) && !taker->finish(claim, false, false, entry));
   use_anew(*s.ring, lease);
   CHECK(s.ring->outcome(kToken, claim) == Outcome::accepted);
   CHECK(s.ring->outcome(kToken, {claim.slot, claim.generation, 0, 2}) == Outcome::refused);
@@ -68,7 +68,7 @@ TEST(what_was_asked_about_is_not_accepted_afterwards_and_can_be_claimed_at_once)
   published(*s.ring, 1);
   const ClaimId claim = claimed(*taker);
   CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
-  CHECK(!taker->finish(claim, false, false, entry));
+  CHECK(!taker->finish(claim, false, entry));
   CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
   const ClaimId again = claimed(*s.ring);
   CHECK(again.attempts == 2 && s.ring->finish(again));
@@ -82,7 +82,7 @@ TEST(what_was_refused_for_another_reason_is_told_so) {
   const Lease lease = published(*s.ring, 1);
   const ClaimId claim = claimed(*taker);
   CHECK(s.ring->consume(lease.slot, lease.generation, 0));  // by ticket, beside the claim
-  CHECK(!taker->finish(claim, false, false, entry));
+  CHECK(!taker->finish(claim, false, entry));
   CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
   CHECK(s.ring->state_counts()[0] == kSlots);
 }
@@ -193,7 +193,7 @@ TEST(a_reclaimer_killed_in_between_leaves_the_answer_to_the_next_one) {
         const int entry = taker->open_taker(kToken);
         claimed(*taker);
         fault::set(index_of(died), SIGKILL, 0);
-        taker->finish(claim, false, false, entry);
+        taker->finish(claim, false, entry);
       }));
       killed([&] {
         const auto reclaimer = Ring::attach(s.guard.name, Role::observer, false);
@@ -218,7 +218,7 @@ TEST(a_listener_that_is_stopped_in_a_finish_is_waited_for) {
           const auto taker = Ring::attach(s.guard.name, Role::listener, false);
           const int entry = taker->open_taker(kToken);
           claimed(*taker);
-          taker->finish(claim, false, false, entry);
+          taker->finish(claim, false, entry);
         },
         [&] {
           const Outcome meanwhile = s.ring->outcome(kToken, claim);
@@ -241,7 +241,7 @@ TEST(the_last_finishes_of_a_connection_are_told_and_its_entry_is_its_own_while_i
   for (std::size_t i = 0; i < kFinishesKept + 1; ++i) {
     published(*s.ring, 1);
     claims.push_back(claimed(*taker));
-    CHECK(taker->finish(claims.back(), false, false, entries[7]));
+    CHECK(taker->finish(claims.back(), false, entries[7]));
   }
   CHECK(s.ring->outcome(8, claims[0]) == Outcome::refused);  // written over: a client leaves fewer unanswered
   for (std::size_t i = 1; i < claims.size(); ++i) CHECK(s.ring->outcome(8, claims[i]) == Outcome::accepted);

@@ -195,7 +195,7 @@ void claim(World& w, Ring& ring, std::uint64_t salt) {
       const std::lock_guard hold(w.questions_mutex);
       w.questions.push_back(question);
     }
-    question->accepted = ring.finish(claim, false, false, taker);
+    question->accepted = ring.finish(claim, false, taker);
     CHECK(ring.outcome(token, claim) == (question->accepted ? Outcome::accepted : Outcome::refused));
     ring.close_taker(std::exchange(taker, -1));  // it is revoked now
     return question->accepted;
@@ -219,7 +219,7 @@ void claim(World& w, Ring& ring, std::uint64_t salt) {
       Asked asked;
       asked.rank = static_cast<unsigned>(random() % kRanks);
       asked.most = 1 + random() % 3;
-      if (random() % 4 == 0) asked.most_held_ns = 1'000'000;
+      if (random() % 4 == 0) ring.set_lease(1'000'000);
       ring.claim(asked, held);
     }
     if (held.empty() || random() % 2 == 0) continue;

@@ -18,6 +18,8 @@ inline Answer answer_at(const std::byte* message, std::size_t index) {
 inline const char* status_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
                                 std::size_t before, std::size_t asked) {
   if (length < sizeof(Header) + asked * sizeof(Answer)) return "a status message is too short for its answers";
+  if (!sealed(message, sizeof(Header) + asked * sizeof(Answer)))
+    return "a status message whose bytes have changed on the way";
   const auto header = load<Header>(message);
   if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
     return "not a status message of the connection's version";

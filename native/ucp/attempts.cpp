@@ -65,8 +65,9 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
 
   answer.flags = kChecked;
   answer.length = record.length;
-  // The writer has hashed the payload as a whole: of a part there is only what stands in the slot now.
-  answer.checksum = range ? checksum(ring_.payload(record.slot) + offset, record.length) : info.checksum;
+  // The writer has hashed the payload as a whole: of a part there is only what stands in the slot now, hashed by
+  // `Connection::hash`.
+  answer.checksum = range ? 0 : info.checksum;
   attempt = adopt(connection, record.slot, record.generation, record.rank, record.length);
   return Code::accepted;
 }
@@ -76,7 +77,7 @@ Attempt* Service::adopt(Connection& connection, std::uint32_t slot, std::uint32_
                         std::uint64_t length) {
   Attempt* const attempt = std::exchange(free_, free_->next);
   const double through_s = static_cast<double>(length) / limits_.slowest_rate;
-  *attempt = {&connection, slot, generation, rank, Attempt::State::sending, connection.last_active_ + through_s,
+  *attempt = {&connection, slot, generation, rank, Attempt::State::sending, connection.last_active() + through_s,
               nullptr, connection.first_, nullptr, of_slot_[slot]};
   if (attempt->next != nullptr) attempt->next->previous = attempt;
   if (attempt->next_of_slot != nullptr) attempt->next_of_slot->previous_of_slot = attempt;
@@ -147,17 +148,30 @@ bool Service::covered(const Attempt& attempt) {
   return false;
 }
 
-void Service::end(Attempt& attempt, bool in_vain) {
+// A claim of an answer that brought several, and that its client may never have had, goes back uncounted: one payload
+// that does not get through is no reason for the others to end as dead.
+void Service::end(Attempt& attempt) {
   const ClaimId claim = attempt.claim();
   const Attempt::Hold hold = attempt.hold;
   const std::uint64_t delay_ns = attempt.delay_ns;
+  const bool broken = attempt.together && attempt.state != Attempt::State::acknowledged;
+  const Return back = broken ? Return::unread : attempt.back;
+  if (hold == Attempt::Hold::claim && broken) one_each_ = true;
   drop(attempt);
   const Ring::InUse use(ring_);
   try {
     if (hold == Attempt::Hold::pin) ring_.unpin(claim.slot, claim.generation);
-    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns, in_vain);
+    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns, back);
   } catch (const RingFault&) {  // the ring was closed, and its pins with it
   }
+}
+
+// Its client names a payload of the answer, so it has the answer.
+void Service::handed_over(const Attempt& attempt) {
+  one_each_ = false;
+  if (!attempt.together) return;
+  for (Attempt* each = attempt.connection->first_; each != nullptr; each = each->next)
+    if (each->hold == Attempt::Hold::claim && each->answer == attempt.answer) each->together = false;
 }
 
 void Service::drop(Attempt& attempt) {

@@ -6,15 +6,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/checksum.hpp"
+
 namespace transport::ucp {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
-inline constexpr std::uint8_t kTakingVersion = 3;  // the first that knows TAKE
-inline constexpr std::uint8_t kEndingVersion = 4;  // the first that knows END, USED, and FINISH on arrival
-inline constexpr std::uint8_t kRangesVersion = 4;  // the first that knows READ_RANGE
 
 enum class Kind : std::uint8_t {
   control = 0x10,
@@ -24,28 +23,27 @@ enum class Kind : std::uint8_t {
   discard = 0x22,
   state = 0x23,
   bye = 0x24,
-  take = 0x25,  // these from version 3 on
+  take = 0x25,
   finish = 0x26,
   give_back = 0x27,
   untake = 0x28,
   renew = 0x29,
   outcome = 0x2a,
-  end = 0x2b,  // these from version 4 on
-  used = 0x2c,
-  read_range = 0x2d,
+  end = 0x2b,
+  read_range = 0x2c,
 };
+inline constexpr Kind kLastKind = Kind::read_range;
 
-constexpr Kind last_kind(std::uint8_t version) {
-  return version >= kEndingVersion ? Kind::read_range : version >= kTakingVersion ? Kind::outcome : Kind::bye;
-}
-
-// Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
+// Of CONTROL and STATUS. `version` is what the handshake has agreed on. The checksum is XXH3 of everything behind it but
+// the payloads: of a CONTROL message, of the header and answers of a STATUS, of the head of the answer to a TAKE. A
+// message whose bytes have changed ends its connection, since a claim may be held that only one side knows of.
 struct Header {
+  std::uint64_t checksum;
   std::uint8_t version, kind;
   std::uint16_t count;
-  std::uint32_t number, joined_bytes, reserved;
+  std::uint32_t number, joined_bytes, code;  // the last, of the answer to a TAKE
 };
-static_assert(sizeof(Header) == 16);
+static_assert(sizeof(Header) == 24);
 
 struct Record {
   std::uint8_t kind, rank;
@@ -72,7 +70,7 @@ static_assert(sizeof(Answer) == 32);
 // --- TAKE ---------------------------------------------------------------------------------------------------
 // The record, which stands alone in its message: `slot` is how many payloads at most, `generation` for how many
 // milliseconds it may wait, `length` how many bytes of payloads, `joined_most` the largest that is joined, `key` the
-// oldest policy version (signed). Its STATUS, whose `reserved` is a code:
+// oldest policy version (signed). Its STATUS:
 //
 //    header | a Taken for each payload | their notes | zeros up to a multiple of 64 | payloads, each at a multiple of 64
 //
@@ -80,8 +78,7 @@ static_assert(sizeof(Answer) == 32);
 struct Taken {
   std::uint32_t slot, generation;
   std::uint8_t rank, flags;
-  std::uint16_t attempts;
-  std::uint32_t note_bytes;
+  std::uint16_t attempts, note_bytes, in_vain;  // the last: deliveries that counted before this one
   std::uint64_t length, checksum, sequence;
   std::int64_t policy_version;
 };
@@ -103,9 +100,9 @@ constexpr std::uint64_t taken_room(std::uint64_t most, std::uint64_t most_bytes,
 
 // --- END ----------------------------------------------------------------------------------------------------
 // The record, which stands alone in its message: `joined_most` is how the delivery ends, `key` how many bytes of reason
-// (lower half) and of consumer (upper half) follow the record. FINISH has `kArrived` in `joined_most` where the payload
-// has only arrived; USED says that `length` payloads of `rank` which had arrived were used.
-inline constexpr std::uint32_t kArrived = 1;
+// (lower half) and of consumer (upper half) follow the record. GIVE_BACK has `kUnread` in `joined_most` where the payload
+// was not looked at, so that its delivery does not count; its `length` is the delay in milliseconds.
+inline constexpr std::uint32_t kUnread = 1;
 inline constexpr std::uint32_t kMostReason = 160, kMostConsumer = 56;  // as a ring's log of failures has room for
 inline constexpr std::uint32_t kWaysToEnd = 3;                         // discarded, dead, aged: see ring/failure_log.hpp
 
@@ -134,6 +131,14 @@ void store(std::byte* at, const Frame& frame) {
   std::memcpy(at, &frame, sizeof frame);
 }
 
+// Stores the checksum of a message, or of its part in front of the payloads. The last step before it is sent.
+inline void seal(std::byte* message, std::size_t length) {
+  store(message, checksum(message + sizeof(std::uint64_t), length - sizeof(std::uint64_t)));
+}
+inline bool sealed(const std::byte* message, std::size_t length) {
+  return load<std::uint64_t>(message) == checksum(message + sizeof(std::uint64_t), length - sizeof(std::uint64_t));
+}
+
 inline Record record_at(const std::byte* message, std::size_t index) {
   return load<Record>(message + sizeof(Header) + index * sizeof(Record));
 }
@@ -156,6 +161,7 @@ inline const char* end_fault(const Record& record, std::uint16_t count, std::siz
 inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due,
                                  std::uint8_t version) {
   if (length < sizeof(Header)) return "a control message has no header";
+  if (!sealed(message, length)) return "a control message whose bytes have changed on the way";
   const auto header = load<Header>(message);
   if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::control))
     return "not a control message of the connection's version";
@@ -163,9 +169,8 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {
     const Record record = record_at(message, index);
-    if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > static_cast<std::uint8_t>(last_kind(version)))
+    if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > static_cast<std::uint8_t>(kLastKind))
       return "a record of unknown kind";
-    if (record.kind == static_cast<std::uint8_t>(Kind::used) && record.rank >= kRanks) return "payloads of no rank";
     if (record.kind == static_cast<std::uint8_t>(Kind::end)) {
       if (const char* const fault = end_fault(record, header.count, length)) return fault;
     }

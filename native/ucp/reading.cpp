@@ -85,10 +85,12 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   }
 
   void send() {
-    store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control),
+    const std::size_t length = sizeof(Header) + records_ * sizeof(Record) + text_bytes_;
+    store(control_.data(), Header{0, link_->version_, static_cast<std::uint8_t>(Kind::control),
                                   static_cast<std::uint16_t>(records_), number_, 0, 0});
+    seal(control_.data(), length);
     ++under_way_;
-    endpoint().send(control_.data(), sizeof(Header) + records_ * sizeof(Record) + text_bytes_,
+    endpoint().send(control_.data(), length,
                     tag_of(link_->their_base_, number_), {&Operation::control_sent, this}, self_);
     FAULT_POINT("read.asked");
     engine_.expect_soon();
@@ -259,9 +261,9 @@ std::uint32_t Link::read(void* token, std::span<Want> wants, std::span<const Rec
     if (want.memory != UCS_MEMORY_TYPE_HOST && (small(want.size) || want.verify))
       throw std::invalid_argument("device memory needs a payload above inline_limit and no checksum here");
   for (const Want& want : wants)
-    if (want.range && (version_ < kRangesVersion || want.offset % kRangeUnit != 0 ||
+    if (want.range && (want.offset % kRangeUnit != 0 ||
                        want.offset / kRangeUnit > std::numeric_limits<std::uint32_t>::max()))
-      throw std::invalid_argument("a range begins at a multiple of 64, and needs a listener of version 4");
+      throw std::invalid_argument("a range begins at a multiple of 64");
   const std::uint32_t number = next_number_;
   const auto operation = begin(token, acks, wants.size());
   for (Want& want : wants) operation->add(std::move(want));

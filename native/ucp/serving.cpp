@@ -30,17 +30,15 @@ bool is_of_the_peer(ucs_status_t status) {
   }
 }
 
-double now_s() { return static_cast<double>(monotonic_ns()) * 1e-9; }
-
 }  // namespace
 
 // --- connection: messages in --------------------------------------------------------------------------------
 std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
                                              std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
-                                             void* ended) {
+                                             std::uint64_t lease_ns, void* ended) {
   std::shared_ptr<Connection> opened(
-      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, version));
-  opened->last_active_ = now_s();
+      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, version, lease_ns));
+  opened->heard_ns_ = monotonic_ns();
   opened->ended_ = ended;
   ++opened->service_->engine().expecting;
   opened->service_->of_base_[tag_base] = opened.get();
@@ -122,14 +120,18 @@ void Connection::run() {
   const Arrival arrival = arrivals_[place];
   if (arrival.status == UCS_ERR_MESSAGE_TRUNCATED) return end(End::garbage, "a control message is too long");
   if (arrival.status != UCS_OK) return end(End::gone, "the peer disconnected");
-  last_active_ = now_s();
   const std::byte* const message = inbox_->messages[place].data();
-  if (const char* const fault = control_fault(message, arrival.length, due_, version_)) return end(End::garbage, fault);
-  FAULT_POINT("serve.asked");
+  if (!answering_) {
+    heard_ns_ = monotonic_ns();
+    if (const char* const fault = control_fault(message, arrival.length, due_, version_))
+      return end(End::garbage, fault);
+    FAULT_POINT("serve.asked");
+  }
   try {
-    answer(message);
-    ++due_;
-    post();
+    if (answer(message)) {
+      ++due_;
+      post();
+    }
   } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: the connection ends
     return end(End::internal, "the ring can no longer be served");
   }
@@ -137,30 +139,49 @@ void Connection::run() {
 }
 
 // --- connection: answers and payloads out -------------------------------------------------------------------
-void Connection::answer(const std::byte* message) {
+// False: it goes on in another turn. Ranges are hashed here, and a message may ask for any number of bytes of them.
+bool Connection::answer(const std::byte* message) {
   const auto header = load<Header>(message);
-  if (const Record first = record_at(message, 0); first.kind == static_cast<std::uint8_t>(Kind::take))
-    return service_->take(*this, header.number, first);
-  auto reply = service_->take_reply();
-  std::byte* const first = reply->status.data() + sizeof(Header);
-  std::array<Payload, kMostRecords> payloads;
-  std::size_t answers = 0, count = 0;
-  bool join = true;
-  for (std::uint32_t index = 0; index < header.count; ++index) {
-    const Record record = record_at(message, index);
+  if (const Record first = record_at(message, 0); first.kind == static_cast<std::uint8_t>(Kind::take)) {
+    service_->take(*this, header.number, first);
+    return true;
+  }
+  if (!answering_) {
+    answering_ = service_->answering_ ? std::move(service_->answering_) : std::make_unique<Answering>();
+    answering_->reply = service_->take_reply();
+    answering_->answers = answering_->count = answering_->index = 0;
+    answering_->join = true;
+    answering_->hashing = nullptr;
+  }
+  Answering& now = *answering_;
+  std::byte* const first = now.reply->status.data() + sizeof(Header);
+  std::uint64_t left = service_->limits_.most_hashed;
+  for (; now.index < header.count; ++now.index) {
+    const Record record = record_at(message, now.index);
     Answer said{};
-    said.position = static_cast<std::uint16_t>(index);
+    said.position = static_cast<std::uint16_t>(now.index);
     switch (static_cast<Kind>(record.kind)) {
       case Kind::read:
       case Kind::read_range: {
+        if (now.hashing != nullptr) {  // begun in an earlier turn
+          if (!hash(left)) return false;
+          continue;
+        }
         const bool small = record.length <= service_->limits_.inline_bytes;
         Attempt* attempt = nullptr;
         said.code = static_cast<std::uint8_t>(service_->begin(*this, record, attempt, said));
-        if (attempt != nullptr)
-          payloads[count++] = {attempt, record.length, index, small ? first + answers * sizeof(Answer) : nullptr,
-                               Service::offset_of(record)};
-        else if (small)
-          join = false;  // the client has laid out one message for all of them
+        if (attempt != nullptr) {
+          const std::uint64_t offset = Service::offset_of(record);
+          now.payloads[now.count++] = {attempt, record.length, now.index,
+                                       small ? first + now.answers * sizeof(Answer) : nullptr, offset};
+          if (record.kind == static_cast<std::uint8_t>(Kind::read_range)) {
+            now.hashing = service_->ring_.payload(attempt->slot) + offset;
+            now.unhashed = record.length;
+            now.hashed = Checksum();
+          }
+        } else if (small) {
+          now.join = false;  // the client has laid out one message for all of them
+        }
         break;
       }
       case Kind::ack:
@@ -185,9 +206,6 @@ void Connection::answer(const std::byte* message) {
         said.code = static_cast<std::uint8_t>(
             service_->end_untrained(*this, record, message + sizeof(Header) + sizeof(Record)));
         break;
-      case Kind::used:
-        said.code = static_cast<std::uint8_t>(service_->used(*this, record));
-        break;
       case Kind::outcome:
         said.code = static_cast<std::uint8_t>(service_->outcome(record));
         break;
@@ -199,37 +217,65 @@ void Connection::answer(const std::byte* message) {
       case Kind::bye:  // everything in front of it is done
         break;
       default:  // `control_fault` lets none pass; a kind that only one of the two knows is not taken for another
-        return end(End::garbage, "a record of unknown kind");
+        end(End::garbage, "a record of unknown kind");
+        return true;
     }
-    store(first + answers++ * sizeof(Answer), said);
+    store(first + now.answers++ * sizeof(Answer), said);
+    if (now.hashing != nullptr && !hash(left)) return false;
   }
-  if (answers == 0) return service_->give_back(std::move(reply));
+  finish_reply(header);
+  service_->answering_ = std::move(answering_);
+  return true;
+}
 
+// The range of the last answer; false: it has more bytes than are left for this turn.
+bool Connection::hash(std::uint64_t& left) {
+  Answering& now = *answering_;
+  const std::uint64_t bytes = std::min(now.unhashed, left);
+  now.hashed.update(now.hashing, bytes);
+  now.hashing += bytes;
+  now.unhashed -= bytes;
+  left -= bytes;
+  if (now.unhashed != 0) return false;
+  now.hashing = nullptr;
+  std::byte* const at = now.reply->status.data() + sizeof(Header) + (now.answers - 1) * sizeof(Answer);
+  auto said = load<Answer>(at);
+  said.checksum = now.hashed.digest();
+  store(at, said);
+  return true;
+}
+
+void Connection::finish_reply(const Header& asked) {
+  Answering& now = *answering_;
+  if (now.answers == 0) return service_->give_back(std::move(now.reply));
+  Reply& reply = *now.reply;
   std::size_t pieces = 1, joined_bytes = 0;
-  reply->joined_count = 0;
-  for (std::size_t each = 0; each < count && join; ++each) {
-    const Payload& payload = payloads[each];
+  reply.joined_count = 0;
+  for (std::size_t each = 0; each < now.count && now.join; ++each) {
+    const Payload& payload = now.payloads[each];
     if (payload.small == nullptr) continue;
     auto said = load<Answer>(payload.small);
     said.flags |= kJoined;
     store(payload.small, said);
-    reply->joined[reply->joined_count++] = payload.attempt;
+    reply.joined[reply.joined_count++] = payload.attempt;
     if (payload.length == 0) continue;
-    reply->pieces[pieces++] = {service_->ring_.payload(payload.attempt->slot) + payload.offset, payload.length};
+    reply.pieces[pieces++] = {service_->ring_.payload(payload.attempt->slot) + payload.offset, payload.length};
     joined_bytes += payload.length;
   }
-  store(reply->status.data(),
-        Header{version_, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(answers), header.number,
-               static_cast<std::uint32_t>(joined_bytes), 0});
-  reply->pieces[0] = {reply->status.data(), sizeof(Header) + answers * sizeof(Answer)};
-  send_reply(std::move(reply), header.number, pieces);
+  const std::size_t head = sizeof(Header) + now.answers * sizeof(Answer);
+  store(reply.status.data(),
+        Header{0, version_, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(now.answers),
+               asked.number, static_cast<std::uint32_t>(joined_bytes), 0});
+  seal(reply.status.data(), head);
+  reply.pieces[0] = {reply.status.data(), head};
+  send_reply(std::move(now.reply), asked.number, pieces);
   FAULT_POINT("serve.answered");
-  for (std::size_t each = 0; each < count; ++each) {
-    const Payload& payload = payloads[each];
-    if (join && payload.small != nullptr) continue;
+  for (std::size_t each = 0; each < now.count; ++each) {
+    const Payload& payload = now.payloads[each];
+    if (now.join && payload.small != nullptr) continue;
     ++unsent_;
     endpoint_->send(service_->ring_.payload(payload.attempt->slot) + payload.offset, payload.length,
-                    tag_of(client_base_, header.number, 1 + payload.index),
+                    tag_of(client_base_, asked.number, 1 + payload.index),
                     {&Connection::payload_sent, payload.attempt}, service_->mapping_);
     FAULT_POINT("serve.sending");
   }
@@ -274,13 +320,6 @@ void Connection::sent(ucs_status_t status) {
 }
 
 // --- connection: attempts and the end -----------------------------------------------------------------------
-const Attempt* Connection::oldest() const {
-  const Attempt* oldest = first_;
-  for (const Attempt* each = first_; each != nullptr; each = each->next)
-    if (counts_from(*each) < counts_from(*oldest)) oldest = each;
-  return oldest;
-}
-
 void Connection::end_consumed() {
   const Ring::InUse use(service_->ring_);
   for (Attempt* each = first_; each != nullptr;) {
@@ -297,13 +336,17 @@ void Connection::expect_no_more() {
 
 long Connection::expire(double before) {
   const Ring::InUse use(service_->ring_);
+  const bool silent = holder_gone(heard_ns_, lease_ns_, true, monotonic_ns());
+  const auto late = [&](const Attempt& each) {
+    return each.hold == Attempt::Hold::claim ? silent : each.sent_by < before && !answering_;
+  };
   for (const Attempt* each = first_; each != nullptr; each = each->next)
-    if (counts_from(*each) < before && !each->idle()) return -1;
+    if (late(*each) && !each->idle()) return -1;
   long ended = 0;
   for (Attempt* each = first_; each != nullptr;) {
     Attempt* const next = each->next;
-    if (counts_from(*each) < before) {
-      service_->end(*each, true);
+    if (late(*each)) {
+      service_->end(*each);
       ++ended;
     }
     each = next;
@@ -330,14 +373,10 @@ void Connection::close() {
   service_->of_base_.erase(tag_base_);
   service_->forget(*this);
   while (!ahead_.empty()) service_->engine().drop(take_ahead().message);
-  while (first_ != nullptr) service_->end(*first_, first_->state != Attempt::State::acknowledged);
+  answering_.reset();
+  while (first_ != nullptr) service_->end(*first_);
   const Ring::InUse use(service_->ring_);
   service_->ring_.close_taker(taker_);
-  try {
-    for (unsigned rank = 0; rank < kRanks; ++rank)
-      if (arrived_[rank] != 0) service_->ring_.lose(rank, arrived_[rank], endpoint_->peer());
-  } catch (const std::exception&) {  // the ring was closed, and has counted them itself
-  }
 }
 
 }  // namespace transport::ucp

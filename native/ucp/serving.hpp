@@ -51,6 +51,7 @@ struct Limits {
   std::size_t most_ahead = std::size_t{4} << 20;  // per connection: bytes of messages whose turn has not come
   std::size_t most_ahead_of_all = std::size_t{64} << 20;
   std::size_t most_waiting = 4;  // per connection: demands that wait
+  std::uint64_t most_hashed = std::uint64_t{64} << 20;  // bytes of ranges in one turn of the engine
 };
 
 struct Attempt {
@@ -68,6 +69,9 @@ struct Attempt {
   Hold hold = Hold::pin;
   std::uint16_t tries = 0;  // of a claim: what tells it from others of the same delivery
   std::uint64_t delay_ns = 0;  // with which it goes back
+  Return back = Return::expired;  // how it goes back
+  std::uint32_t answer = 0;       // the demand that it came with
+  bool together = false;          // with others; and its client has not shown that it has the answer
 
   bool idle() const { return state == State::idle; }
   ClaimId claim() const { return {slot, generation, rank, tries}; }
@@ -102,6 +106,27 @@ struct Demand {
   std::uint32_t number;
   Asked asked;
   std::uint64_t joined_most, until_ns;
+};
+
+// A payload of an answer.
+struct Payload {
+  Attempt* attempt;
+  std::uint64_t length;
+  std::uint32_t index;  // of its record
+  std::byte* small;     // its answer, where the payload is small enough to be joined to it
+  std::uint64_t offset;  // in the slot
+};
+
+// The answer to the message that is due, as far as it has come.
+struct Answering {
+  std::shared_ptr<Reply> reply;
+  std::array<Payload, kMostRecords> payloads;
+  std::size_t answers = 0, count = 0;
+  std::uint32_t index = 0;  // of its next record
+  bool join = true;
+  const std::byte* hashing = nullptr;  // of the last of the payloads, which is a range: what is to be hashed
+  std::uint64_t unhashed = 0;
+  Checksum hashed;
 };
 
 // What the connections of a listener share.
@@ -144,7 +169,7 @@ class Service {
   Served serve(Demand& demand);
   void open_taker(Connection& connection);
   void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
-  std::size_t serve_waiting();
+  void serve_waiting();
   void forget(const Connection& connection);
   void untake(const Connection& connection, std::uint32_t number);
   void untake_all(const Connection& connection);
@@ -153,7 +178,6 @@ class Service {
   Code finish(Connection& connection, const Record& record);
   Code give_back(Connection& connection, const Record& record);
   Code end_untrained(Connection& connection, const Record& record, const std::byte* texts);
-  Code used(Connection& connection, const Record& record);
   bool end_claim(Attempt& attempt, const std::function<bool(const ClaimId&)>& how);
   Code outcome(const Record& record);
   void end_reads(const Connection& connection, const Record& record);
@@ -161,7 +185,8 @@ class Service {
   std::uint64_t fate(const Record& record) const;
   void sent(Attempt& attempt);
   bool covered(const Attempt& attempt);
-  void end(Attempt& attempt, bool in_vain = false);  // gives its pin back; its claim's holder ended, or was silent
+  void end(Attempt& attempt);  // gives its pin back, and its claim
+  void handed_over(const Attempt& attempt);
   void drop(Attempt& attempt);  // its pin is gone
   bool consumed_elsewhere(const Attempt& attempt) const;
   bool keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message);
@@ -183,10 +208,11 @@ class Service {
   std::deque<Attempt> made_;
   Attempt* free_ = nullptr;
   std::vector<std::shared_ptr<Reply>> replies_;
+  std::unique_ptr<Answering> answering_;  // a spare one
   std::deque<Demand> waiting_;
   std::vector<Claimed> claimed_;
   std::vector<std::shared_ptr<TakeReply>> take_replies_;
-  std::uint64_t reclaimed_ns_ = 0;
+  bool one_each_ = false;  // an answer of several payloads broke: the next ones bring one, until one is handed over
   PublishWatch watch_;
 };
 
@@ -196,7 +222,7 @@ class Connection : public Deferred {
   // `ended` is an owned reference for the event that tells of the end. Receives stand when this returns.
   static std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
                                           std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
-                                          void* ended);
+                                          std::uint64_t lease_ns, void* ended);
   ~Connection() override { close(); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -206,20 +232,16 @@ class Connection : public Deferred {
   bool closed() const { return closed_; }
   std::size_t attempts() const { return attempts_; }
   std::size_t unsent() const { return unsent_; }
-  double last_active() const { return last_active_; }  // seconds of the monotonic clock
+  double last_active() const { return static_cast<double>(heard_ns_) * 1e-9; }  // seconds of the monotonic clock
   const char* reason() const { return reason_; }       // why it ended, in words
   void count_as(Counter carried) { carried_ = carried; }
-  const Attempt* oldest() const;                       // the attempt that is late first
-  // From when on an attempt is late. Claims age with their holder's silence.
-  double counts_from(const Attempt& attempt) const {
-    return attempt.hold == Attempt::Hold::claim ? std::max(attempt.sent_by, last_active_) : attempt.sent_by;
-  }
   std::size_t waiting() const { return waiting_; }  // demands
 
   // End attempts that were acknowledged through other listeners.
   void end_consumed();
-  // End attempts whose `sent_by` is before `before`: how many. -1, and nothing ended, when the bytes of one are not
-  // through: UCX is in its slot, so that only `close` ends it.
+  // End reads whose `sent_by` is before `before`, and all claims if their holder is gone by its own lease (`holder_gone`):
+  // how many. -1, and nothing ended, when the bytes of one are not through: UCX is in its slot, so that only `close`
+  // ends it.
   long expire(double before);
 
  private:
@@ -229,13 +251,6 @@ class Connection : public Deferred {
   struct Inbox {
     std::array<std::array<std::byte, kControlBytes>, kReceives> messages;
     std::byte beyond_handshake;
-  };
-  struct Payload {
-    Attempt* attempt;
-    std::uint64_t length;
-    std::uint32_t index;  // of its record
-    std::byte* small;     // its answer, where the payload is small enough to be joined to it
-    std::uint64_t offset;  // in the slot
   };
   // A message that came before a receive stood for it.
   struct Ahead {
@@ -249,13 +264,14 @@ class Connection : public Deferred {
   };
 
   Connection(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base,
-             std::uint32_t client_base, std::uint8_t version)
+             std::uint32_t client_base, std::uint8_t version, std::uint64_t lease_ns)
       : service_(std::move(service)),
         endpoint_(std::move(endpoint)),
         inbox_(std::make_shared<Inbox>()),
         tag_base_(tag_base),
         client_base_(client_base),
-        version_(version) {}
+        version_(version),
+        lease_ns_(lease_ns) {}
 
   static void received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void received_stream(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
@@ -268,7 +284,9 @@ class Connection : public Deferred {
   void post();
   bool keep(std::uint64_t place, std::size_t length, ucp_tag_message_h message);
   Ahead take_ahead();
-  void answer(const std::byte* message);
+  bool answer(const std::byte* message);
+  bool hash(std::uint64_t& left);
+  void finish_reply(const Header& asked);
   void send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces);
   void sent(ucs_status_t status);
   void end(End how, const char* reason);
@@ -290,10 +308,11 @@ class Connection : public Deferred {
   std::size_t unsent_ = 0;
   std::size_t attempts_ = 0;
   std::size_t waiting_ = 0;
-  std::array<std::uint64_t, kRanks> arrived_{};  // by rank: acknowledged on arrival, and not said to be used
   int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
-  double last_active_ = 0;
+  const std::uint64_t lease_ns_;  // as OwnerRow's: the client's own, 0: none
+  std::uint64_t heard_ns_ = 0;    // CLOCK_MONOTONIC of its last message
+  std::unique_ptr<Answering> answering_;  // while it goes on in another turn
   Counter carried_ = Counter::bytes_tcp;  // what its payloads' bytes are counted as
 };
 

@@ -31,11 +31,13 @@ inline const char* taken_fault(const std::byte* message, std::size_t length, std
                                const TakeTerms& terms) {
   if (length < sizeof(Header)) return "an answer to a demand has no header";
   const auto header = load<Header>(message);
+  if (header.joined_bytes > length - sizeof(Header) || !sealed(message, length - header.joined_bytes))
+    return "an answer to a demand whose bytes have changed on the way";
   if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
     return "not a status message of the connection's version";
   if (header.number != due) return "a status message of another number than was due";
   if (header.count > terms.most) return "more payloads than were asked for";
-  if (header.reserved > 0xff || (header.reserved != 0 && header.count != 0)) return "payloads beside a refusal";
+  if (header.code > 0xff || (header.code != 0 && header.count != 0)) return "payloads beside a refusal";
   std::uint64_t head = sizeof(Header) + header.count * sizeof(Taken);
   if (length < head) return "a status message is too short for its payloads";
   std::uint64_t joined = 0;

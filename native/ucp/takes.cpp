@@ -29,10 +29,11 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     ++link_->under_way_;
     Endpoint& endpoint = *link_->endpoint_;
     endpoint.receive(room_.data, room_.size, tag_of(link_->tag_base_, number_), {&TakeOperation::arrived, this}, self_);
-    store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
+    store(control_.data(), Header{0, link_->version_, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
     store(control_.data() + sizeof(Header),
           Record{static_cast<std::uint8_t>(Kind::take), terms_.rank, terms_.most_attempts, terms_.most, terms_.wait_ms,
                  terms_.joined_most, std::bit_cast<std::uint64_t>(terms_.oldest_version), terms_.most_bytes});
+    seal(control_.data(), control_.size());
     endpoint.send(control_.data(), control_.size(), tag_of(link_->their_base_, number_), {&TakeOperation::sent, this},
                   self_);
     FAULT_POINT("read.asked");  // no spin for the answer: it may come when the next payload is written
@@ -80,7 +81,7 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     if (taken_fault(room_.data, length_, link_->version_, number_, terms_) != nullptr) return {token, kProtocol};
     const auto header = load<Header>(room_.data);
     auto outcomes = std::make_unique<std::vector<long>>();
-    outcomes->push_back(static_cast<long>(header.reserved));
+    outcomes->push_back(static_cast<long>(header.code));
     outcomes->push_back(header.count);
     if (terms_.verify) verify(header, *outcomes);
     return {token, 0, std::move(outcomes)};

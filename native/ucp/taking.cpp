@@ -58,6 +58,7 @@ Service::Served Service::serve(Demand& demand) {
   Asked asked = demand.asked;
   asked.most = std::min(asked.most, limits_.most_attempts - std::min(limits_.most_attempts, connection.attempts_));
   if (asked.most == 0 || connection.unsent_ > limits_.most_unsent) return Served::held_up;
+  if (one_each_) asked.most = 1;
   std::size_t spare = 0;  // memory first: afterwards nothing may fail with claims in hand
   for (const Attempt* each = free_; each != nullptr && spare < asked.most; each = each->next) ++spare;
   for (; spare < asked.most; ++spare) {
@@ -76,7 +77,7 @@ Service::Served Service::serve(Demand& demand) {
       const Attempt* known = of_slot_[each.id.slot];
       while (known != nullptr && !(known->hold == Attempt::Hold::claim && known->rank == each.id.rank))
         known = known->next_of_slot;
-      if (known == nullptr) ring_.give_back(each.id);
+      if (known == nullptr) ring_.give_back(each.id, 0, Return::unread);
     }
     throw;
   }
@@ -102,7 +103,6 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
   head.resize(sizeof(Header) + claimed.size() * sizeof(Taken));
   reply->pieces.push_back({});
 
-  const double now_s = static_cast<double>(monotonic_ns()) * 1e-9;
   std::uint64_t joined = 0;  // bytes from the end of the head on
   for (std::size_t at = 0; at < claimed.size(); ++at) {
     const Claimed& one = claimed[at];
@@ -113,7 +113,8 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
                 static_cast<std::uint8_t>(one.id.rank),
                 kChecked,
                 static_cast<std::uint16_t>(one.id.attempts),
-                static_cast<std::uint32_t>(note_bytes),
+                static_cast<std::uint16_t>(note_bytes),
+                static_cast<std::uint16_t>(one.in_vain),
                 one.length,
                 one.checksum,
                 one.sequence,
@@ -126,7 +127,8 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     attempt.hold = Attempt::Hold::claim;
     attempt.tries = taken.attempts;
     attempt.state = Attempt::State::idle;
-    attempt.sent_by += std::max(0.0, now_s - connection.last_active_);  // it may have waited
+    attempt.answer = demand.number;
+    attempt.together = claimed.size() > 1;
     const std::uint64_t at_bytes = aligned_taken(joined);
     if (one.length <= demand.joined_most && one.length <= demand.asked.most_bytes &&
         at_bytes + one.length <= demand.asked.most_bytes + at * kTakenAlignment) {
@@ -141,9 +143,10 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     store(head.data() + sizeof(Header) + at * sizeof(Taken), taken);
   }
   if (joined != 0) head.resize(aligned_taken(head.size()));
-  store(head.data(), Header{connection.version_, static_cast<std::uint8_t>(Kind::status),
+  store(head.data(), Header{0, connection.version_, static_cast<std::uint8_t>(Kind::status),
                             static_cast<std::uint16_t>(claimed.size()), demand.number,
                             static_cast<std::uint32_t>(joined), static_cast<std::uint32_t>(code)});
+  seal(head.data(), head.size());
   reply->pieces[0] = {head.data(), head.size()};
 
   TakeReply& going = *reply;
@@ -173,14 +176,8 @@ void Service::look() {
   if (waiting_.empty()) return;
   const Ring::InUse use(ring_);
   const std::uint32_t before = seen(ring_.published());
-  std::size_t served = 0;
   try {
-    served = serve_waiting();
-    const std::uint64_t now = monotonic_ns();
-    if (served == 0 && now - reclaimed_ns_ >= kLookAgain_ns) {
-      reclaimed_ns_ = now;
-      if (ring_.reclaim() > 0) serve_waiting();
-    }
+    serve_waiting();
     if (!waiting_.empty()) arm(before);
   } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: no demand is served any more
     for (const Demand& each : waiting_) {
@@ -191,10 +188,9 @@ void Service::look() {
   }
 }
 
-// One round; how many have their answer with payloads. What found nothing for a rank finds nothing for the next one.
-std::size_t Service::serve_waiting() {
+// One round. What found nothing for a rank finds nothing for the next one.
+void Service::serve_waiting() {
   std::uint32_t empty = 0;
-  std::size_t served = 0;
   const std::uint64_t now = monotonic_ns();
   std::size_t kept = 0;
   for (std::size_t at = 0; at < waiting_.size(); ++at) {
@@ -204,7 +200,6 @@ std::size_t Service::serve_waiting() {
     if (!over && (empty >> demand.asked.rank & 1) == 0) {
       const Served found = serve(demand);
       over = found == Served::answered;
-      served += over;
       if (found == Served::nothing) empty |= 1U << demand.asked.rank;
     }
     if (!over && now >= demand.until_ns) {
@@ -217,7 +212,6 @@ std::size_t Service::serve_waiting() {
       waiting_[kept++] = demand;
   }
   waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(kept), waiting_.end());
-  return served;
 }
 
 void Service::arm(std::uint32_t before) {
@@ -278,11 +272,9 @@ Code Service::finish(Connection& connection, const Record& record) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
   FAULT_POINT("finish.asked");
-  const bool arrived = connection.version_ >= kEndingVersion && (record.joined_most & kArrived) != 0;
-  const bool accepted = end_claim(*attempt, [&](const ClaimId& claim) {
-    return ring_.finish(claim, false, arrived, connection.taker_);
-  });
-  if (accepted && arrived) ++connection.arrived_[record.rank];
+  handed_over(*attempt);
+  const bool accepted =
+      end_claim(*attempt, [&](const ClaimId& claim) { return ring_.finish(claim, false, connection.taker_); });
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;
 }
@@ -305,6 +297,7 @@ bool Service::end_claim(Attempt& attempt, const std::function<bool(const ClaimId
 Code Service::end_untrained(Connection& connection, const Record& record, const std::byte* texts) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
+  handed_over(*attempt);
   constexpr std::array<Ended, kWaysToEnd> ways{Ended::discarded, Ended::dead, Ended::aged};
   const auto* const text = reinterpret_cast<const char*>(texts);
   const std::string reason = one_line({text, reason_bytes(record)});
@@ -316,31 +309,19 @@ Code Service::end_untrained(Connection& connection, const Record& record, const 
   return accepted ? Code::accepted : Code::stale;
 }
 
-// What this connection does not know of was counted as lost when the one ended through which it had come.
-Code Service::used(Connection& connection, const Record& record) {
-  open_taker(connection);
-  if (connection.taker_ >= 0 && !ring_.note_used(connection.taker_, record.rank, record.generation)) return Code::stale;
-  std::uint64_t& arrived = connection.arrived_[record.rank];
-  const std::uint64_t ours = std::min(arrived, record.length);
-  arrived -= ours;
-  ring_.trained(record.rank, ours);
-  if (record.length > ours) {
-    ring_.reclaim();  // of a listener that died nothing is counted before
-    ring_.found(record.rank, record.length - ours);
-  }
-  return Code::accepted;
-}
-
 Code Service::give_back(Connection& connection, const Record& record) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
+  handed_over(*attempt);
   bool accepted = true;
+  const Return back = (record.joined_most & kUnread) != 0 ? Return::unread : Return::retried;
   const std::uint64_t delay_ns = std::min(record.length, ~std::uint64_t{0} / kMillisecond) * kMillisecond;
   if (attempt->idle()) {
-    accepted = ring_.give_back(attempt->claim(), delay_ns);
+    accepted = ring_.give_back(attempt->claim(), delay_ns, back);
     drop(*attempt);
   } else {
     attempt->delay_ns = delay_ns;
+    attempt->back = back;
     attempt->state = Attempt::State::acknowledged;
   }
   end_reads(connection, record);

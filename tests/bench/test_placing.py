@@ -15,7 +15,7 @@ from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.bench.job.placing import placed
 from transport.queue import FoundRings, open_queue
 from transport.ring.batch_shape import Shape
-from transport.taking.outcomes import Outcomes
+from transport.claims.outcomes import Outcomes
 
 pytestmark = pytest.mark.ucx
 LONG_S = 30.0

@@ -21,7 +21,7 @@ from transport.packer.rollout import ticket_id
 from transport.queue import FoundRings, RedisQueue, SQLiteQueue, found_elsewhere
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
 from transport.queue.found_elsewhere import FoundElsewhere
-from transport.queue.places import OnThisHost
+from transport.claims.places import OnThisHost
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 ROOT = Path(__file__).resolve().parents[2]

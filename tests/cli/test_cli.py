@@ -119,7 +119,7 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
         (["demo", "--on", "slurm"], "transport demo: --on slurm: choose processes or ray"),
         (["demo", "--ray-address", "auto"], "transport demo: --ray-address auto: give --on ray as well"),
         (
-            ["demo", "--on", "ray", "--queue", "sqlite", "--checkpoint", "c"],
+            ["demo", "--on", "ray", "--queue", "redis://host/0", "--checkpoint", "c"],
             "transport demo: --on ray does not take --queue, --checkpoint; leave it away, or give --on processes",
         ),
     ],
@@ -137,12 +137,10 @@ def test_numbers_out_of_range_are_wrong_usage(option: tuple[str, str], capsys: p
     assert option[0] in complaint(capsys)
 
 
-@pytest.mark.parametrize("scheme", ["", "sqlite:", "sqlite://"])
-def test_the_demo_refuses_a_queue_that_exists(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "old.sqlite3"
-    path.touch()
-    assert run(["demo", "--queue", f"{scheme}{path}"]) == 2
-    assert f"--queue {scheme}{path}: the file already exists" in complaint(capsys)
+@pytest.mark.parametrize("place", ["tickets.sqlite3", "sqlite:tickets.sqlite3"])
+def test_the_demo_takes_no_file_for_its_queue(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--queue", place]) == 2
+    assert f"--queue {place}: give rings, or redis://host:port/db" in complaint(capsys)
 
 
 def test_the_module_is_the_command() -> None:

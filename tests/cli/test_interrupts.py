@@ -23,7 +23,6 @@ from typer.main import get_command
 
 from transport import SharedRingBuffer, UCXXServer, _ring
 from transport.cli import app, run
-from transport.queue import SQLiteQueue
 from transport.runtime import interruption
 
 SEED = os.environ.get("INTERRUPT_SEED", "0")
@@ -40,7 +39,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "bench loopback": (("bench", "loopback", "--sizes", "64KiB,1MiB", *SHORT), BOTH, 3.0),
     "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),
     "bench job": (
-        ("bench", "job", "--queue", "rings,sqlite,redis", "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),
+        ("bench", "job", "--queue", "rings,redis", "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),
         BOTH,
         4.0,
     ),
@@ -94,8 +93,7 @@ def test_an_interrupted_command_ends_and_leaves_nothing(command: str, ticket: st
     arguments, ways, longest_s = COMMANDS[command]
     places = {"ticket": ticket, **(checkpoints(tmp_path) if command.startswith("cooldown") else {})}
     if command == "queue":
-        places["queue"] = f"sqlite://{tmp_path}/tickets.sqlite3"
-        SQLiteQueue(tmp_path / "tickets.sqlite3").close()
+        places["queue"] = "rings:interrupted-command-"
     interrupt_at_any_instant([each.format(**places) for each in arguments], ways, longest_s, tmp_path)
     if command == "cooldown restore" and Path(places["new"]).exists():  # whole, or not at all
         assert {file.stat().st_size for file in Path(places["new"]).iterdir()} == {MODEL_BYTES}

@@ -8,48 +8,39 @@ from pathlib import Path
 import pytest
 
 from transport import SharedRingBuffer, UCXXServer
+from transport.claims import places
 from transport.cli import run
-from transport.queue import QueuedTicket, SQLiteQueue, places
+from transport.queue import QueuedTicket, RedisQueue
+from transport.storage.urls import parse_url
 from transport.store.directory import Announcement, Directory
 from transport.store.sqlite import SQLiteStore
 
 
-def test_depth_failures_and_reasons_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tickets.sqlite3"
-    with SQLiteQueue(path, max_deliveries=1) as queue:
+def test_depth_failures_and_reasons_are_shown(queue_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with RedisQueue(parse_url(queue_url), max_deliveries=1) as queue:  # type: ignore[arg-type]
         queue.publish([QueuedTicket(f"ring/{slot}/1", b"ticket") for slot in range(4)])
         dead, discarded, _ = queue.claim(3, consumer="trainer 0")
         queue.retry(dead, reason="checksum mismatch")
         queue.discard(discarded, "its host is gone")
-    assert run(["queue", f"sqlite://{path}"]) == 0
+    assert run(["queue", queue_url]) == 0
     shown = capsys.readouterr().out
-    assert "ready 1  claimed 1  arrived 0  done 0  discarded 1  dead 1  lost 0" in shown
+    assert "ready 1  claimed 1  done 0  discarded 1  dead 1" in shown
     assert "dead      ring/0/1 rank 0, 1 claim by trainer 0: checksum mismatch" in shown
     assert "discarded ring/1/1 rank 0, 1 claim by trainer 0: its host is gone" in shown
-    assert run(["queue", f"sqlite://{path}", "--json", "-"]) == 0
+    assert run(["queue", queue_url, "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["depth"]["dead"] == 1
     assert [failure["reason"] for failure in report["failures"]] == ["its host is gone", "checksum mismatch"]
 
 
-def test_dead_deliveries_are_requeued_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tickets.sqlite3"
-    with SQLiteQueue(path, max_deliveries=1) as queue:
+def test_dead_deliveries_are_requeued_on_request(queue_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with RedisQueue(parse_url(queue_url), max_deliveries=1) as queue:  # type: ignore[arg-type]
         queue.publish(QueuedTicket("ring/0/1", b"ticket"))
         queue.retry(queue.claim(1, consumer="trainer 0")[0], reason="it crashes")
-        assert run(["queue", f"sqlite://{path}", "--requeue", "--json", "-"]) == 0
+        assert run(["queue", queue_url, "--requeue", "--json", "-"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["requeued"], report["depth"]["ready"], report["failures"]) == (1, 1, [])
         assert queue.claim(1, consumer="trainer 1")[0].data == b"ticket"
-
-
-def test_a_file_that_does_not_exist_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tickets.sqlite3"
-    assert run(["queue", f"sqlite://{path}"]) == 2
-    assert f"{path} does not exist" in capsys.readouterr().err
-    assert not path.exists()
-    assert run(["queue", "nonsense"]) != 0
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_rings_keep_no_dead_deliveries(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ WRITER = """
 import json, sys
 import numpy as np
 from transport import Schema, ServerOptions, UCXXRolloutMixin, UpTo
-from transport.queue.open import open_queue
+from transport.claims.open import open_queue
 
 url, payloads, addresses, mode = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 
@@ -56,7 +56,7 @@ READER = """
 import json, os, sys
 import numpy as np
 from transport import Schema, UCXXDataPackerMixin, UpTo
-from transport.queue.open import open_queue
+from transport.claims.open import open_queue
 from transport.settings import Settings
 from transport.ticket import host_identity
 
@@ -94,7 +94,7 @@ ASKER = """
 import sys
 from transport import BlockingClient, Ticket
 from transport.errors import TransportError
-from transport.queue.open import open_queue
+from transport.claims.open import open_queue
 from transport.settings import Settings
 
 with open_queue(sys.argv[1]) as queue, BlockingClient(settings=Settings(connect_timeout_s=0.5)) as client:

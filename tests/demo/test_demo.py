@@ -21,7 +21,7 @@ from transport.demo.plan import POLICY_SCHEMA, POLICY_TOPIC, Plan
 from transport.demo.policy import Policy
 from transport.demo.rollout import PolicyFollower
 from transport.demo.summary import Summary, summarise
-from transport.queue import QueueDepth, SQLiteQueue
+from transport.queue import QueueDepth, RedisQueue
 from transport.weights.offers import offer
 
 pytest.importorskip("gymnasium")
@@ -109,13 +109,11 @@ def test_missing_the_target_fails_in_one_line_after_the_summary(tmp_path: Path) 
 @pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
-def test_a_queue_of_ones_own_stays_and_is_finished(tmp_path: Path) -> None:
-    queue = tmp_path / "own.sqlite3"
-    with running(tmp_path, "--episodes", "16", "--target", "0", "--queue", str(queue)) as demo:
+def test_a_queue_of_ones_own_stays_and_is_finished(tmp_path: Path, queue_url: str, queue: RedisQueue) -> None:
+    with running(tmp_path, "--episodes", "16", "--target", "0", "--queue", queue_url) as demo:
         status, _, err = demo.finished()
     assert status == 0, err
-    with SQLiteQueue(queue) as kept:
-        assert kept.depth() == QueueDepth(done=16)
+    assert queue.depth() == QueueDepth(done=16)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -160,11 +158,10 @@ def test_learning_too_little_is_a_problem() -> None:
     assert problem.startswith("the policy did not learn")
 
 
-def test_a_rollout_passes_over_versions_that_were_replaced(tmp_path: Path) -> None:
+def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) -> None:
     newest = Policy(seed=1)
     follower_policy = Policy(seed=2)
     with (
-        SQLiteQueue(tmp_path / "queue.sqlite3") as queue,
         SharedRingBuffer.create(POLICY_SCHEMA, slots=2, overflow="overwrite") as ring,
         BlockingClient(schemas=[POLICY_SCHEMA], wire="mapped") as client,
     ):

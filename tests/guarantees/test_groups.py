@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with place_of(request.param, tmp_path) as made:
+    with place_of(request.param) as made:
         yield made
 
 

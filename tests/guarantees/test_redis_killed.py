@@ -28,7 +28,7 @@ def log_of(server: RedisServer) -> Path:
 def test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repetition(
     flushed: str, tmp_path: Path
 ) -> None:
-    with place_of("redis", tmp_path, "--appendfsync", flushed) as place:
+    with place_of("redis", "--appendfsync", flushed) as place:
         server = place.server
         assert server is not None
         with (
@@ -59,7 +59,7 @@ def test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repe
 
 def test_a_server_without_an_append_only_file_is_refused(tmp_path: Path) -> None:
     with (
-        place_of("redis", tmp_path, "--appendonly", "no") as place,
+        place_of("redis", "--appendonly", "no") as place,
         pytest.raises(QueueUnsuitableError, match="append"),
     ):
         open_queue(place.url)

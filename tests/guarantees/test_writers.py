@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +16,13 @@ from helpers import eventually, parent_of
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 
-@pytest.fixture(params=["tcp", "sqlite", "redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with place_of(request.param, tmp_path) as made:
+@pytest.fixture(params=["tcp", "redis"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    with place_of(request.param) as made:
         yield made
 
 
-file_and_ring = pytest.mark.parametrize("place", ["sqlite", "tcp"], indirect=True)
-file_alone = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+redis_alone = pytest.mark.parametrize("place", ["redis"], indirect=True)
 
 
 class Serving:
@@ -46,11 +44,7 @@ class Serving:
 @contextlib.contextmanager
 def away(place: Place) -> Iterator[None]:
     """Nothing can be published meanwhile. With rings nothing has to be."""
-    if place.kind == "sqlite":
-        with contextlib.closing(sqlite3.connect(place.url.removeprefix("sqlite://"), isolation_level=None)) as lock:
-            lock.execute("BEGIN IMMEDIATE")
-            yield
-    elif place.server is not None and place.server.process is not None:
+    if place.server is not None and place.server.process is not None:
         os.kill(place.server.process.pid, signal.SIGSTOP)
         yield
         os.kill(place.server.process.pid, signal.SIGCONT)
@@ -77,11 +71,11 @@ def test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_publishe
             writer.kill()
         compare(range(6), consumed(place, 6))
         if not place.is_ring:
-            assert states(queue.depth()) == {"done": 6, "unfinished": 0, "lost": 0, "dead": 0, "discarded": 0}
+            assert states(queue.depth()) == {"done": 6, "unfinished": 0, "dead": 0, "discarded": 0}
     eventually(lambda: gone(segment), "the ring goes with its last payload")
 
 
-@file_alone
+@redis_alone
 def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again(place: Place) -> None:
     name = f"{place.prefix}named"
     with Told("writer", place, name=name, slots=4) as first:
@@ -99,7 +93,6 @@ def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_a
         second.end()
 
 
-@file_and_ring
 @pytest.mark.parametrize("then", ["another writer", "no writer"])
 def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(place: Place, then: str) -> None:
     """It is consumed where a writer takes the ring over, and else not published; listeners serve the rest."""
@@ -125,7 +118,7 @@ def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(p
         Path(f"/dev/shm{serving.segment}").unlink(missing_ok=True)
 
 
-@file_alone
+@redis_alone
 def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_payloads(place: Place) -> None:
     name = f"{place.prefix}named"
     with Told("writer", place, name=name) as first:
@@ -143,7 +136,7 @@ def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_pay
         third.end()
 
 
-@file_alone
+@redis_alone
 def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners(place: Place) -> None:
     with Told("writer", place) as writer:
         serving = Serving(writer)

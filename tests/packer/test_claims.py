@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from queue_harness import ids
 from queue_waits import ticket
 
 from transport.errors import UsageError
 from transport.packer.claims import ClaimBook
-from transport.queue import SQLiteQueue
+from transport.queue import RedisQueue
 from transport.settings import DEFAULTS
 
 
-def test_what_is_further_behind_than_allowed_is_not_claimed(tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "queue.db") as queue:
-        for version in range(6):
-            queue.publish(ticket(version), policy_version=version)
-        book = ClaimBook(queue, 0, "trainer", "on_consumed", DEFAULTS, max_policy_age=2)
-        assert ids(book.claim(9, 0.0, policy_version=5)) == [ticket(3).id, ticket(4).id, ticket(5).id]
-        assert queue.depth().aged == 3
+def test_what_is_further_behind_than_allowed_is_not_claimed(queue: RedisQueue) -> None:
+    for version in range(6):
+        queue.publish(ticket(version), policy_version=version)
+    book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=2)
+    assert ids(book.claim(9, 0.0, policy_version=5)) == [ticket(3).id, ticket(4).id, ticket(5).id]
+    assert queue.depth().aged == 3
 
 
-def test_without_a_limit_every_age_is_claimed(tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "queue.db") as queue:
-        queue.publish(ticket(0), policy_version=0)
-        book = ClaimBook(queue, 0, "trainer", "on_consumed", DEFAULTS)
-        assert ids(book.claim(1, 0.0, policy_version=1000)) == [ticket(0).id]
+def test_without_a_limit_every_age_is_claimed(queue: RedisQueue) -> None:
+    queue.publish(ticket(0), policy_version=0)
+    book = ClaimBook(queue, 0, "trainer", DEFAULTS)
+    assert ids(book.claim(1, 0.0, policy_version=1000)) == [ticket(0).id]
 
 
-def test_a_limit_needs_the_trainers_version(tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "queue.db") as queue:
-        book = ClaimBook(queue, 0, "trainer", "on_consumed", DEFAULTS, max_policy_age=0)
-        with pytest.raises(UsageError, match="needs policy_version="):
-            book.claim(1, 0.0)
-        with pytest.raises(UsageError, match="max_policy_age=-1"):
-            ClaimBook(queue, 0, "trainer", "on_consumed", DEFAULTS, max_policy_age=-1)
+def test_a_limit_needs_the_trainers_version(queue: RedisQueue) -> None:
+    book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=0)
+    with pytest.raises(UsageError, match="needs policy_version="):
+        book.claim(1, 0.0)
+    with pytest.raises(UsageError, match="max_policy_age=-1"):
+        ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=-1)

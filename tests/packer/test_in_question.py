@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import interrupted_instants
-import interrupted_lines
 import numpy as np
 import pytest
 from out_of_reach import LONG_S, NUMBERED, Host
 
 from transport import SharedRingBuffer
 from transport.errors import ConnectionLostError, UsageError
-from transport.packer.claims import ClaimBook
 from transport.packer.mixin import UCXXDataPackerMixin
-from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.queue import Claim, FoundRings, open_queue
-from transport.settings import DEFAULTS
-from transport.testing import MemoryQueue
-from transport.ticket import Ticket
+from transport.packer.prefetch import FetchedBatch
+from transport.queue import Claim, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 SLOTS = 4
-Ack = Literal["on_consumed", "on_arrival"]
 
 
 @pytest.fixture
@@ -55,11 +48,11 @@ class Packer(UCXXDataPackerMixin):
         return int(payload["number"].item())
 
 
-@pytest.fixture(params=["on_consumed", "on_arrival"])
-def packer(host: Host, request: pytest.FixtureRequest) -> Iterator[Packer]:
+@pytest.fixture
+def packer(host: Host) -> Iterator[Packer]:
     with open_queue(f"rings://127.0.0.1:{host.port}") as queue:
         packer = Packer()
-        packer.setup_ucxx_packer(schemas=[NUMBERED], queue=queue, ack=request.param)
+        packer.setup_ucxx_packer(schemas=[NUMBERED], queue=queue)
         try:
             yield packer
         finally:
@@ -70,16 +63,10 @@ def write(host: Host, numbers: Sequence[int]) -> None:
     host.ring.write_many([{"number": np.int64(number)} for number in numbers], timeout_s=LONG_S)
 
 
-def found(packer: Packer) -> FoundRings:
-    queue = packer._packer.queue
-    assert isinstance(queue, FoundRings)
-    return queue
-
-
 def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, packer: Packer) -> None:
     write(host, range(3))
     claims = packer.take(3)
-    host.ends_between(found(packer), claims)
+    host.ends_between(claims)
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     assert [item.claim for item in batch.in_question] == claims
@@ -95,7 +82,7 @@ def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, 
 def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(host: Host, packer: Packer) -> None:
     write(host, range(SLOTS))
     claims = packer.take(SLOTS)
-    host.ends_between(found(packer), claims)
+    host.ends_between(claims)
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     host.serve()
@@ -109,7 +96,7 @@ def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(
 def test_a_policy_input_in_question_is_had_by_asking_again(host: Host, packer: Packer) -> None:
     write(host, [7])
     [claim] = packer.take(1)
-    host.ends_between(found(packer), [claim])
+    host.ends_between([claim])
     with pytest.raises(ConnectionLostError, match="again"):
         packer.get_policy_input(claim)
     host.serve()
@@ -120,54 +107,9 @@ def test_a_policy_input_in_question_is_had_by_asking_again(host: Host, packer: P
 def test_an_abandoned_batch_has_nothing_in_question(host: Host, packer: Packer) -> None:
     write(host, range(2))
     claims = packer.take(2)
-    host.ends_between(found(packer), claims)
+    host.ends_between(claims)
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     packer.abandon(batch)
     with pytest.raises(UsageError, match="already consumed"):
         packer.consume(batch)
-
-
-def ticket(slot: int) -> Ticket:
-    return Ticket(ring="0" * 32, host="h", addresses=(), ports=(), slot=slot, generation=1, key=1, size=8, created=0.0)
-
-
-class Unsure(MemoryQueue):
-    """A queue of which some claims are in question until ``sure``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sure = False
-
-    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
-        return [] if self.sure else [claim for claim in claims if claim.attempts == 2]
-
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        return [claim for claim in claims if self.sure or claim.attempts == 1]
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        return self.ack_many(claims)
-
-
-@pytest.mark.parametrize(
-    "interrupted", [interrupted_lines.interrupted, interrupted_instants.interrupted], ids=["lines", "instants"]
-)
-@pytest.mark.parametrize("ack", ["on_consumed", "on_arrival"])
-@pytest.mark.parametrize("attempts", [(2, 2, 2), (2, 1, 3)], ids=["all of it", "some of it"])
-def test_an_interrupted_trainer_still_asks_for_what_is_in_question(
-    interrupted: Callable[[int, Callable[[], object]], bool], ack: Ack, attempts: tuple[int, ...]
-) -> None:
-    at, goes_on = 0, True
-    while goes_on:
-        at += 1
-        with Unsure() as queue:
-            book = ClaimBook(queue, 0, "test", ack, DEFAULTS)
-            claims = [Claim(f"r/{slot}/1", b"", 0, of, f"r/{slot}/1 0 {of} t") for slot, of in enumerate(attempts)]
-            items = [FetchedItem(ticket(slot), claim) for slot, claim in enumerate(claims)]
-            goes_on = interrupted(at, lambda: book.settle(items))  # noqa: B023
-            book.settle(items)
-            assert [item.mine for item in items] == [{1: True, 2: None, 3: False}[of] for of in attempts], at
-            queue.sure = True
-            assert [item.claim for item in book.settle(items)] == [claim for claim in claims if claim.attempts != 3], at
-            assert book.counts["lost_claims"] == attempts.count(3), at
-    assert at > 10

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import RedisServer
+from ticket_queues import ticket_queue
 
 from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import SchemaError, UsageError
 from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
 from transport.packer.rollout import queued
-from transport.queue import RingQueue, SQLiteQueue, TicketQueue
+from transport.queue import RedisQueue, RingQueue, TicketQueue
 
 pytestmark = pytest.mark.ucx
 
@@ -27,18 +28,18 @@ Make = Callable[..., Trainer]
 class Stages:
     """A served ring for each stage, and a queue of what the last one wrote."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, redis: RedisServer) -> None:
         self.all = [SharedRingBuffer.create(schema, slots=4) for schema in SCHEMAS]
         self.rollout, self.reference, self.reward = self.all
         self._servers = [UCXXServer(ring, mode="thread") for ring in self.all]
-        self.queue: TicketQueue = RingQueue([self.reward]) if kind == "rings" else SQLiteQueue(folder / "q.sqlite3")
+        self.queue: TicketQueue = RingQueue([self.reward]) if kind == "rings" else ticket_queue(redis)
 
     def write(self, number: int) -> tuple[Ticket, Ticket, Ticket]:
         """A rollout, and what two stages add, the second to both."""
         rolled = self.rollout.write({"prompt": f"p{number}", "tokens": [number] * 3})
         referenced = self.reference.write(with_parents({"ref_logprobs": [0.5] * number}, [rolled]))
         rewarded = self.reward.write(with_parents({"reward": number}, [rolled, referenced]))
-        if isinstance(self.queue, SQLiteQueue):
+        if isinstance(self.queue, RedisQueue):
             self.queue.publish(queued(rewarded))
         return rolled, referenced, rewarded
 
@@ -60,9 +61,9 @@ class Stages:
             ring.close()
 
 
-@pytest.fixture(params=["rings", "sqlite"])
-def stages(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stages]:
-    with Stages(request.param, tmp_path) as made:
+@pytest.fixture(params=["rings", "redis"])
+def stages(request: pytest.FixtureRequest, redis: RedisServer) -> Iterator[Stages]:
+    with Stages(request.param, redis) as made:
         yield made
 
 
@@ -134,7 +135,7 @@ def test_a_part_that_is_gone_fails_alone_and_frees_the_others(stages: Stages, tr
     batch.release()
     loop.close()
     gc.collect()
-    if isinstance(stages.queue, SQLiteQueue):  # it does not free what it discards
+    if isinstance(stages.queue, RedisQueue):  # it does not free what it discards
         stages.reward.discard(rewarded)
     assert stages.all_free()
 
@@ -172,8 +173,8 @@ def test_a_parent_whose_schema_is_unknown_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_samples_of_a_group_come_with_what_they_share(tmp_path: Path, wire: str) -> None:
-    with Stages("rings", tmp_path) as stages:
+def test_samples_of_a_group_come_with_what_they_share(redis: RedisServer, wire: str) -> None:
+    with Stages("rings", redis) as stages:
         shared: dict[str, Any] = {"prompt": "shared", "tokens": [1]}
         write_group(stages.rollout, shared, [{"reward": at} for at in range(3)], samples_ring=stages.reward)
         with Trainer(schemas=SCHEMAS, joined=True, wire={wire, "tcp"}, queue=stages.queue) as loop:
@@ -182,18 +183,6 @@ def test_samples_of_a_group_come_with_what_they_share(tmp_path: Path, wire: str)
             assert found == [("shared", at) for at in range(3)]
             batch.release()
         assert stages.all_free()
-
-
-def test_payloads_that_are_consumed_on_arrival_are_so_with_all_parts(stages: Stages, trainer: Make) -> None:
-    stages.write(1)
-    loop = trainer(ack="on_arrival")
-    batch = fetched(loop, 1)
-    [payload] = batch.payloads
-    assert payload.acknowledged
-    batch.release()
-    assert len(loop.consume(batch)) == 1
-    loop.close()
-    assert stages.all_free()
 
 
 def test_bytes_and_layouts_are_those_of_the_parts(stages: Stages, trainer: Make) -> None:
@@ -211,8 +200,8 @@ def test_joined_is_true_or_false() -> None:
         Trainer(joined="yes")  # type: ignore[arg-type]
 
 
-def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_for_both(tmp_path: Path) -> None:
-    with Stages("rings", tmp_path) as stages:
+def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_for_both(redis: RedisServer) -> None:
+    with Stages("rings", redis) as stages:
         rolled = stages.rollout.write({"prompt": "p", "tokens": [1]}, readers=2)
         referenced = stages.reference.write(with_parents({"ref_logprobs": [1.0]}, [Parent(rolled, 1)]))
         stages.reward.write(with_parents({"reward": 1.0}, [rolled, referenced]))

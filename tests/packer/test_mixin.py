@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.rollout import queued, ticket_id
+from transport.queue import RedisQueue
 from transport.queue.base import DeliveryState
-from transport.queue.sqlite import SQLiteQueue
 
 
 class BasePacker:
@@ -39,13 +38,7 @@ class MixedPacker(UCXXDataPackerMixin, BasePacker):
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
-@pytest.fixture
-def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+def worker(queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
     yield worker
@@ -53,7 +46,7 @@ def worker(queue: SQLiteQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packer]:
+def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
     yield packer
@@ -61,7 +54,7 @@ def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packe
 
 
 @pytest.mark.ucx
-def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     for step in range(6):
         write(worker, step)
     batch = fetch(packer, 6)
@@ -85,7 +78,7 @@ def test_consumed_payloads_free_their_slots(worker: Worker, packer: Packer) -> N
 
 
 @pytest.mark.ucx
-def test_nothing_is_consumed_before_consume_is_called(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_nothing_is_consumed_before_consume_is_called(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     ticket = write(worker, 3)
     batch = fetch(packer, 1)
     assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.CLAIMED,)
@@ -95,7 +88,7 @@ def test_nothing_is_consumed_before_consume_is_called(worker: Worker, packer: Pa
 
 
 @pytest.mark.ucx
-def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     for step in range(2):
         write(worker, step)
     claims = packer.claim_tickets(2, timeout_s=20)
@@ -111,7 +104,7 @@ def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer
 
 @pytest.mark.ucx
 def test_a_payload_that_is_gone_is_discarded_and_the_others_arrive(
-    worker: Worker, packer: Packer, queue: SQLiteQueue
+    worker: Worker, packer: Packer, queue: RedisQueue
 ) -> None:
     tickets = [write(worker, step) for step in range(3)]
     worker.ring.discard(tickets[1])
@@ -124,7 +117,7 @@ def test_a_payload_that_is_gone_is_discarded_and_the_others_arrive(
 
 
 @pytest.mark.ucx
-def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     ticket = write(worker, 5)
     packer.consume(fetch(packer, 1))
     again = queued(ticket)
@@ -138,7 +131,7 @@ def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, q
 
 
 @pytest.mark.ucx
-def test_the_record_of_a_checkpoint_drops_what_was_trained_on(worker: Worker, queue: SQLiteQueue) -> None:
+def test_the_record_of_a_checkpoint_drops_what_was_trained_on(worker: Worker, queue: RedisQueue) -> None:
     ticket = write(worker, 1)
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
@@ -154,7 +147,7 @@ def test_the_record_of_a_checkpoint_drops_what_was_trained_on(worker: Worker, qu
 
 
 @pytest.mark.ucx
-def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, queue: SQLiteQueue) -> None:
+def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, queue: RedisQueue) -> None:
     prefetched, cold = write(worker, 1), write(worker, 2)
     packer = MixedPacker()
     packer.setup_ucxx_packer(schemas=[SCHEMA])
@@ -168,20 +161,7 @@ def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, que
 
 
 @pytest.mark.ucx
-def test_on_arrival_frees_slots_at_once_and_finishes_after_training(worker: Worker, queue: SQLiteQueue) -> None:
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={"tcp"})
-    write(worker, 1)
-    batch = fetch(packer, 1)
-    assert queue.depth().arrived == 1
-    assert len(packer.consume(batch)) == 1
-    assert queue.depth().done == 1
-    packer.cleanup_ucxx_packer()
-    assert worker.ring_statistics().consumes == 1
-
-
-@pytest.mark.ucx
-def test_two_ranks_each_train_on_every_payload_once(queue: SQLiteQueue) -> None:
+def test_two_ranks_each_train_on_every_payload_once(queue: RedisQueue) -> None:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=8, readers=2, queue=queue, mode="thread")
     packers = [Packer(), Packer()]
@@ -212,7 +192,7 @@ def test_progress_is_reported_up_to_the_whole_batch(worker: Worker) -> None:
 
 
 @pytest.mark.ucx
-def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worker, queue: SQLiteQueue) -> None:
+def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worker, queue: RedisQueue) -> None:
     ticket = write(worker, 1)
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, settings=FAST, wire={"tcp"})
@@ -226,7 +206,7 @@ def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worke
 
 
 @pytest.mark.ucx
-def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: SQLiteQueue) -> None:
+def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: RedisQueue) -> None:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=ServerOptions(secret=b"right"))
     for step in range(2):
@@ -245,12 +225,12 @@ def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: SQLiteQueu
 
 @pytest.mark.ucx
 def test_a_queue_that_was_busy_is_asked_again(
-    worker: Worker, packer: Packer, queue: SQLiteQueue, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, packer: Packer, queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(worker, 1)
     batch = fetch(packer, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(SQLiteQueue, "ack_many", raise_busy)
+        patch.setattr(RedisQueue, "ack_many", raise_busy)
         with pytest.raises(QueueBusyError):
             packer.consume(batch)
     assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
@@ -262,7 +242,7 @@ def raise_busy(*_: object, **__: object) -> None:
 
 
 @pytest.mark.ucx
-def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     write(worker, 4)
     (claim,) = packer.claim_tickets(1, 20)
     assert int(packer.get_policy_input(claim)["step"]) == 4
@@ -274,7 +254,7 @@ def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer,
 
 @pytest.mark.ucx
 def test_get_policy_input_of_a_payload_that_is_gone_gives_its_claim_up(
-    worker: Worker, packer: Packer, queue: SQLiteQueue
+    worker: Worker, packer: Packer, queue: RedisQueue
 ) -> None:
     ticket = write(worker, 4)
     (claim,) = packer.claim_tickets(1, 20)
@@ -286,7 +266,7 @@ def test_get_policy_input_of_a_payload_that_is_gone_gives_its_claim_up(
 
 
 @pytest.mark.ucx
-def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     tickets = [write(worker, step) for step in range(2)]
     batch = fetch(packer, 2)
     assert int(packer.get_policy_input(tickets[0])["step"]) == 0
@@ -296,7 +276,7 @@ def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer:
 
 
 @pytest.mark.ucx
-def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
     write(worker, 1)
     packer.abandon(fetch(packer, 1), "the step diverged")
     assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
@@ -305,7 +285,7 @@ def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Pack
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_a_duplicate_frees_its_slot(worker: Worker, queue: SQLiteQueue, wire: str) -> None:
+def test_a_duplicate_frees_its_slot(worker: Worker, queue: RedisQueue, wire: str) -> None:
     ticket = write(worker, 5)
     (claim,) = queue.claim(1, 20, consumer="a trainer that died")
     record = ConsumedRecord()

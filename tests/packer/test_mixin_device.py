@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from transport.errors import MissingDependencyError, UsageError
 from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.options import ClientOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import RedisQueue
 from transport.schema import Schema, UpTo
 from transport.ticket import Ticket
 
@@ -34,20 +33,14 @@ class Worker(UCXXRolloutMixin):
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
-@pytest.fixture
-def worker(cupy: Any, queue: SQLiteQueue) -> Iterator[Worker]:
+def worker(cupy: Any, queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread")
     yield worker
     worker.cleanup_ucxx()
 
 
-def packing(queue: SQLiteQueue, wire: str, receive: DeviceReceive = "staged", **options: Any) -> Packer:
+def packing(queue: RedisQueue, wire: str, receive: DeviceReceive = "staged", **options: Any) -> Packer:
     packer = Packer()
     client = ClientOptions(device="cupy", device_receive=receive)
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire}, client=client, **options)  # type: ignore[arg-type]
@@ -72,7 +65,7 @@ def fetch(packer: Packer, count: int) -> FetchedBatch:
 
 @every_wire
 def test_a_batch_goes_from_device_memory_to_device_memory(
-    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire)
     try:
@@ -93,7 +86,7 @@ def test_a_batch_goes_from_device_memory_to_device_memory(
 
 @every_wire
 def test_what_the_trainers_stream_does_with_a_batch_comes_after_its_arrival(
-    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire)
     try:
@@ -113,7 +106,7 @@ def test_what_the_trainers_stream_does_with_a_batch_comes_after_its_arrival(
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
-    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire, settings=settings_with(staging_bytes=64 << 10))
     try:
@@ -134,7 +127,7 @@ def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
 
 @every_wire
 def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
-    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire)
     for step in (1, 3, 2, 4):
@@ -148,7 +141,7 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
 
 
 @pytest.mark.parametrize("receive", ["staged", "direct"])
-def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: SQLiteQueue, cupy: Any) -> None:
+def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: RedisQueue, cupy: Any) -> None:
     packer = packing(queue, "tcp", receive)
     try:
         assert packer._packer.client._device_reads.receive == receive
@@ -158,7 +151,7 @@ def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: SQLiteQu
 
 
 def test_a_device_that_cannot_be_used_is_named_at_set_up(
-    queue: SQLiteQueue, cupy: Any, monkeypatch: pytest.MonkeyPatch
+    queue: RedisQueue, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packer = Packer()
     with pytest.raises(UsageError, match="this process sees 1 CUDA devices"):

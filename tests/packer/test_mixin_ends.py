@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,11 @@ from transport.errors import (
 )
 from transport.packer.options import ServerOptions
 from transport.packer.rollout import queued
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import RedisQueue
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
-@pytest.fixture
-def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+def worker(queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
     yield worker
@@ -37,7 +30,7 @@ def worker(queue: SQLiteQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packer]:
+def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
     yield packer
@@ -92,7 +85,7 @@ class StalledClient:
 
 
 @pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_stopping_in_mid_fetch_gives_the_claims_back(queue: SQLiteQueue, how: str) -> None:
+def test_stopping_in_mid_fetch_gives_the_claims_back(queue: RedisQueue, how: str) -> None:
     queue.publish(queued(ticket_of(0)))
     packer = Packer()
     packer.setup_ucxx_packer(queue=queue)
@@ -110,12 +103,12 @@ def test_stopping_in_mid_fetch_gives_the_claims_back(queue: SQLiteQueue, how: st
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 @pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
 def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
-    worker: Worker, queue: SQLiteQueue, wire: str, how: str
+    worker: Worker, queue: RedisQueue, wire: str, how: str
 ) -> None:
     for step in range(2):
         write(worker, step)
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire})
     session = packer._packer
     arrived = threading.Event()
 
@@ -131,10 +124,10 @@ def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
         packer.start_prefetch(packer.claim_tickets(2, 20))
         assert arrived.wait(20)
         getattr(packer, how)()
-    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
+    assert (queue.depth().ready, queue.depth().claimed) == (2, 0)
     assert worker.ring_statistics().consumes == 0
     another = Packer()
-    another.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
+    another.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire})
     assert sorted(int(payload["step"]) for payload in another.consume(fetch(another, 2))) == [0, 1]
     another.cleanup_ucxx_packer()
     packer.cleanup_ucxx_packer()
@@ -144,23 +137,23 @@ def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
 @pytest.mark.ucx
 @pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
 def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
-    worker: Worker, queue: SQLiteQueue, how: str
+    worker: Worker, queue: RedisQueue, how: str
 ) -> None:
     for step in range(2):
         write(worker, step)
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={"tcp"})
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"})
     packer.start_prefetch(packer.claim_tickets(2, 20))
     assert packer.wait_prefetch(20)
     getattr(packer, how)()
     packer.cleanup_ucxx_packer()
-    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
+    assert (queue.depth().ready, queue.depth().claimed) == (2, 0)
     eventually(lambda: worker.ring_statistics().ready == 2)  # its listener sees in its own time that the reader left
 
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("reason", [3, None, "\ud800"])
-def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: SQLiteQueue, reason: Any) -> None:
+def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: RedisQueue, reason: Any) -> None:
     """The batch is still the caller's, who gives it back with another one."""
     write(worker, 1)
     batch = fetch(packer, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +19,12 @@ from transport.errors import (
     TransportError,
 )
 from transport.packer.mixin import FetchedBatch
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import RedisQueue
 from transport.ticket import Ticket
 
 
-@pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
 @pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packer]:
+def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
     yield packer

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packers import Packer
+from redis_server import RedisServer
+from ticket_queues import run_of
 
 from transport import UCXXClient
 from transport.errors import QueueUnavailableError
 from transport.packer import session
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import RedisQueue, TicketQueue
 
 pytestmark = pytest.mark.ucx
 
 
-class Refusing(SQLiteQueue):
+class Refusing(RedisQueue):
     """A queue that fails at one step of the set-up."""
 
     fails = ""
 
-    def connect(self, *arguments: Any) -> None:
+    def connect(self, *arguments: Any) -> TicketQueue:
         if self.fails == "connect":
             raise QueueUnavailableError("connecting fails")
+        return super().connect(*arguments)
 
 
 def named_threads() -> list[str]:
@@ -33,7 +35,7 @@ def named_threads() -> list[str]:
 
 @pytest.mark.parametrize("step", ["rings", "connect", "bar", "session", "warming"])
 def test_a_set_up_that_fails_leaves_neither_loop_nor_client(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[UCXXClient] = []
     end = UCXXClient.end
@@ -43,7 +45,7 @@ def test_a_set_up_that_fails_leaves_neither_loop_nor_client(
         raise RuntimeError(f"{step} fails")
 
     packer = Packer()
-    with Refusing(tmp_path / "queue.db") as queue:
+    with Refusing(run_of(redis)) as queue:
         queue.fails = step
         targets = {
             "rings": (session, "FoundRings"),

@@ -1,103 +1,134 @@
-"""The double-buffering state machine: every event in every state."""
+"""Double buffering: what is fetched, what is deferred, and what an interrupted call leaves for the repeated one."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import asyncio
+from collections.abc import Iterator
 
-from transport.errors import ClosedError, UsageError
-from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch, PrefetchState
+import pytest
+
+from transport.errors import UsageError
+from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
+from transport.runtime.loop_thread import Job, LoopThread
 from transport.testing import a_ticket
 
-
-def test_a_batch_goes_through_fetching_and_ready_back_to_idle() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    assert prefetch.start("a") == "a"
-    assert prefetch.state is PrefetchState.FETCHING
-    prefetch.finished()
-    assert prefetch.state is PrefetchState.READY
-    assert prefetch.collected() is None
-    assert prefetch.state is PrefetchState.IDLE
+WATCHDOG_S = 30.0
 
 
-def test_a_second_start_is_refused_until_the_first_is_collected() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    prefetch.start("a")
-    with pytest.raises(UsageError, match="fetching"):
-        prefetch.start("b")
-    prefetch.finished()
-    with pytest.raises(UsageError, match="ready"):
-        prefetch.start("b")
+class Fetches:
+    """Batches of one word each, that come when a test says so."""
+
+    def __init__(self) -> None:
+        self.thread = LoopThread("test loop")
+        self.begun: list[str] = []
+        self.may_come = asyncio.Event()
+        self.prefetch: Prefetch[str] = Prefetch(self.job)
+        self.kept: list[FetchedBatch] = []
+
+    def job(self, word: str) -> Job[FetchedBatch]:
+        async def fetch() -> FetchedBatch:
+            self.begun.append(word)
+            await self.may_come.wait()
+            if word == "bad":
+                raise LookupError(word)
+            return FetchedBatch([], rounds=len(word))
+
+        return Job(self.thread, fetch)
+
+    def collect(self) -> FetchedBatch:
+        self.thread.soon(self.may_come.set)
+        assert self.prefetch.wait(WATCHDOG_S)
+        return self.prefetch.collect(self.kept.append)
 
 
-def test_a_deferred_batch_starts_when_the_one_before_is_collected() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    prefetch.start("a")
-    assert prefetch.defer("b") is None
-    prefetch.finished()
-    assert prefetch.collected() == "b"
-    assert prefetch.state is PrefetchState.FETCHING
+@pytest.fixture
+def fetches() -> Iterator[Fetches]:
+    made = Fetches()
+    yield made
+    made.thread.close()
 
 
-def test_a_deferral_with_nothing_before_it_starts_at_once() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    assert prefetch.defer("a") == "a"
-    assert prefetch.state is PrefetchState.FETCHING
+def test_a_batch_is_fetched_collected_and_forgotten(fetches: Fetches) -> None:
+    assert not fetches.prefetch.wait(0.0)
+    fetches.prefetch.start("a")
+    assert not fetches.prefetch.wait(0.0)
+    assert fetches.collect().rounds == 1
+    assert fetches.prefetch.items == []
+    assert len(fetches.kept) == 1
 
 
-def test_a_second_deferral_is_refused_and_the_first_is_kept() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    prefetch.start("a")
-    prefetch.defer("b")
+def test_a_second_start_is_refused_until_the_first_is_collected(fetches: Fetches) -> None:
+    fetches.prefetch.start("a")
+    with pytest.raises(UsageError, match="collect_prefetch"):
+        fetches.prefetch.start("b")
+    fetches.collect()
+    fetches.prefetch.start("b")
+    assert fetches.prefetch.items == ["b"]
+
+
+def test_a_deferred_batch_starts_when_the_one_before_is_collected(fetches: Fetches) -> None:
+    fetches.prefetch.start("a")
+    fetches.prefetch.defer("bb")
     with pytest.raises(UsageError, match="already deferred"):
-        prefetch.defer("c")
-    assert prefetch.collected() == "b"
+        fetches.prefetch.defer("c")
+    assert fetches.prefetch.items == ["a", "bb"]
+    assert fetches.collect().rounds == 1
+    assert fetches.collect().rounds == 2
+    assert fetches.begun == ["a", "bb"]
 
 
-def test_cancelling_gives_the_deferred_batch_back() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    prefetch.start("a")
-    prefetch.defer("b")
-    assert prefetch.cancelled() == "b"
-    assert prefetch.state is PrefetchState.IDLE
-    assert prefetch.start("c") == "c"
+def test_a_deferral_with_nothing_before_it_starts_at_once(fetches: Fetches) -> None:
+    fetches.prefetch.defer("a")
+    assert fetches.collect().rounds == 1
 
 
-def test_after_close_every_event_is_refused() -> None:
-    prefetch: Prefetch[str] = Prefetch()
-    prefetch.start("a")
-    prefetch.close()
-    for event in (lambda: prefetch.start("b"), lambda: prefetch.defer("b"), prefetch.collected):
-        with pytest.raises(ClosedError, match="setup_ucxx_packer"):
-            event()
-    assert prefetch.cancelled() is None
-    assert prefetch.state is PrefetchState.CLOSED
+def test_what_fetching_raised_is_raised_once_and_the_next_batch_comes(fetches: Fetches) -> None:
+    fetches.prefetch.start("bad")
+    fetches.prefetch.defer("a")
+    with pytest.raises(LookupError):
+        fetches.collect()
+    assert fetches.collect().rounds == 1
 
 
-@given(st.lists(st.sampled_from(["start", "defer", "finished", "collected", "cancelled"]), max_size=40))
-def test_every_batch_is_started_once_or_given_back_or_refused(events: list[str]) -> None:
-    prefetch: Prefetch[int] = Prefetch()
-    offered = started = given_back = refused = 0
-    for event in events:
-        before = started
-        if event in ("start", "defer"):
-            offered += 1
-            try:
-                batch = prefetch.start(offered) if event == "start" else prefetch.defer(offered)
-            except UsageError:
-                refused += 1
-                continue
-            started += batch is not None
-        elif event == "collected":
-            started += prefetch.collected() is not None
-        elif event == "cancelled":
-            given_back += prefetch.cancelled() is not None
-        else:
-            prefetch.finished()
-        assert (prefetch.state is PrefetchState.FETCHING) or started == before
-    waiting = prefetch.close() is not None
-    assert offered == started + given_back + refused + waiting
+def test_stopping_ends_what_runs_and_what_has_not_begun(fetches: Fetches) -> None:
+    fetches.prefetch.start("a")
+    fetches.prefetch.defer("b")
+    fetches.prefetch.stop()
+    assert fetches.prefetch.items == ["a", "b"]
+    fetches.prefetch.clear()
+    assert fetches.prefetch.items == []
+    assert "b" not in fetches.begun
+
+
+def test_a_collection_that_is_interrupted_is_repeated(fetches: Fetches) -> None:
+    def interrupt(_: FetchedBatch) -> None:
+        raise KeyboardInterrupt
+
+    fetches.prefetch.start("a")
+    fetches.prefetch.defer("bb")
+    fetches.thread.soon(fetches.may_come.set)
+    assert fetches.prefetch.wait(WATCHDOG_S)
+    with pytest.raises(KeyboardInterrupt):
+        fetches.prefetch.collect(interrupt)
+    assert fetches.collect().rounds == 1
+    assert fetches.collect().rounds == 2
+    assert fetches.begun == ["a", "bb"]
+
+
+def test_a_start_that_is_interrupted_before_it_began_begins_when_it_is_waited_for(fetches: Fetches) -> None:
+    class Interrupted(Job[FetchedBatch]):
+        def start(self) -> None:
+            Interrupted.start = Job.start  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+    async def fetch() -> FetchedBatch:
+        return FetchedBatch([], rounds=7)
+
+    prefetch: Prefetch[str] = Prefetch(lambda _: Interrupted(fetches.thread, fetch))
+    with pytest.raises(KeyboardInterrupt):
+        prefetch.start("a")
+    assert prefetch.wait(WATCHDOG_S)
+    assert prefetch.collect(fetches.kept.append).rounds == 7
 
 
 def test_a_fetched_batch_is_a_sequence_of_its_items() -> None:

@@ -6,13 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from queue_conformance import QueueConformance
 from queue_harness import Harness
-from redis_server import needs_redis, redis_server
+from redis_server import RedisServer
 from scripted_queue import Scripted, claimed, failing
+from ticket_queues import run_of
 
 from transport.errors import (
     ClosedError,
@@ -22,8 +22,7 @@ from transport.errors import (
     QueueUnavailableError,
 )
 from transport.packer.publisher import MOST_AT_ONCE, Publisher, PublishMode, Waiting, runs
-from transport.queue import QueuedTicket, RedisQueue, SQLiteQueue, TicketQueue
-from transport.storage.urls import parse_url
+from transport.queue import QueuedTicket, RedisQueue, TicketQueue
 
 NEVER = float("inf")
 
@@ -33,8 +32,8 @@ def waiting(number: int, *, readers: int = 1, version: int | None = None) -> Wai
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[Scripted]:
-    with Scripted(tmp_path / "tickets.sqlite3") as opened:
+def queue(redis: RedisServer) -> Iterator[Scripted]:
+    with Scripted(run_of(redis)) as opened:
         yield opened
 
 
@@ -130,7 +129,7 @@ def test_a_batch_with_an_unknown_outcome_is_published_again_and_is_there_once(
     queue: Scripted, publisher: Publisher
 ) -> None:
     def unheard() -> None:
-        SQLiteQueue.publish(queue, [waiting(0).queued, waiting(1).queued])
+        RedisQueue.publish(queue, [waiting(0).queued, waiting(1).queued])
         raise QueueUnavailableError("the answer was lost")
 
     queue.script = [unheard]
@@ -185,20 +184,19 @@ def test_close_raises_what_fails_and_no_attempt_follows(queue: Scripted) -> None
 
 
 def test_a_forked_child_publishes_nothing_and_does_not_wait(queue: Scripted, publisher: Publisher) -> None:
-    with publisher._changed:  # as if another thread had it
-        child = os.fork()
-        if child == 0:
-            status = 1
-            for call in (lambda: publisher.add([waiting(0)]), lambda: publisher.room(NEVER), publisher.flush):
-                try:
-                    call()
-                except ClosedError:
-                    continue
-                os._exit(2)
-            publisher.close()
-            publisher.abort()
-            status = 0 if publisher.pending() == set() else 3
-            os._exit(status)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        for call in (lambda: publisher.add([waiting(0)]), lambda: publisher.room(NEVER), publisher.flush):
+            try:
+                call()
+            except ClosedError:
+                continue
+            os._exit(2)
+        publisher.close()
+        publisher.abort()
+        status = 0 if publisher.pending() == set() else 3
+        os._exit(status)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     publisher.add([waiting(1)])
@@ -247,26 +245,12 @@ class ThroughPublisher:
             queue.close()
 
 
-class TestConformanceOfSQLite(QueueConformance):
+class TestConformanceOfRedis(QueueConformance):
     @pytest.fixture
-    def harness(self, tmp_path: Path) -> Iterator[Harness]:
+    def harness(self, redis: RedisServer) -> Iterator[Harness]:
+        place = run_of(redis)
         harness = ThroughPublisher(
-            lambda most: SQLiteQueue(
-                tmp_path / "queue.db", lease_s=60.0, max_deliveries=most, clock=lambda: harness.now
-            )
+            lambda most: RedisQueue(place, lease_s=60.0, max_deliveries=most, clock=lambda: harness.now)
         )
         yield harness
         harness.close()
-
-
-@needs_redis
-class TestConformanceOfRedis(QueueConformance):
-    @pytest.fixture
-    def harness(self) -> Iterator[Harness]:
-        with redis_server() as server:
-            place = parse_url(server.place())
-            harness = ThroughPublisher(
-                lambda most: RedisQueue(place, lease_s=60.0, max_deliveries=most, clock=lambda: harness.now)  # type: ignore[arg-type]
-            )
-            yield harness
-            harness.close()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import Child, eventually
 from packers import SCHEMA, Worker
-from redis_server import needs_redis, redis_server
+from redis_server import RedisServer, needs_redis, redis_server
 from scripted_queue import Scripted, claimed, failing
+from ticket_queues import run_of
 
 from transport.errors import (
-    QueueBusyError,
     QueueError,
     QueueUnavailableError,
     RingFullError,
@@ -25,13 +24,13 @@ from transport.errors import (
 )
 from transport.packer.publisher import Publisher
 from transport.packer.rollout import ticket_id
-from transport.queue import DeliveryState, QueueDepth, RedisQueue, SQLiteQueue
+from transport.queue import QueueDepth, RedisQueue, open_queue
 from transport.storage.urls import RedisURL, parse_url
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[Scripted]:
-    with Scripted(tmp_path / "tickets.sqlite3") as opened:
+def queue(redis: RedisServer) -> Iterator[Scripted]:
+    with Scripted(run_of(redis)) as opened:
         yield opened
 
 
@@ -170,9 +169,9 @@ import sys
 import numpy as np
 from packers import SCHEMA, Worker
 from transport.packer.options import ServerOptions
-from transport.queue import SQLiteQueue
+from transport.queue import open_queue
 worker = Worker()
-queue = SQLiteQueue(sys.argv[1])
+queue = open_queue(sys.argv[1])
 worker.setup_ucxx(SCHEMA, slots=64, queue=queue, server=ServerOptions(addresses=("127.0.0.1",)))
 print("ready", flush=True)
 written = 0
@@ -191,8 +190,9 @@ worker.cleanup_ucxx()
 
 
 @pytest.mark.ucx
-def test_ctrl_c_in_the_middle_of_writing_leaves_nothing_unpublished(tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue, Child(INTERRUPTED, queue.path) as child:
+def test_ctrl_c_in_the_middle_of_writing_leaves_nothing_unpublished(redis: RedisServer) -> None:
+    place = redis.place(secrets.token_hex(4))
+    with open_queue(place) as queue, Child(INTERRUPTED, place) as child:
         assert child.line() == "ready"
         eventually(lambda: queue.depth().ready >= 8, "it writes")
         child.process.send_signal(signal.SIGINT)
@@ -226,23 +226,3 @@ def test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_not
             eventually(lambda: queue.depth() == QueueDepth(ready=40), "the publisher goes on by itself")
             assert claimed(queue) == [ticket_id(ticket) for ticket in tickets]
             worker.cleanup_ucxx()
-
-
-@pytest.mark.ucx
-def test_a_locked_file_stops_no_write_until_the_ring_is_full(worker: Worker, tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3", busy_timeout_s=0.05) as queue:
-        worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread", publish="background")
-        lock = sqlite3.connect(queue.path, isolation_level=None)
-        lock.execute("BEGIN IMMEDIATE")
-        worker.write_many_to_buffer([values(step) for step in range(8)])
-        with pytest.raises(QueueBusyError, match="8 tickets are not published yet"):
-            worker.flush_ucxx()
-        with pytest.raises((QueueBusyError, RingFullError)):
-            worker.write_to_buffer(values(8), timeout_s=0.01)
-        lock.execute("ROLLBACK")
-        lock.close()
-        eventually(lambda: queue.depth().ready == 8, "the publisher goes on by itself")
-        assert set(queue.known([ticket_id(each) for each in worker.ring.tickets()]).values()) == {
-            (DeliveryState.READY,)
-        }
-        worker.cleanup_ucxx()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import pytest
 
 from transport import Rollout, Schema, Trainer, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
 from transport.errors import ClosedError, UsageError
+from transport.queue import RedisQueue
 from transport.queue.base import DeliveryState
-from transport.queue.sqlite import SQLiteQueue
 from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
@@ -40,14 +39,8 @@ print("ended", flush=True)
 """
 
 
-@pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
 @pytest.mark.ucx
-def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: SQLiteQueue) -> None:
+def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RedisQueue) -> None:
     with (
         Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
         Trainer(schemas=[SCHEMA], queue=queue) as trainer,
@@ -69,7 +62,7 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: SQLiteQueue) -> None:
 
 
 @pytest.mark.ucx
-def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(queue: SQLiteQueue) -> None:
+def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(queue: RedisQueue) -> None:
     waited = []
 
     class Watched(Rollout):
@@ -90,7 +83,7 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
 
 @pytest.mark.parametrize("given", [None, 7.0])
 def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(
-    queue: SQLiteQueue, given: float | None
+    queue: RedisQueue, given: float | None
 ) -> None:
     waited = []
 
@@ -129,7 +122,7 @@ def test_a_signal_during_the_drain_shortens_it() -> None:
 
 
 @pytest.mark.ucx
-def test_claims_return_to_the_queue_at_the_end_of_a_with(queue: SQLiteQueue) -> None:
+def test_claims_return_to_the_queue_at_the_end_of_a_with(queue: RedisQueue) -> None:
     with Rollout(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=0.0) as rollout:
         rollout.write_to_buffer(VALUES)
         with pytest.raises(ZeroDivisionError), Trainer(schemas=[SCHEMA], queue=queue) as trainer:

@@ -7,16 +7,17 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from redis_server import RedisServer
+from ticket_queues import run_of
 
 from transport.errors import BusyPortError, ClosedError, QueueError, RingFullError, SchemaError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin, queued, ticket_id
+from transport.queue import RedisQueue
 from transport.queue.base import DeliveryState, QueuedTicket
-from transport.queue.sqlite import SQLiteQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
@@ -33,20 +34,14 @@ class Worker(UCXXRolloutMixin):
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
-@pytest.fixture
-def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+def worker(queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", ring=RingOptions(overflow="error"))
     yield worker
     worker.cleanup_ucxx()
 
 
-def test_a_written_trajectory_is_a_published_ticket(worker: Worker, queue: SQLiteQueue) -> None:
+def test_a_written_trajectory_is_a_published_ticket(worker: Worker, queue: RedisQueue) -> None:
     ticket = worker.write_to_buffer(VALUES, metadata={"reward": 2.5}, policy_version=7)
     (claim,) = queue.claim(1, 20, consumer="test")
     assert Ticket.decode(claim.data) == ticket
@@ -57,7 +52,7 @@ def test_a_written_trajectory_is_a_published_ticket(worker: Worker, queue: SQLit
     assert ticket.addresses
 
 
-def test_a_groups_payload_is_one_delivery_for_all_its_ranks(queue: SQLiteQueue) -> None:
+def test_a_groups_payload_is_one_delivery_for_all_its_ranks(queue: RedisQueue) -> None:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=2, readers=3, grouped=True, queue=queue, mode="thread")
     try:
@@ -71,14 +66,14 @@ def test_a_groups_payload_is_one_delivery_for_all_its_ranks(queue: SQLiteQueue) 
         worker.cleanup_ucxx()
 
 
-def test_a_payload_that_does_not_fit_publishes_nothing(worker: Worker, queue: SQLiteQueue) -> None:
+def test_a_payload_that_does_not_fit_publishes_nothing(worker: Worker, queue: RedisQueue) -> None:
     with pytest.raises(SchemaError, match="obs"):
         worker.write_to_buffer({"obs": np.ones((17, 2), np.float32)})
     assert queue.depth().ready == 0
     assert worker.ring_statistics().free == 4
 
 
-def test_a_full_ring_publishes_nothing(worker: Worker, queue: SQLiteQueue) -> None:
+def test_a_full_ring_publishes_nothing(worker: Worker, queue: RedisQueue) -> None:
     for _ in range(4):
         worker.write_to_buffer(VALUES)
     with pytest.raises(RingFullError, match="4 unread"):
@@ -86,16 +81,16 @@ def test_a_full_ring_publishes_nothing(worker: Worker, queue: SQLiteQueue) -> No
     assert queue.depth().ready == 4
 
 
-class FailingQueue(SQLiteQueue):
+class FailingQueue(RedisQueue):
     """A queue whose disk is gone."""
 
     def publish(self, *_: object, **__: object) -> int:
         raise QueueError("disk gone")
 
 
-def test_where_publishing_fails_the_payload_is_discarded(tmp_path: Path) -> None:
+def test_where_publishing_fails_the_payload_is_discarded(redis: RedisServer) -> None:
     worker = Worker()
-    with FailingQueue(tmp_path / "tickets.sqlite3") as queue:
+    with FailingQueue(run_of(redis)) as queue:
         worker.setup_ucxx(SCHEMA, slots=2, queue=queue, mode="thread")
         with pytest.raises(QueueError, match="disk gone"):
             worker.write_to_buffer(VALUES)
@@ -103,7 +98,7 @@ def test_where_publishing_fails_the_payload_is_discarded(tmp_path: Path) -> None
         worker.cleanup_ucxx()
 
 
-def test_reconciling_publishes_the_unknown_and_frees_the_finished(worker: Worker, queue: SQLiteQueue) -> None:
+def test_reconciling_publishes_the_unknown_and_frees_the_finished(worker: Worker, queue: RedisQueue) -> None:
     finished, waiting = worker.write_to_buffer(VALUES), worker.write_to_buffer(VALUES)
     unknown = worker.ring.write(VALUES)
     (claim,) = queue.claim(1, 20, consumer="test")
@@ -117,7 +112,7 @@ def test_reconciling_publishes_the_unknown_and_frees_the_finished(worker: Worker
 
 
 def test_a_ring_full_of_finished_payloads_is_reconciled_instead_of_waited_for(
-    worker: Worker, queue: SQLiteQueue
+    worker: Worker, queue: RedisQueue
 ) -> None:
     for _ in range(4):
         worker.write_to_buffer(VALUES)
@@ -127,7 +122,7 @@ def test_a_ring_full_of_finished_payloads_is_reconciled_instead_of_waited_for(
     assert (worker.ring_statistics().free, worker.ring_statistics().discards) == (3, 4)
 
 
-def test_before_setup_and_after_cleanup_writing_is_refused(queue: SQLiteQueue) -> None:
+def test_before_setup_and_after_cleanup_writing_is_refused(queue: RedisQueue) -> None:
     worker = Worker()
     worker.cleanup_ucxx()
     with pytest.raises(ClosedError, match="setup_ucxx"):
@@ -178,7 +173,7 @@ def ring_of_a_killed_writer(name: str) -> str:
         return ring.ring_id
 
 
-def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(queue: SQLiteQueue) -> None:
+def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(queue: RedisQueue) -> None:
     name = f"test-rollout-{id(queue):x}"
     ring_of_a_killed_writer(name)
     worker = Worker()
@@ -192,7 +187,7 @@ def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(
     worker.cleanup_ucxx()
 
 
-class UnavailableQueue(SQLiteQueue):
+class UnavailableQueue(RedisQueue):
     """A queue that fails at the first question what it knows."""
 
     failure: BaseException | None = None
@@ -206,12 +201,12 @@ class UnavailableQueue(SQLiteQueue):
 
 @pytest.mark.parametrize("failure", [QueueError("disk full"), KeyboardInterrupt()], ids=repr)
 def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(
-    failure: BaseException, tmp_path: Path
+    failure: BaseException, redis: RedisServer
 ) -> None:
     name = f"test-rollout-{id(failure):x}"
     ring_id = ring_of_a_killed_writer(name)
     worker = Worker()
-    with UnavailableQueue(tmp_path / "tickets.sqlite3") as queue:
+    with UnavailableQueue(run_of(redis)) as queue:
         queue.failure = failure
         with pytest.raises(type(failure)):
             worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread")
@@ -222,7 +217,7 @@ def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(
         worker.cleanup_ucxx()
 
 
-def test_a_ring_taken_over_keeps_its_payloads_where_the_server_cannot_start(queue: SQLiteQueue) -> None:
+def test_a_ring_taken_over_keeps_its_payloads_where_the_server_cannot_start(queue: RedisQueue) -> None:
     name = f"test-rollout-{id(queue):x}"
     ring_id = ring_of_a_killed_writer(name)
     worker = Worker()

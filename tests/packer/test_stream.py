@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from transport.errors import QueueBusyError
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.packer.stream import BatchStream
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import RedisQueue
 from transport.schema import Schema, UpTo
 from transport.ticket import Ticket
 
@@ -34,13 +33,7 @@ class Worker(UCXXRolloutMixin):
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
-@pytest.fixture
-def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+def worker(queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
     yield worker
@@ -48,7 +41,7 @@ def worker(queue: SQLiteQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def stream(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Callable[..., BatchStream]]:
+def stream(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Callable[..., BatchStream]]:
     made: list[BatchStream] = []
 
     def make(batch_size: int = 4, fill_s: float = 0.0, idle_s: float | None = 0.0, **options: Any) -> BatchStream:
@@ -77,7 +70,7 @@ def test_batches_come_in_order_until_the_queue_is_idle(worker: Worker, stream: C
 
 
 def test_only_what_was_used_is_acknowledged(
-    worker: Worker, queue: SQLiteQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
 ) -> None:
     worker.play(12)
     batches = stream()
@@ -112,7 +105,7 @@ def test_stopping_ends_a_wait(worker: Worker, stream: Callable[..., BatchStream]
 
 
 def test_a_payload_that_is_gone_is_missing_from_its_batch(
-    worker: Worker, queue: SQLiteQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
 ) -> None:
     tickets = worker.play(3)
     worker.ring.discard(tickets[1])
@@ -125,7 +118,7 @@ def test_a_payload_that_is_gone_is_missing_from_its_batch(
 
 
 def test_a_batch_of_which_nothing_came_is_passed_over(
-    worker: Worker, queue: SQLiteQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
 ) -> None:
     for ticket in worker.play(4):
         worker.ring.discard(ticket)
@@ -141,9 +134,8 @@ def test_what_is_too_old_is_not_claimed(worker: Worker, stream: Callable[..., Ba
     assert steps_of(batches.next()) == [5, 6, 7]
 
 
-@pytest.mark.parametrize("ack", ["on_arrival", "on_consumed"])
 def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(
-    ack: Any, worker: Worker, stream: Callable[..., BatchStream], queue: SQLiteQueue, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, stream: Callable[..., BatchStream], queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim, calls = queue.claim, iter(range(100))
 
@@ -154,7 +146,7 @@ def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(
 
     monkeypatch.setattr(queue, "claim", failing)
     worker.play(3)
-    batches = stream(batch_size=3, ack=ack)
+    batches = stream(batch_size=3)
     batch = batches.next()
     assert steps_of(batch) == [0, 1, 2]
     assert batch is not None

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import Child, eventually
 from packers import SCHEMA, Packer, Worker
 from redis_server import RedisServer, needs_redis, redis_server
+from ticket_queues import ticket_queue
 
 from transport.errors import RingNotFoundError
 from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
 from transport.packer.rollout import ticket_id
-from transport.queue import QueueDepth, SQLiteQueue, TicketQueue, open_queue
+from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.ring.buffer import SharedRingBuffer
 
 pytestmark = pytest.mark.ucx
@@ -51,15 +51,6 @@ else:
 print("written", flush=True)
 sys.stdin.readline()
 """
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Nobody can write to the file."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        yield
-        connection.execute("ROLLBACK")
 
 
 @contextlib.contextmanager
@@ -99,9 +90,10 @@ def gone(segment: str) -> bool:
     return False
 
 
-def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is_published(tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
-        with Child(WRITER, f"sqlite://{queue.path}", 20, "ring") as child:
+def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is_published(redis: RedisServer) -> None:
+    place = redis.place(secrets.token_hex(4))
+    with open_queue(place) as queue:
+        with Child(WRITER, place, 20, "ring") as child:
             segment = child.line()
             child.tell()
             assert child.line() == "written"
@@ -109,19 +101,6 @@ def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is
         assert consumed(queue, 20) == (list(range(20)), {7})
         assert queue.depth() == QueueDepth(done=20)
         eventually(lambda: gone(segment), "the ring is gone when everything is consumed")
-
-
-@pytest.mark.parametrize("how", ["one by one", "many"])
-def test_a_backlog_of_a_killed_writer_is_published_when_the_file_is_free_again(tmp_path: Path, how: str) -> None:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
-        with Child(WRITER, f"sqlite://{queue.path}", 40, how) as child:
-            child.line()
-            with locked(queue.path):
-                child.tell()
-                assert child.line() == "written"
-                child.kill()
-        assert consumed(queue, 40) == (list(range(40)), {7})
-        assert queue.depth() == QueueDepth(done=40)
 
 
 @needs_redis
@@ -152,8 +131,8 @@ def test_a_writer_that_is_killed_again_and_again_loses_nothing_and_has_nothing_c
         assert seen == Counter(dict.fromkeys(range(60), 3))
 
 
-def test_a_new_writer_that_took_the_ring_over_is_left_alone(tmp_path: Path) -> None:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue, SharedRingBuffer.create(SCHEMA, slots=4) as ring:
+def test_a_new_writer_that_took_the_ring_over_is_left_alone(redis: RedisServer) -> None:
+    with ticket_queue(redis) as queue, SharedRingBuffer.create(SCHEMA, slots=4) as ring:
         ring.write({"obs": np.zeros((1, 4), np.float32), "step": 1})
         address = queue.address
         assert address is not None
@@ -163,10 +142,10 @@ def test_a_new_writer_that_took_the_ring_over_is_left_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("publish", ["background", "immediate"])
 def test_a_finished_payload_whose_slot_was_not_freed_is_not_published_again_when_the_queue_has_forgotten_it(
-    tmp_path: Path, publish: PublishMode
+    redis: RedisServer, publish: PublishMode
 ) -> None:
     worker = Worker()
-    with SQLiteQueue(tmp_path / "tickets.sqlite3", keep_finished=2500) as queue:
+    with ticket_queue(redis, keep_finished=2500) as queue:
         ring = worker.setup_ucxx(SCHEMA, slots=64, queue=queue, mode="thread", publish=publish)
         try:
             values = {"obs": np.zeros((1, 4), np.float32), "step": 1}
@@ -185,9 +164,9 @@ def test_a_finished_payload_whose_slot_was_not_freed_is_not_published_again_when
             worker.cleanup_ucxx()
 
 
-def test_reconciling_keeps_the_policy_version_of_a_payload(tmp_path: Path) -> None:
+def test_reconciling_keeps_the_policy_version_of_a_payload(redis: RedisServer) -> None:
     worker = Worker()
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+    with ticket_queue(redis) as queue:
         ring = worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
         try:
             ring.write({"obs": np.zeros((1, 4), np.float32), "step": 1}, policy_version=3)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from memory_store import MemoryStore
 from packers import SCHEMA, Packer, Worker, fetch, write
+from redis_server import RedisServer
+from ticket_queues import ticket_queue
 
 from transport.errors import StoreUnavailableError
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.queue.sqlite import SQLiteQueue
 from transport.store.directory import Directory
 
 pytestmark = pytest.mark.ucx
@@ -35,9 +36,9 @@ def warmed(packer: Packer) -> None:
 
 
 @pytest.mark.parametrize("knows", ["queue", "directory"])
-def test_the_first_batch_finds_its_connections(knows: str, tmp_path: Path) -> None:
+def test_the_first_batch_finds_its_connections(knows: str, tmp_path: Path, redis: RedisServer) -> None:
     worker, packer, store = Worker(), Packer(), MemoryStore()
-    with SQLiteQueue(tmp_path / "queue.sqlite3") as queue:
+    with ticket_queue(redis) as queue:
         directory = Directory(store)
         try:
             server = ServerOptions(ports=(0, 0), directory=directory)
@@ -59,9 +60,9 @@ def test_the_first_batch_finds_its_connections(knows: str, tmp_path: Path) -> No
             worker.cleanup_ucxx()
 
 
-def test_rings_that_come_later_are_found_by_looking_again(tmp_path: Path) -> None:
+def test_rings_that_come_later_are_found_by_looking_again(tmp_path: Path, redis: RedisServer) -> None:
     worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
-    with SQLiteQueue(tmp_path / "queue.sqlite3") as queue:
+    with ticket_queue(redis) as queue:
         try:
             options = ClientOptions(directory=directory)
             packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
@@ -80,9 +81,9 @@ class Unreachable(MemoryStore):
         raise StoreUnavailableError("the store is away")
 
 
-def test_a_directory_that_cannot_be_asked_disturbs_nothing(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_asked_disturbs_nothing(tmp_path: Path, redis: RedisServer) -> None:
     worker, packer = Worker(), Packer()
-    with SQLiteQueue(tmp_path / "queue.sqlite3") as queue:
+    with ticket_queue(redis) as queue:
         try:
             worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
             options = ClientOptions(directory=Directory(Unreachable()))

@@ -49,7 +49,8 @@ def test_a_claim_is_the_payload_with_its_ticket(ring: SharedRingBuffer, reader: 
     assert f"{one!r}".startswith("<ClaimedPayload ")
     assert reader.claim(1) == []
     assert reader.consume([one, two]) == [one, two]
-    assert reader.consume([one]) == []
+    assert reader.consume([one]) == [one]  # asked again, the answer is the same
+    assert not one.release()
     assert ring.native.state_counts()[SlotState.FREE] == 32
 
 
@@ -62,7 +63,7 @@ def test_a_claim_that_was_given_back_is_refused_and_anothers(ring: SharedRingBuf
     again = ring.claim(9)
     assert [(claim.native.sequence, claim.attempts) for claim in again] == [(1, 2), (2, 1)]
     assert not first.consume()
-    assert not first.release()
+    assert first.release()
     assert not first.discard("late")
     assert ring.consume(again) == again
 
@@ -149,9 +150,49 @@ def test_misuse_is_named(ring: SharedRingBuffer, reader: SharedRingBuffer) -> No
     ring.write_many(payloads(1))
     with pytest.raises(StaleSlotError, match="is not in its slot any more"):
         _ = claim.ticket
+    [claim] = reader.claim(1)
     reader.close()
     with pytest.raises(ClosedError):
         claim.consume()
+
+
+def test_a_claim_goes_back_uncounted_when_nothing_looks_into_its_payload_any_more(
+    ring: SharedRingBuffer, reader: SharedRingBuffer
+) -> None:
+    ring.write_many([{"data": np.arange(8)}])
+    array = reader.claim(1)[0].arrays()["data"]
+    assert ring.claim(1) == []
+    assert list(array) == list(range(8))
+    del array
+    [again] = ring.claim(1)
+    assert again.consume()
+
+
+def test_an_array_of_a_claim_keeps_its_slot_when_the_ring_is_closed(
+    ring: SharedRingBuffer, reader: SharedRingBuffer
+) -> None:
+    ring.write_many([{"data": np.arange(8)}])
+    array = reader.claim(1)[0].arrays()["data"]
+    reader.close()
+    assert ring.claim(1) == []
+    assert list(array) == list(range(8))
+    del array
+    assert len(ring.claim(1)) == 1
+
+
+def test_the_lease_that_counts_is_the_holders(ring: SharedRingBuffer, reader: SharedRingBuffer) -> None:
+    ring.write_many(payloads(2))
+    with SharedRingBuffer.attach(ring.name, SCHEMA, role="reader") as silent:
+        ring.set_lease(1e-9)  # whoever looks has a lease of its own, which is not the holders'
+        silent.set_lease(1e-9)
+        [kept], [lost] = reader.claim(1), silent.claim(1)
+        [again] = ring.claim(9, 30.0)
+        assert (again.name, again.attempts) == (lost.name, 2)
+        assert not lost.consume()
+        assert kept.consume()
+        assert again.consume()
+    with pytest.raises(UsageError, match="lease_s=0"):
+        ring.set_lease(0.0)
 
 
 def child(body: str) -> subprocess.Popen[str]:
@@ -163,7 +204,7 @@ def test_what_a_killed_reader_had_claimed_comes_back_to_who_waits(ring: SharedRi
     ring.write_many(payloads(3))
     process = child(
         f"ring = SharedRingBuffer.attach({ring.name!r}, role='reader')\n"
-        "print(len(ring.claim(9)), flush=True)\nsignal.pause()"
+        "claims = ring.claim(9)\nprint(len(claims), flush=True)\nsignal.pause()"
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "3\n"

@@ -157,7 +157,7 @@ def test_a_batch_larger_than_the_ring_waits_for_its_readers(ring: SharedRingBuff
         left = 100
         while left:
             claims = ring.native.claim(3, 30.0)
-            left -= sum(ring.native.finish_all([claim.id for claim in claims]))
+            left -= sum(claim.finish() for claim in claims)
 
     reader = threading.Thread(target=consume)
     reader.start()

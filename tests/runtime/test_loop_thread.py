@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
+import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
 import pytest
 from sleepers import Sleeper
@@ -23,17 +24,6 @@ def loop_thread() -> Iterator[LoopThread]:
     made = LoopThread("test loop")
     yield made
     made.close()
-
-
-class HookedThread(LoopThread):
-    """Runs a hook on each future between submitting and waiting."""
-
-    hook: Callable[[Future[Any]], None]
-
-    def submit(self, coroutine: Coroutine[Any, Any, Any], job: Job[Any] | None = None) -> Job[Any]:
-        future = super().submit(coroutine, job)
-        self.hook(future)
-        return future
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -97,26 +87,40 @@ def test_a_timeout_cancels_the_coroutine(loop_thread: LoopThread) -> None:
     assert loop_thread.run(asyncio.sleep(0, "works on")) == "works on"
 
 
-def test_an_interrupt_while_waiting_cancels_the_coroutine() -> None:
+class Interrupt(BaseException):
+    """What a signal's handler raises here, as Ctrl-C raises KeyboardInterrupt."""
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGUSR1, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupt_when(event: threading.Event) -> threading.Thread:
+    """A signal to the main thread, once the event has come."""
+
+    def send() -> None:
+        assert event.wait(WATCHDOG_S)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_an_interrupt_while_waiting_cancels_the_coroutine(loop_thread: LoopThread) -> None:
     sleeper = Sleeper()
-
-    def interrupt(future: Future[Any]) -> None:
-        assert sleeper.started.wait(WATCHDOG_S)
-
-        def result(timeout: float | None = None) -> None:
-            raise KeyboardInterrupt  # what a Ctrl-C makes of the wait
-
-        future.result = result  # type: ignore[method-assign,assignment]
-
-    loop_thread = HookedThread("test loop")
-    loop_thread.hook = interrupt
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            loop_thread.run(sleeper.sleep())
-        assert sleeper.ended.wait(WATCHDOG_S)
-        assert sleeper.how == "cancelled"
-    finally:
-        loop_thread.close()
+    sender = interrupt_when(sleeper.started)
+    with pytest.raises(Interrupt):
+        loop_thread.run(sleeper.sleep())
+    sender.join()
+    assert sleeper.how == "cancelled"
 
 
 class Cleaning:
@@ -136,25 +140,103 @@ class Cleaning:
             self.cleaned = True
 
 
-def test_an_interrupt_is_raised_when_the_coroutine_has_cleaned_up() -> None:
+def test_an_interrupt_is_raised_when_the_coroutine_has_cleaned_up(loop_thread: LoopThread) -> None:
     cleaning = Cleaning()
+    sender = interrupt_when(cleaning.begun)
+    with pytest.raises(Interrupt):
+        loop_thread.run(cleaning.work())
+    sender.join()
+    assert cleaning.cleaned
 
-    def interrupt(future: Future[Any]) -> None:
-        assert cleaning.begun.wait(WATCHDOG_S)
 
-        def result(timeout: float | None = None) -> None:
-            raise KeyboardInterrupt
+def test_a_wait_for_a_job_that_is_interrupted_leaves_the_job_to_the_loop(loop_thread: LoopThread) -> None:
+    begun, may_end = threading.Event(), asyncio.Event()
 
-        future.result = result  # type: ignore[method-assign,assignment]
+    async def work() -> str:
+        begun.set()
+        await may_end.wait()
+        return "the result"
 
-    loop_thread = HookedThread("test loop")
-    loop_thread.hook = interrupt
+    job = Job(loop_thread, work)
+    sender = interrupt_when(begun)
+    with pytest.raises(Interrupt):
+        job.start()
+        job.wait()
+    sender.join()
+    assert not job.done()
+    loop_thread.soon(may_end.set)
+    assert job.result(WATCHDOG_S) == "the result"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # never begun
+def test_waits_that_are_interrupted_at_any_instant_hang_nothing(loop_thread: LoopThread) -> None:
+    """Real signals, at instants that a timer chooses; the loop and the other waits go on."""
+    interrupts = 0
+
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    chance = random.Random(1)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            loop_thread.run(cleaning.work())
-        assert cleaning.cleaned
+        for _ in range(400):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 + chance.random() * 2e-4)
+                assert loop_thread.run(work()) == 1
+                loop_thread.submit(work()).end()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                interrupts += 1
+            assert loop_thread.run(work(), WATCHDOG_S) == 1
     finally:
-        loop_thread.close()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert interrupts
+
+
+def test_a_job_is_begun_once_and_only_when_it_is_started(loop_thread: LoopThread) -> None:
+    begun = []
+
+    async def work() -> int:
+        begun.append(1)
+        return len(begun)
+
+    job = Job(loop_thread, work)
+    loop_thread.run(asyncio.sleep(0))
+    assert not begun
+    job.start()
+    job.start()
+    assert job.result(WATCHDOG_S) == 1
+    job.start()
+    loop_thread.run(asyncio.sleep(0))
+    assert len(begun) == 1
+
+
+def test_a_job_that_was_ended_before_it_began_does_not_begin(loop_thread: LoopThread) -> None:
+    begun: list[int] = []
+
+    async def work() -> None:
+        begun.append(1)
+
+    job = Job(loop_thread, work)
+    job.end()
+    job.start()
+    loop_thread.run(asyncio.sleep(0))
+    assert not begun
+    with pytest.raises(CancelledError):
+        job.result(WATCHDOG_S)
+
+
+def test_a_job_can_be_awaited_on_another_loop_and_is_cancelled_from_there(loop_thread: LoopThread) -> None:
+    sleeper = Sleeper()
+
+    async def elsewhere() -> str:
+        assert await loop_thread.submit(asyncio.sleep(0, "the result")) == "the result"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(loop_thread.submit(sleeper.sleep()), 0.01)
+        return "went on"
+
+    assert asyncio.run(elsewhere()) == "went on"
+    assert sleeper.ended.wait(WATCHDOG_S) or sleeper.how == "never started"
 
 
 def test_a_timeout_is_raised_when_the_coroutine_has_cleaned_up(loop_thread: LoopThread) -> None:

@@ -130,6 +130,16 @@ def test_close_ends_the_thread_and_may_be_called_again() -> None:
     loop_thread.close()
 
 
+def test_a_loop_that_is_dropped_ends_its_thread() -> None:
+    before = set(threading.enumerate())
+    loop_thread = LoopThread("test loop")
+    (thread,) = set(threading.enumerate()) - before
+    del loop_thread
+    gc.collect()
+    thread.join(WATCHDOG_S)
+    assert not thread.is_alive()
+
+
 def test_after_close_nothing_is_accepted_and_no_coroutine_is_left_unawaited() -> None:
     loop_thread = LoopThread("test loop")
     loop_thread.close()
@@ -191,8 +201,7 @@ import asyncio, os, sys
 from transport.runtime.loop_thread import LoopThread
 from transport.errors import ClosedError
 loop_thread = LoopThread("test loop")
-with loop_thread._ending:  # as another thread may hold it at the fork
-    pid = os.fork()
+pid = os.fork()
 if pid == 0:
     loop_thread.close()
     try:

@@ -9,7 +9,6 @@ import secrets
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ SHORT_LEASE = {"claim_lease_s": 1.5, "claim_renew_s": 0.3}  # of a trainer that 
 
 
 class Place:
-    """Where the tickets of a run are: "mapped" or "tcp", which are its rings, "sqlite" or "redis"."""
+    """Where the tickets of a run are: "mapped" or "tcp", which are its rings, or "redis"."""
 
     def __init__(self, kind: str, url: str, prefix: str, server: RedisServer | None) -> None:
         self.kind = kind
@@ -51,7 +50,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def place_of(kind: str, folder: Path, *options: str) -> Iterator[Place]:
+def place_of(kind: str, *options: str) -> Iterator[Place]:
     """A place of this kind, with nothing in it; ``options`` of a Redis server."""
     prefix = f"guarantees-{secrets.token_hex(4)}-"
     if kind == "redis":
@@ -60,8 +59,7 @@ def place_of(kind: str, folder: Path, *options: str) -> Iterator[Place]:
         with redis_server(*options) as server:
             yield Place(kind, server.place(), prefix, server)
     else:
-        url = f"sqlite://{folder}/tickets.sqlite3" if kind == "sqlite" else f"rings:{prefix}"
-        yield Place(kind, url, prefix, None)
+        yield Place(kind, f"rings:{prefix}", prefix, None)
 
 
 class Told(Child):
@@ -178,7 +176,7 @@ class Run:
         """
         compare(self.published, accepted, lost=lost, twice=twice)
         done = len(self.published) - len(set(lost))
-        wanted = {"done": done, "unfinished": 0, "lost": 0, "dead": 0, "discarded": 0, **(reported or {})}
+        wanted = {"done": done, "unfinished": 0, "dead": 0, "discarded": 0, **(reported or {})}
 
         with self.place.open() as queue:
             wanted = {state: self._before[state] + number for state, number in wanted.items()}
@@ -201,7 +199,7 @@ def compare(
 
 def states(depth: QueueDepth) -> dict[str, int]:
     """How many deliveries are in which state."""
-    names = "done", "unfinished", "lost", "dead", "discarded"
+    names = "done", "unfinished", "dead", "discarded"
     return {name: getattr(depth, name) for name in names}
 
 

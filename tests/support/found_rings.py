@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from transport import SharedRingBuffer, UCXXServer
+from transport.claims.places import OnThisHost, Place
 from transport.queue import Claim, FoundRings
-from transport.queue.demands import Place
-from transport.queue.places import OnThisHost
 
 LONG_S = 30.0
 

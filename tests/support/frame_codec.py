@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 
+from transport import _ring
 from transport.errors import ProtocolError
-from transport.wire.frames import ENDING_VERSION, MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
+from transport.wire.frames import MAX_RECORDS, VERSION, Answer, Kind, Record
 
-_RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
-_ENDING_KINDS = frozenset({Kind.END, Kind.USED, Kind.READ_RANGE})
-_TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME})
+_RECORD_KINDS = frozenset(kind for kind in Kind if kind >= Kind.READ)
 
-HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved
+HEADER = struct.Struct("<QBBHIII")  # checksum, version, kind, count, message number, joined bytes, code
 RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, attempts, slot, generation, joined_most, key, length
 ANSWER = struct.Struct("<BBHIQQQ")  # code, flags, record index, reserved, length, checksum, value
 
@@ -24,10 +23,26 @@ JOINED = 0x01
 CHECKED = 0x02
 
 
+_CHECKSUM = struct.Struct("<Q")  # of everything behind it but the payloads
+
+
+def sealed(message: bytearray) -> bytearray:
+    """The message with its checksum stored."""
+    _CHECKSUM.pack_into(message, 0, _ring.checksum(memoryview(message)[_CHECKSUM.size :]))
+    return message
+
+
+def check_seal(message: bytes | bytearray | memoryview) -> None:
+    """ProtocolError when the bytes are not those that were sealed."""
+    view = memoryview(message)
+    if _CHECKSUM.unpack_from(view)[0] != _ring.checksum(view[_CHECKSUM.size :]):
+        raise ProtocolError("a message whose bytes have changed")
+
+
 def encode_control(number: int, records: list[Record], version: int = VERSION) -> bytearray:
     """One CONTROL message; a bytearray, since UCX reads it in place until the send is complete."""
     message = bytearray(HEADER_BYTES + len(records) * RECORD_BYTES)
-    HEADER.pack_into(message, 0, version, Kind.CONTROL, len(records), number, 0, 0)
+    HEADER.pack_into(message, 0, 0, version, Kind.CONTROL, len(records), number, 0, 0)
     offset = HEADER_BYTES
     for record in records:
         RECORD.pack_into(
@@ -43,14 +58,15 @@ def encode_control(number: int, records: list[Record], version: int = VERSION) -
             record.length,
         )
         offset += RECORD_BYTES
-    return message
+    return sealed(message)
 
 
 def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) -> tuple[int, list[Record]]:
     """(message number, records) of a message of version ``due``. Raises ProtocolError for anything malformed."""
     if len(message) < HEADER_BYTES:
         raise ProtocolError(f"control message of {len(message)} bytes has no header")
-    version, kind, count, number, _, _ = HEADER.unpack_from(message, 0)
+    check_seal(message)
+    _, version, kind, count, number, _, _ = HEADER.unpack_from(message, 0)
     if version != due or kind != Kind.CONTROL:
         raise ProtocolError(f"expected a control message of version {due}, got kind {kind:#x} version {version}")
     if not 0 < count <= MAX_RECORDS:
@@ -62,9 +78,7 @@ def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) 
         kind, rank, attempts, slot, generation, joined_most, key, length = RECORD.unpack_from(
             message, HEADER_BYTES + index * RECORD_BYTES
         )
-        taking = due >= TAKING_VERSION and kind in _TAKING_KINDS
-        ending = due >= ENDING_VERSION and kind in _ENDING_KINDS
-        if kind not in _RECORD_KINDS and not taking and not ending:
+        if kind not in _RECORD_KINDS:
             raise ProtocolError(f"record of unknown kind {kind:#x}")
         records.append(Record(Kind(kind), slot, generation, rank, key, length, attempts, joined_most))
     return number, records
@@ -79,7 +93,7 @@ def encode_status(number: int, answers: list[Answer], version: int = VERSION) ->
     """One STATUS message, joined payloads copied in."""
     joined = [answer.joined for answer in answers if answer.joined is not None]
     message = bytearray(status_bytes(len(answers), 0))
-    HEADER.pack_into(message, 0, version, Kind.STATUS, len(answers), number, sum(map(len, joined)), 0)
+    HEADER.pack_into(message, 0, 0, version, Kind.STATUS, len(answers), number, sum(map(len, joined)), 0)
     for index, answer in enumerate(answers):
         flags = (JOINED if answer.joined is not None else 0) | (CHECKED if answer.checksum is not None else 0)
         ANSWER.pack_into(
@@ -93,7 +107,7 @@ def encode_status(number: int, answers: list[Answer], version: int = VERSION) ->
             answer.checksum or 0,
             answer.value,
         )
-    return message + b"".join(joined)
+    return sealed(message) + b"".join(joined)
 
 
 def decode_status(message: bytes | bytearray | memoryview, due: int = VERSION) -> tuple[int, list[Answer]]:
@@ -104,13 +118,14 @@ def decode_status(message: bytes | bytearray | memoryview, due: int = VERSION) -
     view = memoryview(message)
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"status of {len(view)} bytes has no header")
-    version, kind, count, number, joined_bytes, _ = HEADER.unpack_from(view, 0)
+    _, version, kind, count, number, joined_bytes, _ = HEADER.unpack_from(view, 0)
     if version != due or kind != Kind.STATUS:
         raise ProtocolError(f"expected a status of version {due}, got kind {kind:#x} version {version}")
     offset = HEADER_BYTES + count * ANSWER_BYTES
     end = offset + joined_bytes
     if count > MAX_RECORDS or len(view) < end:
         raise ProtocolError(f"status of {count} answers and {joined_bytes} joined bytes does not fit {len(view)} bytes")
+    check_seal(view[:offset])
     answers = []
     for position in range(HEADER_BYTES, HEADER_BYTES + count * ANSWER_BYTES, ANSWER_BYTES):
         code, flags, index, _, length, checksum, value = ANSWER.unpack_from(view, position)

@@ -21,10 +21,10 @@ from transport import (
     Ticket,
     UpTo,
 )
+from transport.claims.places import OnThisHost
 from transport.packer.rollout import queued
 from transport.queue import FoundRings, QueuedTicket, RingQueue, SQLiteQueue
 from transport.queue.base import TicketQueue
-from transport.queue.places import OnThisHost
 from transport.store import Change, SQLiteStore, Store
 from transport.testing import MemoryQueue, a_ticket
 
@@ -112,7 +112,7 @@ def a_ring() -> Iterator[Scene]:
             ring.write(values(), policy_version=3)
             return {
                 "n": 1, "timeout_s": 0.0, "rank": 0, "most_bytes": None, "oldest_version": None, "max_deliveries": 0,
-                "consumer": "test", "most_held_s": 0.0,
+                "consumer": "test",
             }  # fmt: skip
 
         writing = {"readers": 1, "metadata": {"a": 1}, "deadline_s": None, "timeout_s": 0.0}

@@ -9,8 +9,8 @@ import pytest
 from helpers import eventually, free
 
 from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.queue import Claim, FoundRings
-from transport.taking.outcomes import Outcomes
+from transport.claims.outcomes import Outcomes
+from transport.queue import Claim
 
 LONG_S = 30.0
 NUMBERED = Schema.of(number=("int64",))
@@ -35,9 +35,9 @@ class Host:
         self._served.close()
         self._patch.setattr(Outcomes, "patience_s", 0.3)
 
-    def ends_between(self, queue: FoundRings, claims: list[Claim]) -> None:
+    def ends_between(self, claims: list[Claim]) -> None:
         """It consumes what is asked next, and is out of reach before it answers."""
-        [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
+        [link] = {claim.batch.claims.connection for claim in claims}  # type: ignore[attr-defined]
         outcome = link._outcome
 
         async def lost(future: Any, limit_s: float, what: str) -> Any:

@@ -1,7 +1,6 @@
 """What every ticket queue must do, written once. A mechanism's test module makes a subclass with a ``harness`` fixture.
 
-`queue_harness.py` has what the suite works with; notices and waits are in `queue_waits.py`, arrivals in
-`queue_arrivals.py`.
+`queue_harness.py` has what the suite works with; notices and waits are in `queue_waits.py`.
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from queue_arrivals import QueueArrivals
-from queue_harness import DEAD, DISCARDED, DONE, LEASE_S, READY, Harness, ids, tickets
-from queue_waits import ticket
+from queue_harness import DEAD, DISCARDED, DONE, LEASE_S, READY, Harness, QueueSuite, ids, tickets
+from queue_waits import in_thread, ticket
 
 from transport.errors import RankError, RingNotFoundError, UsageError
 from transport.queue import QueueDepth, QueuedTicket, TicketQueue, finished
 
 
-class QueueConformance(QueueArrivals):
+class QueueConformance(QueueSuite):
     # --- publish and claim ---------------------------------------------------------------------
     def test_tickets_come_out_in_the_order_of_publication(self, queue: TicketQueue) -> None:
         assert queue.publish(tickets(5), policy_version=7) == 5
@@ -25,7 +23,8 @@ class QueueConformance(QueueArrivals):
         assert ids(claims) == [item.id for item in tickets(3)]
         assert claims[0].data == ticket(0).data
         assert (claims[0].rank, claims[0].attempts, claims[0].policy_version) == (0, 1, 7)
-        assert ids(queue.claim(9, consumer="b")) == [item.id for item in tickets(5)[3:]]
+        claims += queue.claim(9, consumer="b")
+        assert ids(claims) == [item.id for item in tickets(5)]
         assert queue.claim(1, consumer="a") == []
 
     def test_unfinished_tickets_can_be_looked_at_without_a_claim(self, queue: TicketQueue) -> None:
@@ -83,11 +82,15 @@ class QueueConformance(QueueArrivals):
             queue.claim(1, rank=16, consumer="a")
 
     # --- the end of a claim ----------------------------------------------------------------------
-    def test_ack_is_true_exactly_once(self, queue: TicketQueue) -> None:
-        queue.publish(ticket(0))
-        [claim] = queue.claim(1, consumer="a")
-        assert queue.ack(claim)
-        assert not queue.ack(claim)
+    def test_a_claim_has_one_end_and_asked_for_it_again_the_same_answer(self, queue: TicketQueue) -> None:
+        queue.publish(tickets(2))
+        claim, other = queue.claim(2, consumer="a")
+        assert queue.discard(other, "its host is gone")
+        for _ in range(2):
+            assert queue.ack(claim)
+            assert queue.ack_many([other, claim]) == [claim]
+            assert queue.discard(other, "its host is gone")
+        assert self.same_depth(queue.depth(), done=1, discarded=1)
         assert not queue.retry(claim)
         assert not queue.discard(claim, "late")
         assert queue.renew([claim]) == []
@@ -183,7 +186,8 @@ class QueueConformance(QueueArrivals):
             assert queue.retry(claim, reason="it crashes")
         queue.publish(ticket(1))
         for _ in range(2):
-            assert len(queue.claim(1, consumer="a")) == 1
+            held = queue.claim(1, consumer="a")
+            assert len(held) == 1
             self.end_claims(harness)
             queue = harness.open(max_deliveries=2)
         assert queue.claim(2, consumer="a") == []
@@ -236,6 +240,39 @@ class QueueConformance(QueueArrivals):
         assert queue.ack(queue.claim(3, consumer="b")[0])
         assert queue.depth() == QueueDepth(done=6, retried=7)
         assert (queue.requeue(), queue.unfinished(9), queue.claim(1, consumer="b")) == (0, [], [])
+
+    # --- the age of what is claimed --------------------------------------------------------------
+    def test_what_is_too_old_is_discarded_and_counted_and_the_rest_is_claimed(self, queue: TicketQueue) -> None:
+        for number, version in enumerate([1, 5, 2, None, 4, 3]):
+            queue.publish(ticket(number), policy_version=version)
+        claims = queue.claim(3, consumer="a", oldest_version=4)
+        assert [claim.policy_version for claim in claims] == [5, None, 4]
+        if not self.takes_ahead:
+            assert queue.depth() == QueueDepth(ready=1, claimed=3, discarded=2, aged=2)
+        assert queue.claim(1, consumer="a", oldest_version=4) == []
+        assert queue.depth() == QueueDepth(claimed=3, discarded=3, aged=3)
+        latest = queue.failures()[0]
+        assert (latest.ticket_id, latest.state, latest.attempts) == (ticket(5).id, DISCARDED, 0)
+        assert latest.reason == "policy version 3 is older than 4"
+        assert latest.consumer == "a" or self.takes_ahead  # a listener that discards names the peer
+        assert queue.known([ticket(0).id]) == {ticket(0).id: (DISCARDED,)}
+
+    def test_age_is_judged_again_when_a_ticket_comes_back_and_by_each_rank(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0), policy_version=3, readers=2)
+        [claim] = queue.claim(1, consumer="a", oldest_version=3)
+        assert queue.retry(claim)
+        assert queue.claim(1, consumer="a", oldest_version=4) == []
+        assert queue.depth(0) == QueueDepth(discarded=1, aged=1, retried=1)
+        assert len(queue.claim(1, rank=1, consumer="b")) == 1
+
+    def test_a_claim_that_finds_only_old_tickets_waits_for_a_new_one(
+        self, harness: Harness, queue: TicketQueue
+    ) -> None:
+        queue.publish(tickets(3), policy_version=1)
+        claims, thread = in_thread(lambda: queue.claim(1, 30, consumer="a", oldest_version=2))
+        harness.open().publish(ticket(7), policy_version=2)
+        thread.join()
+        assert ids(claims[0]) == [ticket(7).id]
 
     # --- looking ---------------------------------------------------------------------------------
     def test_known_tells_states_by_rank_and_leaves_out_the_unknown(self, queue: TicketQueue) -> None:

@@ -15,8 +15,8 @@ from queue_waits import QueueWaits, ticket
 
 from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, TicketQueue
 
-READY, CLAIMED, ARRIVED = DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED
-DONE, DISCARDED, DEAD, LOST = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST
+READY, CLAIMED = DeliveryState.READY, DeliveryState.CLAIMED
+DONE, DISCARDED, DEAD = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD
 
 LEASE_S = 60.0
 
@@ -48,10 +48,6 @@ class QueueSuite(QueueWaits):
     stores_tickets = True  # any ticket can be put in; else a payload is in its ring, and another ring's is refused
     has_leases = True  # a claim ends with its lease; else with its holder, whatever the time
     takes_ahead = False  # payloads come before they are claimed: they count as claimed, and come in the next claims
-    names_the_lost = (
-        True  # each delivery that was lost on arrival is a failure of its own; else all of a holder are one
-    )
-    lost_for_good = True  # else a trainer that lost only its connection may still say that it used what had arrived
 
     @pytest.fixture
     def queue(self, harness: Harness) -> TicketQueue:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from queue_harness import LEASE_S, Harness, ids
 from queue_waits import ticket
 
 from transport.queue import Claim, DeliveryState, QueueDepth
 
-READY, CLAIMED, ARRIVED = DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED
-DONE, DISCARDED, DEAD, LOST = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST
+READY, CLAIMED = DeliveryState.READY, DeliveryState.CLAIMED
+DONE, DISCARDED, DEAD = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD
 
 
 class _Delivery:
@@ -21,6 +21,7 @@ class _Delivery:
         self.attempts = 0
         self.not_before = 0.0
         self.lease_ends = 0.0
+        self.ended: tuple[int, DeliveryState] | None = None  # the attempt whose claim was ended last, and how
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -43,9 +44,21 @@ class QueueMachine(RuleBasedStateMachine):
         if hasattr(self, "harness"):
             self.harness.close()
 
-    def _owned(self, claim: Claim, state: DeliveryState) -> _Delivery | None:
+    def _owned(self, claim: Claim) -> _Delivery | None:
         delivery = self.model[claim.ticket_id, claim.rank]
-        return delivery if delivery.state is state and delivery.attempts == claim.attempts else None
+        return delivery if delivery.state is CLAIMED and delivery.attempts == claim.attempts else None
+
+    def _end(self, claim: Claim, to: DeliveryState) -> tuple[bool, bool]:
+        """Whether the end is accepted, now or again; and whether it is now."""
+        delivery = self._owned(claim)
+        if delivery:
+            delivery.state = to
+            delivery.ended = claim.attempts, to
+        return self._ended(claim, to), delivery is not None
+
+    def _ended(self, claim: Claim, to: DeliveryState) -> bool:
+        """Whether the claim is known to have ended so; a queue forgets it when the delivery is claimed again."""
+        return self.model[claim.ticket_id, claim.rank].ended == (claim.attempts, to)
 
     @rule(numbers=st.lists(st.integers(0, 7), max_size=4), readers=st.integers(1, 2))
     def publish(self, numbers: list[int], readers: int) -> None:
@@ -73,39 +86,27 @@ class QueueMachine(RuleBasedStateMachine):
             assert claim.attempts == delivery.attempts
         return multiple(*claims)
 
-    @rule(claim=claims, trained=st.booleans())
-    def ack(self, claim: Claim, trained: bool) -> None:
-        delivery = self._owned(claim, CLAIMED)
-        assert self.queue.ack(claim, trained=trained) == bool(delivery)
-        if delivery:
-            delivery.state = DONE if trained else ARRIVED
-
     @rule(claim=claims)
-    def finish(self, claim: Claim) -> None:
-        delivery = self._owned(claim, ARRIVED)
-        assert self.queue.finish([claim]) == ([claim] if delivery else [])
-        if delivery:
-            delivery.state = DONE
+    def ack(self, claim: Claim) -> None:
+        accepted, _ = self._end(claim, DONE)
+        assert self.queue.ack(claim) == accepted
 
     @rule(claim=claims, delay_s=st.sampled_from([0.0, 5.0, 100.0]))
     def retry(self, claim: Claim, delay_s: float) -> None:
-        delivery = self._owned(claim, CLAIMED)
-        assert self.queue.retry(claim, delay_s) == bool(delivery)
-        if delivery:
-            delivery.state = READY if delivery.attempts < self.MAX_DELIVERIES else DEAD
-            delivery.not_before = self.now + delay_s
+        accepted, now = self._end(claim, READY if claim.attempts < self.MAX_DELIVERIES else DEAD)
+        assert self.queue.retry(claim, delay_s) == accepted
+        if now:
+            self.model[claim.ticket_id, claim.rank].not_before = self.now + delay_s
             self.retried += 1
 
-    @rule(claim=consumes(claims))
+    @rule(claim=claims)
     def discard(self, claim: Claim) -> None:
-        delivery = self._owned(claim, CLAIMED)
-        assert self.queue.discard(claim, "unwanted") == bool(delivery)
-        if delivery:
-            delivery.state = DISCARDED
+        accepted, _ = self._end(claim, DISCARDED)
+        assert self.queue.discard(claim, "unwanted") == accepted
 
     @rule(claim=claims)
     def renew(self, claim: Claim) -> None:
-        delivery = self._owned(claim, CLAIMED) or self._owned(claim, ARRIVED)
+        delivery = self._owned(claim)
         assert self.queue.renew([claim]) == ([claim] if delivery else [])
         if delivery:
             delivery.lease_ends = self.now + LEASE_S
@@ -115,12 +116,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.now += seconds
         self.harness.advance(seconds)
         for delivery in self.model.values():
-            if delivery.state in (CLAIMED, ARRIVED) and delivery.lease_ends <= self.now:
+            if delivery.state is CLAIMED and delivery.lease_ends <= self.now:
                 self.expired += 1
-                if delivery.state is ARRIVED:
-                    delivery.state = LOST
-                else:
-                    delivery.state = READY if delivery.attempts < self.MAX_DELIVERIES else DEAD
+                delivery.state = READY if delivery.attempts < self.MAX_DELIVERIES else DEAD
 
     @rule()
     def reopen(self) -> None:

@@ -20,8 +20,8 @@ from helpers import eventually
 from queue_conformance import QueueConformance
 
 from transport import SharedRingBuffer, UCXXServer
+from transport.claims.places import OnThisHost
 from transport.queue import Claim, DeliveryState, Failure, FoundRings, QueuedTicket, RingQueue, TicketQueue
-from transport.queue.places import OnThisHost
 from transport.settings import Settings
 from transport.ticket import Ticket
 
@@ -96,11 +96,8 @@ class Named(TicketQueue):
                 translated.append(claim)
         return translated
 
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        return self._translated(claims, super().ack_many([self._own(one) for one in claims], trained=trained))
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        return self._translated(claims, super().finish([self._own(one) for one in claims]))
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        return self._translated(claims, super().ack_many([self._own(one) for one in claims]))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         return self._translated(claims, super().renew([self._own(one) for one in claims]))
@@ -147,21 +144,13 @@ class NamedFound(Named, FoundRings):
     def _coming(self, rank: int) -> bool:
         """Whether more than what has been claimed is ready, or on its way."""
         depth = self.ring.native.depth(rank)
-        held = sum(claim.rank == rank for claim in map(_named, list(self._elsewhere._held)))
+        held = self._network.depth(rank, set())["claimed"]
         here = sum(
             holder >= 0
             for each in self._here._attached.values()
             for holder in [each.native.claim_word(slot, rank)[0] for slot in range(each.slot_count)]
         )
         return bool(depth["ready"] or depth["claimed"] > held + here)
-
-
-class _Rank(msgspec.Struct):
-    rank: int
-
-
-def _named(token: str) -> _Rank:
-    return _Rank(int(token.split(" ")[1]))
 
 
 class RingHarness:
@@ -222,14 +211,14 @@ class FoundHarness:
         for queue in self.queues:
             for ring in list(queue._here._attached.values()):
                 ring.close()
-            for rank in queue._elsewhere._ranks.values():
+            for rank in queue._network._ranks.values():
                 rank.wanted = None
                 rank.demands._loop.call_soon_threadsafe(_cut, rank.demands)
         eventually(self._nothing_is_held, "what was held is anybody's")
 
     def _nothing_is_held(self) -> bool:
         depths = [self.ring.native.depth(rank) for rank in range(3)]
-        return not any(depth["claimed"] or depth["arrived"] for depth in depths)
+        return not any(depth["claimed"] for depth in depths)
 
     def close(self) -> None:
         for queue in self.queues:
@@ -240,7 +229,7 @@ class FoundHarness:
 
 def _cut(demands: Any) -> None:
     demands.want(0, 1, None)  # nothing is asked for until somebody claims again
-    for link in list(demands._links.values()):
+    for link in demands.connections:
         link.abort()
 
 
@@ -251,7 +240,6 @@ class RingConformance(QueueConformance):
     stores_tickets = False
     has_leases = False
     has_notices = False
-    names_the_lost = False
 
 
 class Both:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from transport.queue import SQLiteQueue, TicketQueue
+from transport.queue import RedisQueue, TicketQueue
+from transport.storage.urls import RedisURL
 
 
-class Scripted(SQLiteQueue):
+class Scripted(RedisQueue):
     """Each call of ``publish`` does what the next function says, or publishes; calls are recorded."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, url: RedisURL) -> None:
+        super().__init__(url, patience_s=1.0)
         self.script: list[Callable[[], object]] = []
         self.calls: list[list[str]] = []
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from transport import SharedRingBuffer, UCXXClient
-from transport.client.takes.link import TakeLink
-from transport.taking.batch import TakenBatch
+from transport.claims.batch import End, TakenBatch, Verdict
+from transport.claims.connection import ClaimConnection
 
 LONG_S = 60.0
 SLOTS = 8
@@ -32,15 +32,21 @@ def contents(batch: TakenBatch) -> list[bytes]:
     return [bytes(payload.data) for payload in batch]
 
 
-def link_of(batch: TakenBatch) -> TakeLink:
-    link = batch.link
-    assert isinstance(link, TakeLink)
+def link_of(batch: TakenBatch) -> ClaimConnection:
+    link = batch.claims.connection
+    assert isinstance(link, ClaimConnection)
     return link
 
 
-def broken_between(batch: TakenBatch | TakeLink, *then: Callable[[], object]) -> None:
+async def ended(batch: TakenBatch, verdict: Verdict, reason: str = "", consumer: str = "") -> list[bool]:
+    """Which deliveries of the batch ended so."""
+    await batch.claims.end(batch.positions, End(verdict, reason, consumer))
+    return (batch.verdicts() == verdict).tolist()  # type: ignore[no-any-return]
+
+
+def broken_between(batch: TakenBatch | ClaimConnection, *then: Callable[[], object]) -> None:
     """The client's loop stands still after the next FINISH of the batch, or connection, and the answer is lost."""
-    link = batch if isinstance(batch, TakeLink) else link_of(batch)
+    link = batch if isinstance(batch, ClaimConnection) else link_of(batch)
     outcome = link._outcome
 
     async def lost(future: Any, limit_s: float, what: str) -> Any:

@@ -60,7 +60,6 @@ class ToldTrainer:
     def __init__(
         self,
         url: str,
-        ack: Any = "on_consumed",
         store: str = "",
         segment: str = "",
         group: str = "",
@@ -71,9 +70,7 @@ class ToldTrainer:
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store and not group else None
         if group:
             self.queue = GroupQueue(self.queue, open_store(store), group, rank, 2, patience_s=LONG_S)
-        self.packer = Trainer(
-            schemas=[SCHEMA], queue=self.queue, rank=rank, ack=ack, client=ClientOptions(directory=directory)
-        )
+        self.packer = Trainer(schemas=[SCHEMA], queue=self.queue, rank=rank, client=ClientOptions(directory=directory))
         self.claims: list[Claim] = []
         self.batches: list[FetchedBatch] = []
         self.messages: list[str] = []

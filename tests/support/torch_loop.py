@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ with warnings.catch_warnings():
 from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import open_queue
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(64)), step=("int64",))
 
@@ -44,8 +43,7 @@ def refusal(loader: Any) -> str:
 
 
 def main() -> None:
-    method, folder = sys.argv[1], Path(sys.argv[2])
-    url = f"sqlite:///{folder}/tickets.sqlite3"
+    method, url = sys.argv[1], sys.argv[2]
     dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})
     workers = 2 if method == "fork" else 1  # spawned ones import torch each
     loader = TicketLoader(dataset, num_workers=workers, multiprocessing_context=method)
@@ -55,7 +53,7 @@ def main() -> None:
                 print("waiting", flush=True)
                 sys.stdin.read()
     found: dict[str, Any] = {}
-    with SQLiteQueue(folder / "tickets.sqlite3") as queue:
+    with open_queue(url) as queue:
         for number, (_, steps) in enumerate(loader):
             if number == 1:
                 loader.consume()

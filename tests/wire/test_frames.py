@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transport._ring import MAX_READERS
-from transport.taking.batch import TAKEN
+from transport.claims.batch import TAKEN
 from transport.wire import frames
 from transport.wire.frames import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 

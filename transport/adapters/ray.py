@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from transport.claims.places import InDirectory
+from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
-from transport.queue.found import FoundRings
-from transport.queue.places import InDirectory
 from transport.runtime.arguments import expect
 from transport.runtime.installing import install
 from transport.store.base import RECHECK_S, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix

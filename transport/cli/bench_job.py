@@ -16,7 +16,7 @@ from transport.cli.output import JsonTarget, about, causes, emit
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-EXAMPLE = "Example: transport bench job --queue rings,sqlite --wire mapped --peers all --plot job.png"
+EXAMPLE = "Example: transport bench job --queue rings,redis --wire mapped --peers all --plot job.png"
 
 
 def job(
@@ -25,9 +25,7 @@ def job(
     ] = "4KiB,64KiB,1MiB",
     writers: Annotated[int, typer.Option(min=1, max=64, help="Writer processes, each with its own ring.")] = 1,
     trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes that share the payloads.")] = 1,
-    queue: Annotated[
-        str, typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, sqlite, redis.")
-    ] = "rings",
+    queue: Annotated[str, typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, redis.")] = "rings",
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp.")
     ] = "mapped,tcp",

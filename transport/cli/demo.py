@@ -26,7 +26,7 @@ EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json de
 
 # Each rollout maps the trainer's ring and the other way round; 16 owner places also serve writer and listener.
 _MOST = 14
-_NONE, _EMBEDDED = "rings", "sqlite"
+_NONE = "rings"
 _TARGET = 2.0
 _PROCESSES, _RAY = "processes", "ray"
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
@@ -41,9 +41,8 @@ def demo(
     queue: Annotated[
         str,
         typer.Option(
-            metavar="rings|sqlite|PATH|redis://…",
-            help="rings: no queue beside them; sqlite (temporary), a new file (kept), or redis://host:port/db "
-            "(kept with ?run=name).",
+            metavar="rings|redis://…",
+            help="rings: no queue beside them; redis://host:port/db: tickets on a Redis server (kept with ?run=name).",
         ),
     ] = _NONE,
     wire: Annotated[
@@ -182,23 +181,17 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
 
 def _queue_text(queue: str) -> tuple[str | None, str | None]:
-    """The place of the queue, None for the rings, "sqlite" for a temporary file; and that of a run to be removed."""
-    from transport.storage.urls import RedisURL, SQLiteURL, has_scheme, parse_url
+    """The URL of the queue, None for the rings; and that of a run to be removed."""
+    from transport.storage.urls import RedisURL, has_scheme, parse_url
 
     if queue == _NONE:
         return None, None
-    if queue == _EMBEDDED:
-        return queue, None
-    if queue.startswith(("redis://", "rediss://")) and "?" not in queue:
+    temporary = queue.startswith(("redis://", "rediss://")) and "?" not in queue
+    if temporary:
         queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
-        parse_url(queue)
-        return queue, queue
-    parsed = parse_url(queue) if has_scheme(queue) else SQLiteURL(Path(queue))
-    if isinstance(parsed, RedisURL):
-        return queue, None
-    if parsed.path.exists():
-        raise UsageError(f"--queue {queue}: the file already exists; give a new file for the demo's tickets")
-    return parsed.text, None
+    if not has_scheme(queue) or not isinstance(parse_url(queue), RedisURL):
+        raise UsageError(f"--queue {queue}: give rings, or redis://host:port/db")
+    return queue, queue if temporary else None
 
 
 def _remove_run(text: str) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport queue redis://node7:6379/0?run=train --requeue"
 
-_SHOWN_STATES = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost")
+_SHOWN_STATES = ("ready", "claimed", "done", "discarded", "dead")
 _EVENTS = ("retried", "expired", "aged")
 
 
@@ -35,7 +35,7 @@ def queue(
         str,
         typer.Argument(
             metavar="URL",
-            help="sqlite:///path, redis://host:port/db?run=name, rings:NAME for rings of this host, or rings+URL "
+            help="redis://host:port/db?run=name, rings:NAME for rings of this host, or rings+URL "
             "for those of this host that are in the directory of a store.",
         ),
     ],
@@ -48,15 +48,13 @@ def queue(
     json_target: JsonTarget = None,
 ) -> None:
     """Show a queue's depth, and the tickets that were discarded, died or were lost, with reasons."""
-    from transport.queue.found import FoundRings
-    from transport.queue.open import open_queue
-    from transport.queue.places import OnThisHost
+    from transport.claims.open import open_queue
+    from transport.claims.places import OnThisHost
+    from transport.claims.rings import FoundRings
     from transport.runtime.progress import slow
 
     if not has_scheme(url):
-        raise UsageError(
-            f"{url!r} is no URL: give sqlite:{url} for a file, redis://host:port/db?run=name, or rings:NAME"
-        )
+        raise UsageError(f"{url!r} is no URL: give redis://host:port/db?run=name, or rings:NAME")
     if url.startswith("rings://"):
         raise UsageError(f"{url}: a ring is counted by its own host; run it on the host of the rings, with rings:NAME")
     if not url.startswith("rings:"):
@@ -108,6 +106,6 @@ def _text(report: Report, requeue: bool) -> str:
         by = f" by {each.consumer}" if each.consumer else ""
         tries = count(each.attempts, "claim")
         lines.append(f"{each.state.value:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
-    if depth.discarded + depth.dead + depth.lost > len(report.failures):
+    if depth.discarded + depth.dead > len(report.failures):
         lines.append("older failures are not listed; raise --limit, up to what the queue remembers")
     return "\n".join(lines)

@@ -30,14 +30,13 @@ from transport.errors import (
     PayloadLostError,
     ReadTimeoutError,
     TransportError,
-    VersionMismatchError,
     WireNotAllowedError,
 )
 from transport.ring.parts import PayloadPart, Range
 from transport.runtime.timeouts import Watch
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.wire.frames import RANGES_VERSION, Answer, Record
+from transport.wire.frames import Answer, Record
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
@@ -130,9 +129,6 @@ class RemoteReads:
             for begin in range(0, len(wants), most):
                 group = wants[begin : begin + most]
                 link = await self._checkout(port, ticket.ring, deadline)
-                if link.native.version < RANGES_VERSION:
-                    self._links.checkin(link)
-                    return None
                 size = sum(len(want.destination) for want in group)
                 request = self._send(link, group, size, time.monotonic(), deadline)
                 for failure in await self._outcomes(request) or ():
@@ -228,15 +224,12 @@ class RemoteReads:
 
         None instead of a list: all succeeded. ``size``: bytes of all together, at most.
 
-        Raises a LinkError when the message itself failed; VersionMismatchError for ranges of an older listener.
+        Raises a LinkError when the message itself failed.
         """
         ring = wants[0].ticket.ring
         port = self._links.next_port(ring, self._links.ports(wants[0].ticket))
         try:
             link = await self._checkout(port, ring, deadline)
-            if wants[0].offset is not None and link.native.version < RANGES_VERSION:
-                self._links.checkin(link)
-                raise VersionMismatchError(f"{port[0]}:{port[1]} sends whole payloads only")
             failures = await self._outcomes(self._send(link, wants, size, time.monotonic(), deadline))
         except TransportError as error:
             self._links.failed(ring, port, error)

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar, Unpack
 
+from transport.claims.batch import TakenBatch, Verdicts
+from transport.claims.connection import MOST_BYTES
+from transport.claims.in_place import taken_and_waited_for
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.warming import CONCURRENCY, Place
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
-from transport.client.takes.link import MOST_BYTES
 from transport.client.trace import Trace
 from transport.errors import ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments
@@ -20,8 +22,6 @@ from transport.runtime.loop_thread import AtExit, LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory
-from transport.taking.batch import TakenBatch, Verdicts
-from transport.taking.plans import taken_and_waited_for
 from transport.ticket import Ticket
 from transport.wire.frames import SlotFate
 
@@ -136,12 +136,13 @@ class BlockingClient:
             n,
             schema,
             shape,
+            wait_s,
             most_bytes=most_bytes,
             rank=rank,
             oldest_version=oldest_version,
             most_attempts=max_deliveries,
         )
-        return taken_and_waited_for(plan, take, wait_s, self._thread)
+        return taken_and_waited_for(plan, take, self._thread)
 
     def warm(self, *places: Place) -> int:
         """See `UCXXClient.warm`."""

@@ -17,6 +17,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal, NoReturn, Self
 
+from transport.claims.calls import TakeCalls
+from transport.claims.connections import ClaimConnections
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links
 from transport.client.connections.pool import port_of
@@ -27,8 +29,6 @@ from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.reading_many import ReadingMany
 from transport.client.status_socket import StatusSocket
-from transport.client.takes.calls import TakeCalls
-from transport.client.takes.taking import Taking
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import UsageError
@@ -109,7 +109,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         self._verify = verify
         self._buffers = BufferPool()
         self._deliveries = Deliveries(schemas, ack, self._links, self._mapped, self._buffers, trace)
-        self._taking = Taking(
+        self._claims = ClaimConnections(
             self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
         )
         self._warming = Warming(self._links, self._settings, self._wires, self._maps, port_of, self._buffers)
@@ -279,7 +279,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
             **self._counts,
             reads=self._deliveries.reads,
             retries=self._remote.retries,
-            checksum_failures=self._remote.checksum_failures + self._taking.checksum_failures,
+            checksum_failures=self._remote.checksum_failures + self._claims.checksum_failures,
             bytes_by_wire=dict(self._deliveries.bytes_by_wire),
             links_opened=self._links.opened,
             warm_up_failures=self._warming.failures,
@@ -312,7 +312,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
     async def _close(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self.end)
-            self._taking.close()
+            self._claims.close()
             self._warming.close()
             await self._links.close()
 
@@ -325,7 +325,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
             stack.callback(self._remote.close)
             stack.callback(self._device_reads.close)
             stack.callback(self._links.end)
-            stack.callback(self._taking.close)
+            stack.callback(self._claims.close)
             stack.callback(self._warming.close)
             if self._finder is not None:
                 stack.callback(self._finder.end)

@@ -24,7 +24,6 @@ from transport.observe.metrics import Exporter
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.runtime import interruption
 from transport.runtime.interruption import segment_prefix
-from transport.storage.urls import SQLiteURL
 
 
 class CheckpointTo(NamedTuple):
@@ -54,8 +53,7 @@ async def run_demo(
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
-        queue_text: place of a ticket queue that is new, and stays; "sqlite": a file in the temporary directory; None:
-            no queue beside the rings.
+        queue_text: URL of a new run on a Redis server, which stays; None: no queue beside the rings.
         checkpoint: end with a checkpoint there, and begin with the last one; both stay.
         trace: file for what every read and write spent its time on, in the Chrome trace format.
         exporter: is to answer with the run's metrics while it lasts.
@@ -71,8 +69,6 @@ async def run_demo(
         directory = stack.enter_context(interruption.temporary_folder("transport-demo-"))
         prefix = segment_prefix("demo")
         text = queue_text or f"rings:{prefix}rollout-"
-        if text == "sqlite":
-            text = SQLiteURL(directory / "tickets.sqlite").text
         with open_queue(text) as queue:
             _refuse_used(queue)
             async with _unless_interrupted():

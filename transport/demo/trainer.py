@@ -101,7 +101,7 @@ class EpisodePacker(UCXXDataPackerMixin):
 
     def _nothing_left(self) -> bool:
         depth = self._queue.depth(self._rank)
-        ended = depth.arrived + depth.done + depth.discarded + depth.dead + depth.lost
+        ended = depth.done + depth.discarded + depth.dead
         return ended + len(self._packer.claims.in_hand) >= self._episodes  # no other trainer has this rank
 
 

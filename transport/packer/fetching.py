@@ -86,23 +86,26 @@ class Fetching:
             own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
             if own_fault is not None:
                 raise own_fault
-        except BaseException as error:
+        except asyncio.CancelledError:
             batch.release()
-            if isinstance(error, Exception):  # after a cancellation the caller cleans up
-                claims = [item.claim for item in fetched if item.claim is not None]
-                try:
-                    await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
-                except TransportError as second:  # the first error is what the trainer must see
-                    log.warning(
-                        "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
-                    )
+            raise
+        except Exception as error:
+            batch.release()
+            claims = [item.claim for item in fetched if item.claim is not None]
+            try:
+                await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
+            except TransportError as second:  # the first error is what the trainer must see
+                log.warning(
+                    "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
+                )
             raise
         for item in fetched:
             if item.duplicate:  # the ring may not have its acknowledgement yet
                 with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
                     packer.client.ack(item.ticket, packer.rank_of(item))
         batch.seconds = time.monotonic() - started
-        if not packer.claims.to_report(batch):
+        packer.claims.count(fetched)
+        if all(item.payload is not None for item in fetched):
             return batch
         try:
             await asyncio.to_thread(packer.claims.report, batch)

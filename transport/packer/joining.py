@@ -21,12 +21,12 @@ _AT_A_TIME: Final = 8
 
 
 async def join_all(packer: PackerSession, items: Sequence[FetchedItem], deadline: Deadline) -> None:
-    """`join_one` for all of them, some at a time."""
+    """Join those that name parents, some at a time."""
     room = asyncio.Semaphore(_AT_A_TIME)
 
     async def join(item: FetchedItem) -> None:
         async with room:
-            await join_one(packer, item, deadline)
+            await _join_one(packer, item, deadline)
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -37,7 +37,7 @@ async def join_all(packer: PackerSession, items: Sequence[FetchedItem], deadline
         raise group.exceptions[0] from None
 
 
-async def join_one(packer: PackerSession, item: FetchedItem, deadline: Deadline) -> None:
+async def _join_one(packer: PackerSession, item: FetchedItem, deadline: Deadline) -> None:
     """The item's payload with all of its parents, if it names any; or the item's error."""
     payload = item.payload
     if payload is None or not names_parents(payload):

@@ -11,8 +11,6 @@ them from the trainer's thread only.
 
 from __future__ import annotations
 
-import concurrent.futures
-import logging
 import os
 import socket
 import time
@@ -22,19 +20,18 @@ from typing import Any, Literal
 import msgspec
 
 from transport.client.client import WirePolicy
-from transport.client.payload import AckMode, ReceivedPayload
+from transport.client.payload import ReceivedPayload
 from transport.client.retry import Deadline
 from transport.config import configuration
-from transport.errors import ConnectionLostError, StaleSlotError, TransportError, UsageError
+from transport.errors import ConnectionLostError, StaleSlotError, UsageError
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.fetching import Fetching
-from transport.packer.joining import join_one
 from transport.packer.options import ClientOptions, check_options
-from transport.packer.prefetch import FetchedBatch, FetchedItem, item_of_no_batch
-from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
+from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.packer.session import TicketLike, check_shared, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.ring.consumers import check_consumer
@@ -46,8 +43,6 @@ from transport.settings import _MAX_FETCH_ROUNDS, Settings
 from transport.ticket import Ticket
 
 __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
-
-log = logging.getLogger(__name__)
 
 _CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is said
 _BATCH = "the batch that collect_prefetch() returned"
@@ -68,7 +63,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         queue: TicketQueue | None = None,
         rank: int | str = 0,
         consumer: str | None = None,
-        ack: AckMode = "on_consumed",
         max_policy_age: int | None = None,
         consumed: ConsumedRecord | None = None,
         progress: Progress | Literal["bar"] | None = None,
@@ -86,8 +80,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             rank: this trainer's rank among the readers of each payload; or the name of a consumer, as the rings have it
                 ("reference", "train:2"), where the queue is the rings themselves.
             consumer: name in the queue's reports; default host and process id.
-            ack: "on_consumed" (see above); "on_arrival" acknowledges a payload when it is collected, so the payloads
-                in the memory of a killed trainer are lost, and the queue reports them.
             max_policy_age: how many versions a claimed payload may be older than the ``policy_version`` given to
                 `claim_tickets`; the queue discards and counts older ones.
             consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
@@ -109,8 +101,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
         if not isinstance(joined, bool):
             raise UsageError(f"joined={joined!r:.80}: give True or False")
-        if ack not in ("on_consumed", "on_arrival"):
-            raise UsageError(f"ack={ack!r}: choose 'on_consumed' or 'on_arrival'")
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
@@ -124,10 +114,11 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             wire,
             client,
             settings,
-            claims=lambda queue: ClaimBook(queue, rank, name, ack, settings, max_policy_age),
+            claims=lambda queue: ClaimBook(queue, rank, name, settings, max_policy_age),
             record=consumed if consumed is not None else ConsumedRecord(settings),
             rank=rank,
             progress=progress,
+            fetch=self._ucxx_dp_fetch_all,
             joined=joined,
         )
         try:
@@ -165,22 +156,14 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """
         packer = self._packer
         expect(batch, FetchedBatch, "consume()", _BATCH)
-        again = batch.consumed
-        if again and not batch.in_question:
+        if batch.consumed and not batch.in_question:
             raise UsageError("this batch was already consumed")
-        if not again:
-            packer.claims.report(batch)
-            packer.claims.report_arrivals(batch)
+        packer.claims.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
-        before, items = batch.in_question, batch.in_question if again else first
-        trainable = packer.settle(items)
-        try:
-            batch.in_question = packer.claims.in_question(items)
-            batch.consumed = True  # last, so that a call that raised can be repeated
-            return trainable
-        except BaseException:  # an interrupt: the repeated call returns them
-            batch.in_question, batch.consumed = before, again
-            raise
+        trainable, unsure = packer.settle(batch.in_question if batch.consumed else first)
+        packer.forget(batch)
+        batch.in_question, batch.consumed = unsure, True  # last, so that a call that raised can be repeated
+        return trainable
 
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
@@ -188,8 +171,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         expect(batch, FetchedBatch, "abandon()", _BATCH)
         text(reason, "reason of abandon()")  # before anything is given up
         batch.consumed, batch.in_question = True, []
-        for item in batch.items:
-            packer.collected.pop(item.ticket.identity, None)
+        packer.forget(batch)
         batch.release()
         packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
 
@@ -198,31 +180,17 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background. Raises UsageError if the previous one is not collected."""
         packer = self._packer
-        self._start(packer, packer.prefetch.start(packer.fetchable(items, "start_prefetch")))
+        packer.prefetch.start(packer.fetchable(items, "start_prefetch"))
 
     @explained
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background as soon as the previous one is collected; now if there is none."""
         packer = self._packer
-        batch = packer.prefetch.defer(packer.fetchable(items, "defer_prefetch"))
-        if batch is not None:
-            self._start(packer, batch)
-
-    def _start(self, packer: PackerSession, items: Sequence[TicketLike]) -> None:
-        deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
-        packer.fetching = packer.thread.submit(self._ucxx_dp_fetch_all(items, deadline))
+        packer.prefetch.defer(packer.fetchable(items, "defer_prefetch"))
 
     def wait_prefetch(self, timeout: float | None = None) -> bool:
         """Wait until the batch is complete; False after ``timeout`` seconds, or if nothing is being fetched."""
-        packer = self._packer
-        timeout = waiting(timeout, "timeout of wait_prefetch()")
-        if packer.fetching is None:
-            return False
-        concurrent.futures.wait([packer.fetching], timeout)
-        if not packer.fetching.done():
-            return False
-        packer.prefetch.finished()
-        return True
+        return self._packer.prefetch.wait(waiting(timeout, "timeout of wait_prefetch()"))
 
     def collect_prefetch(self, timeout: float | None = None) -> FetchedBatch | None:
         """Wait for the prefetched batch, start the deferred one, and return the batch, failures included.
@@ -231,28 +199,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         this trainer's configuration that affect all payloads (a wrong secret, a wire that is not allowed, ucxx
         missing); the claims are then back in the queue.
         """
-        packer = self._packer
-        longest = waiting(timeout, "timeout of collect_prefetch()")
-        if packer.fetching is None:
-            return None
-        fetching = packer.fetching
-        concurrent.futures.wait([fetching], longest)
-        if not fetching.done():
-            raise TimeoutError(
-                f"batch not complete after {timeout} s; fetching continues, call collect_prefetch() again"
-            )
-        packer.fetching = None
-        following = packer.prefetch.collected()
-        if following is not None:
-            self._start(packer, following)
-        batch = fetching.result()
-        packer.batches += 1
-        packer.collected.update((item.ticket.identity, item) for item in batch.items if item.payload is not None)
-        try:
-            packer.claims.report_arrivals(batch)
-        except TransportError as error:  # the payloads are here; `consume` reports again
-            log.warning("arrivals were not reported to the queue, consume() retries: %s", error)
-        return batch
+        return self._packer.collect(waiting(timeout, "timeout of collect_prefetch()"))
 
     def cancel_prefetch(self) -> None:
         """Stop fetching; the claims of the batch and of a deferred one return to the queue."""
@@ -276,45 +223,27 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             return of_the_base(item, *arguments, **named)
         packer = self._packer
         ticket, claim = resolved(item)
-        payload = packer.trained.get(ticket.identity)
-        if payload is not None:
-            return self.payload_to_policy_input(payload, *arguments, **named)
         fetched = packer.collected.get(ticket.identity)
-        try:
-            if fetched is None:
-                fetched = item_of_no_batch(ticket, claim)
-                packer.thread.run(_taken_in(packer, fetched))
-                deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
-                try:
-                    if fetched.payload is None:
-                        fetched.payload = packer.thread.run(self._read_one(fetched, deadline))
-                    if packer.joined:
-                        packer.thread.run(join_one(packer, fetched, deadline))
-                        if fetched.error is not None:
-                            raise fetched.error
-                except TransportError as error:
-                    fetched.error = error
-                    packer.claims.report(FetchedBatch([fetched]))  # otherwise its claim is renewed for ever
-                    raise
-            if fetched.alone:
-                packer.claims.report_arrivals(FetchedBatch([fetched]))
-            consumed = packer.settle([fetched])
-            if not consumed and packer.claims.in_question([fetched]):
-                packer.collected[ticket.identity] = fetched  # the payload, for the call that is repeated
-                raise ConnectionLostError(
-                    f"payload {ticket.name}: its ring went out of reach before it said whether this trainer may train "
-                    "on it; call get_policy_input() again"
-                )
-            if not consumed:
-                raise StaleSlotError(f"payload {ticket.name} was already consumed, or another trainer has claimed it")
-            given = self.payload_to_policy_input(consumed[0], *arguments, **named)
-            fetched.handed = True
-            return given
-        except BaseException as error:
-            if fetched is not None and fetched.payload is not None and not isinstance(error, Exception):
-                fetched.handed = False
-                packer.collected[ticket.identity] = fetched  # an interrupt: the repeated call has it
-            raise
+        payload = packer.trained.get(ticket.identity)
+        if payload is not None and (fetched is None or fetched.handed):
+            return self.payload_to_policy_input(payload, *arguments, **named)
+        if fetched is None:
+            deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
+            fetched = packer.thread.run(self._ucxx_dp_fetch_all([ticket if claim is None else claim], deadline))[0]
+            if fetched.error is not None:
+                raise fetched.error
+            packer.collected[ticket.identity] = packer.alone = fetched  # for the call that is repeated
+        consumed, unsure = packer.settle([fetched] if fetched.payload is not None else [])
+        if unsure:
+            raise ConnectionLostError(
+                f"payload {ticket.name}: its ring went out of reach before it said whether this trainer may train "
+                "on it; call get_policy_input() again"
+            )
+        if not consumed:
+            raise StaleSlotError(f"payload {ticket.name} was already consumed, or another trainer has claimed it")
+        given = self.payload_to_policy_input(consumed[0], *arguments, **named)
+        fetched.handed, packer.alone = True, None
+        return given
 
     @explained
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
@@ -333,7 +262,3 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def consumed_record(self) -> ConsumedRecord:
         """The record of consumed payloads; store its `to_bytes()` in checkpoints for exactly-once across a restart."""
         return self._packer.record
-
-
-async def _taken_in(packer: PackerSession, item: FetchedItem) -> None:
-    packer.take_in(item)

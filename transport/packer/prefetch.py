@@ -1,115 +1,116 @@
-"""Double buffering as a pure state machine: one batch is fetched, one may be deferred.
+"""Double buffering: one batch is fetched in the background, one may be deferred until that one is collected.
 
-    IDLE ──start──► FETCHING ──finished──► READY ──collect──► IDLE, or FETCHING the deferred batch
-      ▲                 │  └──────────cancel──────────► IDLE
-      └──── cancel ─────┴──── close (from any state) ──► CLOSED
-
-A batch that is deferred while another is fetched or not collected starts when that one is collected. A second deferral
-is refused, because memory would not be bounded.
+The two batches are the state. Each call changes it in its last statement, after what it started on the loop; so a call
+that an interrupt (Ctrl-C) ended can be repeated, and has what the first one would have had.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, overload
+from typing import Generic, NamedTuple, TypeVar, overload
 
 from transport.client.payload import ReceivedPayload
-from transport.errors import ClosedError, TransportError, UsageError
+from transport.errors import TransportError, UsageError
 from transport.queue.base import Claim
+from transport.runtime.loop_thread import Job
 from transport.ticket import Ticket
 
 B = TypeVar("B")
 
 
-class PrefetchState(enum.Enum):
-    """State of the prefetch."""
+class Fetch(NamedTuple, Generic[B]):
+    """What is to be fetched, and the job that does it, which may not have begun."""
 
-    IDLE = "idle"
-    FETCHING = "fetching"
-    READY = "ready"
-    CLOSED = "closed"
+    items: B
+    job: Job[FetchedBatch]
 
 
 class Prefetch(Generic[B]):
-    """The decisions; the mixin fetches. Each event returns the batch to start now, or None. One thread."""
+    """The batch that is fetched, and the deferred one. Belongs to the trainer's thread.
 
-    def __init__(self) -> None:
-        self.state = PrefetchState.IDLE
-        self._deferred: B | None = None
+    A batch that is deferred while another is fetched or not collected starts when that one is collected. A second
+    deferral is refused, because memory would not be bounded.
+
+    Args:
+        job: makes the job that fetches a batch.
+    """
+
+    def __init__(self, job: Callable[[B], Job[FetchedBatch]]) -> None:
+        self._job = job
+        self._current: Fetch[B] | None = None
+        self._deferred: Fetch[B] | None = None
 
     def __repr__(self) -> str:
-        return f"<Prefetch {self.state.value}{', one deferred' if self._deferred is not None else ''}>"
+        state = "idle" if self._current is None else "ready" if self._current.job.done() else "fetching"
+        return f"<Prefetch {state}{', one deferred' if self._deferred is not None else ''}>"
 
-    def start(self, batch: B) -> B:
-        """Start ``batch`` now. Raises UsageError while another one is fetched or not collected."""
-        self._open("start_prefetch")
-        if self.state is not PrefetchState.IDLE:
+    @property
+    def items(self) -> list[B]:
+        """What is being fetched, and what is deferred."""
+        return [fetch.items for fetch in (self._current, self._deferred) if fetch is not None]
+
+    def start(self, items: B) -> None:
+        """Fetch ``items`` now. Raises UsageError while another batch is fetched or not collected."""
+        if self._current is not None:
             raise UsageError(
-                f"the previous batch is {self.state.value}: "
-                "call collect_prefetch() first, or defer_prefetch() for this one"
+                "the previous batch is not collected: call collect_prefetch() first, or defer_prefetch() for this one"
             )
-        self.state = PrefetchState.FETCHING
+        self._current = Fetch(items, self._job(items))
+        self._current.job.start()
+
+    def defer(self, items: B) -> None:
+        """Fetch ``items`` when the previous batch is collected; now if there is none."""
+        if self._current is None:
+            self.start(items)
+        elif self._deferred is not None:
+            raise UsageError("another batch is already deferred: call collect_prefetch() first")
+        else:
+            self._deferred = Fetch(items, self._job(items))
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until the batch is complete, failures included; False after the time, or if nothing is fetched."""
+        if self._current is None:
+            return False
+        self._current.job.start()  # it has not begun where an interrupt ended `start`
+        return self._current.job.wait(timeout_s)
+
+    def collect(self, keep: Callable[[FetchedBatch], None]) -> FetchedBatch:
+        """The complete batch, behind ``keep`` of it; the deferred one starts. Raises what fetching raised."""
+        assert self._current is not None and self._current.job.outcome is not None
+        batch, error = self._current.job.outcome
+        if self._deferred is not None:
+            self._deferred.job.start()
+        if batch is not None:
+            keep(batch)
+        self._current, self._deferred = self._deferred, None
+        if error is not None:
+            raise error
+        assert batch is not None
         return batch
 
-    def defer(self, batch: B) -> B | None:
-        """Start ``batch`` when the previous one is collected; now if there is none."""
-        self._open("defer_prefetch")
-        if self.state is PrefetchState.IDLE:
-            return self.start(batch)
-        if self._deferred is not None:
-            raise UsageError("another batch is already deferred: call collect_prefetch() first")
-        self._deferred = batch
-        return None
+    def stop(self) -> None:
+        """End fetching: on return no job runs. The batches stay until `clear`."""
+        for fetch in (self._current, self._deferred):
+            if fetch is not None:
+                fetch.job.end()
 
-    def finished(self) -> None:
-        """The batch is complete, failures included."""
-        if self.state is PrefetchState.FETCHING:
-            self.state = PrefetchState.READY
-
-    def collected(self) -> B | None:
-        """The batch was handed to the trainer; the deferred one, if any, is to be started."""
-        self._open("collect_prefetch")
-        self.state = PrefetchState.IDLE
-        deferred, self._deferred = self._deferred, None
-        return None if deferred is None else self.start(deferred)
-
-    def cancelled(self) -> B | None:
-        """Fetching has stopped; returns the deferred batch, whose claims must be given back."""
-        if self.state is not PrefetchState.CLOSED:
-            self.state = PrefetchState.IDLE
-        deferred, self._deferred = self._deferred, None
-        return deferred
-
-    def close(self) -> B | None:
-        """No more batches; returns the deferred one as `cancelled` does."""
-        deferred = self.cancelled()
-        self.state = PrefetchState.CLOSED
-        return deferred
-
-    def _open(self, call: str) -> None:
-        if self.state is PrefetchState.CLOSED:
-            raise ClosedError(f"{call}() after cleanup_ucxx_packer(); call setup_ucxx_packer() again")
+    def clear(self) -> None:
+        """Forget both batches."""
+        self._current = self._deferred = None
 
 
 # --- what a batch becomes -----------------------------------------------------------------------------
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class FetchedItem:
-    """One ticket of a batch, with its payload or its error."""
+    """One ticket of a batch, with its payload or its error. It holds its claim: dropped, it gives the claim up."""
 
     ticket: Ticket
     claim: Claim | None = None
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
-    alone: bool = field(default=False, init=False, repr=False)  # of no batch
-    # What a call that was interrupted had found out; a repeated one goes on from there.
-    counted: bool = field(default=False, init=False, repr=False)  # its failure
-    asked: bool = field(default=False, init=False, repr=False)  # the queue, to end the claim
-    mine: bool | None = field(default=None, init=False, repr=False)  # the queue accepted the claim's end
-    fresh: bool | None = field(default=None, init=False, repr=False)  # the record did not have it
-    settled: bool = field(default=False, init=False, repr=False)
+    fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not asked yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
 
 
@@ -124,7 +125,6 @@ class FetchedBatch:
     rounds: int = 0
     seconds: float = 0.0
     reported: bool = field(default=False, repr=False)  # the queue knows what failed
-    arrived: bool = field(default=False, repr=False)  # with ack="on_arrival": queue and rings know what arrived
     consumed: bool = field(default=False, repr=False)
     in_question: list[FetchedItem] = field(default_factory=list, repr=False)  # `consume(batch)` again asks for them
 
@@ -162,10 +162,3 @@ class FetchedBatch:
         """Drop every payload without acknowledging what is not acknowledged."""
         for payload in self.payloads:
             payload.release()
-
-
-def item_of_no_batch(ticket: Ticket, claim: Claim | None) -> FetchedItem:
-    """What `get_policy_input` reads by itself."""
-    item = FetchedItem(ticket, claim)
-    item.alone = True
-    return item

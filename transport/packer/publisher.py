@@ -22,11 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
 
 from transport.errors import ClosedError, QueueFullError, QueueUnavailableError, TransportError
 from transport.queue.base import QueuedTicket, TicketQueue
 from transport.runtime.decoders import hiding
+from transport.runtime.loop_thread import Flag
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,9 @@ def publish_run(queue: TicketQueue, run: Sequence[Waiting]) -> int:
 class Publisher:
     """The tickets of one ring on their way to the queue. Tickets are added by one thread, the worker's.
 
+    An interrupt of that thread (Ctrl-C) at any instant hangs and loses nothing: the two threads share a deque, which
+    one of them extends and the other shortens, and no lock.
+
     Args:
         mode: "background": `add` returns at once, and a thread publishes. "immediate": `add` publishes.
         most_waiting: tickets that may wait; beyond it `room` waits.
@@ -81,19 +86,15 @@ class Publisher:
         self._queue = queue
         self._most_waiting = most_waiting
         self._pid = os.getpid()
-        # Invariant: guards what follows. Held for short, never while the queue is called. A lock of C: an interrupt
-        # within a Condition's own `with` would leave it locked for ever.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._waiting: deque[Waiting] = deque()
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # an item for each reason to look; True: also in a pause
+        self._attempted = Flag()  # set after an attempt, and replaced by a new one before
         self._most_at_once = MOST_AT_ONCE
         self._tidy = tidy
         self._until_tidy = TIDY_EVERY
         self._failure: TransportError | None = None  # of the last attempt, until it is raised or an attempt succeeds
         self._failures = 0
-        self._hurry = False  # ends the pause after a failure
         self._closing = False
-        self._publishing = threading.Lock()  # of one batch at a time, so that order is kept
         self._thread: threading.Thread | None = None
         if mode == "background":
             self._thread = threading.Thread(target=self._run, name="transport publisher", daemon=True)
@@ -109,12 +110,8 @@ class Publisher:
         Raises ("immediate" only) what `publish` raises. The tickets keep waiting, unless `refused` takes them back.
         """
         self._check()
-        with self._lock:
-            self._waiting.extend(tickets)
-            if self._thread is not None:
-                self._changed.notify_all()
-        if self._thread is None:
-            self._publish_waiting()
+        self._waiting.extend(tickets)
+        self._publish(urgent=False)
 
     def refused(self, error: BaseException, tickets: Sequence[Waiting]) -> list[Waiting]:
         """After `add` raised: those of the tickets that were certainly not published, which are forgotten here.
@@ -124,33 +121,25 @@ class Publisher:
         if not isinstance(error, TransportError) or isinstance(error, QueueUnavailableError):
             return []
         mine = {each.queued.id for each in tickets}
-        with self._lock:
-            forgotten = [each for each in self._waiting if each.queued.id in mine]
-            self._waiting = deque(each for each in self._waiting if each.queued.id not in mine)
+        forgotten = [each for each in self._waiting if each.queued.id in mine]
+        self._waiting = deque(each for each in self._waiting if each.queued.id not in mine)
         return forgotten
 
     def room(self, give_up_at: float) -> bool:
         """Wait until one more ticket may wait. False when the time is over. Raises a failure, once."""
-        self._check()  # before the lock, which another thread may have held when this process was forked
-        if len(self._waiting) < self._most_waiting and self._failure is None:
-            return True
-        with self._lock:
+        while True:
+            self._check()
+            attempted = self._attempted
             self._raise_failure()
-            while len(self._waiting) >= self._most_waiting:
-                left_s = give_up_at - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
-                self._check()
-                self._raise_failure()
-        return True
+            if len(self._waiting) < self._most_waiting:
+                return True
+            if time.monotonic() >= give_up_at:
+                return False
+            attempted.wait(give_up_at - time.monotonic())
 
     def pending(self) -> set[str]:
         """Ids of the tickets that wait."""
-        if os.getpid() != self._pid:
-            return set()
-        with self._lock:
-            return {each.queued.id for each in self._waiting}
+        return set() if os.getpid() != self._pid else {each.queued.id for each in self._waiting.copy()}
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every ticket that was added is published.
@@ -161,23 +150,21 @@ class Publisher:
         """
         if os.getpid() != self._pid:
             raise ClosedError("tickets are published by the process that wrote them, not by a child that it forked")
-        if self._thread is None:
-            self._publish_waiting()
-            return
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._lock:
-            self._hurry = True
-            self._changed.notify_all()
-            while self._waiting:
-                self._raise_failure()
-                if self._closing:
-                    raise ClosedError(f"{len(self._waiting)} tickets are not published: cleanup_ucxx() was called")
-                left_s = None if give_up_at is None else give_up_at - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    raise TimeoutError(
-                        f"{len(self._waiting)} tickets are not published after {timeout_s:g} s; publishing continues"
-                    )
-                self._changed.wait(left_s)
+        self._publish(urgent=True)
+        while True:
+            attempted = self._attempted
+            if not self._waiting:
+                return
+            self._raise_failure()
+            if self._closing:
+                raise ClosedError(f"{len(self._waiting)} tickets are not published: cleanup_ucxx() was called")
+            left_s = None if give_up_at is None else give_up_at - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise TimeoutError(
+                    f"{len(self._waiting)} tickets are not published after {timeout_s:g} s; publishing continues"
+                )
+            attempted.wait(left_s)
 
     def close(self) -> None:
         """Publish what waits, and end. Idempotent. Raises the failure of an attempt, after which none follows.
@@ -189,18 +176,22 @@ class Publisher:
         try:
             self.flush()
         finally:
-            with self._lock:
-                self._closing = self._hurry = True
-                self._changed.notify_all()
+            self.abort()
         if self._thread is not None:
             self._thread.join()
 
     def abort(self) -> None:
         """End without publishing what waits. Does not wait for the thread."""
         if os.getpid() == self._pid:
-            with self._lock:
-                self._closing = self._hurry = True
-                self._changed.notify_all()
+            self._closing = True
+            self._wake.put(True)
+
+    def _publish(self, urgent: bool) -> None:
+        if self._thread is not None:
+            self._wake.put(urgent)
+        else:
+            while self._publish_once():
+                pass
 
     def _check(self) -> None:
         if os.getpid() != self._pid or self._closing:
@@ -216,31 +207,21 @@ class Publisher:
             ) from failure
 
     # --- publishing ---------------------------------------------------------------------------------
-    def _publish_waiting(self) -> None:
-        while self._publish_once():
-            pass
-
     def _publish_once(self) -> bool:
         """Publish the first batch; False: nothing waits. Raises what the queue raises."""
-        with self._publishing:
-            with self._lock:
-                batch = next(iter(runs(itertools.islice(self._waiting, self._most_at_once))), None)
-            if batch is None:
-                return False
-            try:
-                publish_run(self._queue, batch)
-            except QueueFullError:
-                self._most_at_once = max(1, len(batch) // 2)
-                if len(batch) > 1:
-                    return True
-                raise
-            self._most_at_once = min(MOST_AT_ONCE, 2 * self._most_at_once)
-            with self._lock:
-                for _ in batch:
-                    self._waiting.popleft()
-                self._failures = 0
-                self._failure = None
-                self._changed.notify_all()
+        batch = next(iter(runs(itertools.islice(self._waiting.copy(), self._most_at_once))), None)
+        if batch is None:
+            return False
+        try:
+            publish_run(self._queue, batch)
+        except QueueFullError:
+            self._most_at_once = max(1, len(batch) // 2)
+            if len(batch) > 1:
+                return True
+            raise
+        self._most_at_once = min(MOST_AT_ONCE, 2 * self._most_at_once)
+        for _ in batch:
+            self._waiting.popleft()
         self._until_tidy -= len(batch)
         if self._until_tidy <= 0 and self._tidy is not None:
             self._until_tidy = TIDY_EVERY
@@ -249,30 +230,35 @@ class Publisher:
         return True
 
     def _run(self) -> None:
-        while self._wait_for_work():
+        while not self._closing:
             try:
-                self._publish_once()
+                published = self._publish_once()
+                self._failures, self._failure = 0, None
             except Exception as error:
                 self._failed(error if isinstance(error, TransportError) else _unexpected(error))
+                published = False
+            attempted, self._attempted = self._attempted, Flag()
+            attempted.set()
+            if not published and not self._closing:
+                self._wait()
 
-    def _wait_for_work(self) -> bool:
-        """Until there is something to publish now. False: the publisher was closed."""
-        with self._lock:
-            if self._failures:
-                pause_s = min(_PAUSE_FIRST_S * 2 ** min(self._failures - 1, 16), _PAUSE_MOST_S)
-                self._changed.wait_for(lambda: self._hurry or self._closing, pause_s)
-            self._hurry = False
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            return not self._closing
+    def _wait(self) -> None:
+        """Until there is something to publish; after a failure for its pause, unless it is urgent."""
+        if not self._failures:
+            self._wake.get()
+        else:
+            until = time.monotonic() + min(_PAUSE_FIRST_S * 2 ** min(self._failures - 1, 16), _PAUSE_MOST_S)
+            with contextlib.suppress(Empty):
+                while not self._wake.get(timeout=max(0.0, until - time.monotonic())):
+                    pass
+        with contextlib.suppress(Empty):
+            while True:
+                self._wake.get_nowait()
 
     def _failed(self, error: TransportError) -> None:
-        with self._lock:
-            self._failure = error
-            self._failures += 1
-            self._hurry = False  # who waits hears of this attempt before the next one
-            first = self._failures == 1
-            self._changed.notify_all()
-        if first:
+        self._failures += 1
+        self._failure = error
+        if self._failures == 1:
             log.warning("%d tickets are not published, trying again: %s", len(self._waiting), error)
 
 

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Literal
 
 from transport.client.client import WirePolicy
-from transport.client.payload import AckMode
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ClientOptions, RingOptions, ServerOptions
@@ -115,7 +114,6 @@ class Trainer(UCXXDataPackerMixin):
         queue: TicketQueue | None = None,
         rank: int | str = 0,
         consumer: str | None = None,
-        ack: AckMode = "on_consumed",
         max_policy_age: int | None = None,
         consumed: ConsumedRecord | None = None,
         progress: Progress | Literal["bar"] | None = None,
@@ -129,7 +127,6 @@ class Trainer(UCXXDataPackerMixin):
             queue=queue,
             rank=rank,
             consumer=consumer,
-            ack=ack,
             max_policy_age=max_policy_age,
             consumed=consumed,
             progress=progress,

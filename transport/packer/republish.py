@@ -17,7 +17,7 @@ import msgspec
 from transport.errors import QueueError, QueueUnsuitableError, RingNotFoundError, TransportError
 from transport.packer.unpublished import reconciled
 from transport.queue.base import QueueAddress
-from transport.queue.open import open_address
+from transport.queue.redis import open_address
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.logs import LogFormat, handler
 

@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from transport.claims.places import default_prefix
+from transport.claims.rings import FoundRings, RingQueue
 from transport.config import configuration
 from transport.errors import TransportError, UsageError
 from transport.observe.metrics import Exporter, configured_exporter
@@ -24,9 +26,6 @@ from transport.packer.unpublished import Finished, queued, ticket_id
 from transport.packer.with_block import WithBlock
 from transport.packer.writing import Writing
 from transport.queue.base import TicketQueue
-from transport.queue.found import FoundRings
-from transport.queue.places import default_prefix
-from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.runtime import hurry
@@ -84,7 +83,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
                 tickets in batches, in the order of writing; `flush_ucxx` waits for it. If this process is killed, the
                 server's supervisor has the rest published. "immediate": `write_to_buffer` publishes. Default:
                 "background" if another process can finish the job (mode "process", and a queue that has an address,
-                as SQLiteQueue and RedisQueue have), else "immediate".
+                as RedisQueue has), else "immediate".
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
             settings: the default of this and of the server's addresses, wires and secret is the operator's

@@ -6,13 +6,16 @@ Belongs to the trainer's thread, except where a coroutine of the mixin runs on t
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Literal
 
+from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
+from transport.client.retry import Deadline
 from transport.errors import ClosedError, RankError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
@@ -22,7 +25,6 @@ from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.packer.warming import warm_up
 from transport.queue.base import Claim, TicketQueue
-from transport.queue.found import FoundRings
 from transport.runtime import hurry
 from transport.runtime.arguments import expect, several
 from transport.runtime.loop_thread import Job, LoopThread
@@ -33,10 +35,18 @@ from transport.store.directory import Directory
 from transport.ticket import Ticket
 
 TicketLike = Ticket | Claim | bytes | str
+Fetcher = Callable[[Sequence[TicketLike], Deadline], Coroutine[Any, Any, FetchedBatch]]
 
 
 class PackerSession:
-    """The state of a mixin between setup and cleanup."""
+    """The state of a mixin between setup and cleanup.
+
+    Args:
+        fetch: fetches a batch.
+        own_queue: the queue was made for this session, and is closed with it.
+        joined: payloads that name parents come with them.
+        shown: draws the progress; ended with the session.
+    """
 
     def __init__(
         self,
@@ -48,7 +58,8 @@ class PackerSession:
         record: ConsumedRecord,
         progress: Progress,
         shown: contextlib.ExitStack,
-        queue: TicketQueue | None = None,
+        fetch: Fetcher,
+        queue: TicketQueue,
         own_queue: bool = False,
         joined: bool = False,
     ) -> None:
@@ -60,14 +71,17 @@ class PackerSession:
         self.record = record
         self.progress = progress
         self.queue = queue
-        self.own_queue = own_queue  # made for this session, and closed with it
-        self.joined = joined  # payloads that name parents come with them
-        self._shown = shown  # whatever draws the progress
-        self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
-        self.fetching: Job[FetchedBatch] | None = None
-        self.collected: dict[Identity, FetchedItem] = {}  # collected and not consumed
-        # consumed, for as long as the trainer holds them
+        self.own_queue = own_queue
+        self.joined = joined
+        self._shown = shown
+        self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch(
+            lambda items: Job(thread, lambda: fetch(items, Deadline.after(settings.batch_deadline_s, time.monotonic())))
+        )
+        self.latest: FetchedBatch | None = None  # collected and not consumed; for `get_policy_input`
+        # Collected, and consumed, for as long as the trainer holds them.
+        self.collected: weakref.WeakValueDictionary[Identity, FetchedItem] = weakref.WeakValueDictionary()
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
+        self.alone: FetchedItem | None = None  # of no batch; `get_policy_input` has not returned it yet
         self.renewer = thread.submit(claims.keep_leases())
         self.warming: Job[None] | None = None
         self.batches = 0
@@ -80,8 +94,7 @@ class PackerSession:
             return
         self._shown.callback(exporter.close)
         exporter.add_packer(name, self.statistics)
-        if self.queue is not None:
-            exporter.add_queue(type(self.queue).__name__, self.queue.depth)
+        exporter.add_queue(type(self.queue).__name__, self.queue.depth)
         self.metrics_port = exporter.port
 
     def warm_up(self, directory: Directory | None) -> None:
@@ -119,54 +132,68 @@ class PackerSession:
 
     def take_in(self, item: FetchedItem) -> bool:
         """The item gets the payload that came with its claim. False: it is to be read."""
-        came = None if item.duplicate else self.claims.brought(item)
+        came = None if item.duplicate or item.claim is None else self.queue.brought(item.claim)
         if came is not None:
             item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
         return came is not None
 
-    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
-        """Consume: first the queue, then the record, then the rings. Returns the payloads to train on.
+    def settle(self, items: Sequence[FetchedItem]) -> tuple[list[ReceivedPayload], list[FetchedItem]]:
+        """Consume: first the queue, then the record, then the rings.
 
-        An interrupted call that is repeated with the same items returns what the first one would have.
+        Returns the payloads to train on, and the items whose ring has not answered; asked again with the same items, a
+        call returns the same.
         """
-        trainable = []
-        for item in self.claims.settle(items):
-            if item.payload is None:
-                continue
+        accepted, unsure = self.claims.settle(items)
+        seen = set()
+        for item in (*accepted, *unsure):  # also what is unsure: later payloads of its slots may be recorded before it
             identity = (*item.ticket.identity, self.rank_of(item))
             if item.fresh is None:
-                item.fresh = not self.record.contains(*identity)
-            self.record.accept(*identity)  # after an interrupt once more, to no effect
+                item.fresh = identity not in seen and not self.record.contains(*identity)
+                self.claims.counts["duplicates"] += not item.fresh
+                self.consumed += item.fresh
+            seen.add(identity)
+        trainable = []
+        for item in accepted:
+            assert item.payload is not None
+            self.record.accept(*item.ticket.identity, self.rank_of(item))
             if item.fresh:
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload
             item.payload.ack()
-            if not item.settled:  # both in one statement, which no interrupt divides
-                self.consumed, item.settled = self.consumed + item.fresh, True
-                self.claims.counts["duplicates"] += not item.fresh
-        self._decide_what_is_in_question(items)
-        for item in items:
-            self.collected.pop(item.ticket.identity, None)
-        return trainable
+        return trainable, unsure
 
-    def _decide_what_is_in_question(self, items: list[FetchedItem]) -> None:
-        """Whether they were consumed before is known now only: later payloads of their slots may come in between."""
-        seen = set()
-        for item in self.claims.in_question(items):
-            identity = (*item.ticket.identity, self.rank_of(item))
-            if item.fresh is None:
-                item.fresh = identity not in seen and not self.record.contains(*identity)
-            seen.add(identity)
+    def collect(self, timeout_s: float | None) -> FetchedBatch | None:
+        """The prefetched batch; None: nothing was started. TimeoutError: it is not complete."""
+        if not self.prefetch.items:
+            return None
+        if not self.prefetch.wait(timeout_s):
+            raise TimeoutError(
+                f"batch not complete after {timeout_s} s; fetching continues, call collect_prefetch() again"
+            )
+        return self.prefetch.collect(self._keep)
+
+    def _keep(self, batch: FetchedBatch) -> None:
+        self.batches += 1
+        self.latest = batch
+        self.collected.update((item.ticket.identity, item) for item in batch.items if item.payload is not None)
+
+    def forget(self, batch: FetchedBatch) -> None:
+        """`get_policy_input` does not look in this batch any more."""
+        for item in batch.items:
+            self.collected.pop(item.ticket.identity, None)
+        if self.latest is batch:
+            self.latest = None
 
     def cancel(self) -> None:
-        """Stop fetching. On return no fetch runs, and claims without a payload are back in the queue."""
-        if self.fetching is not None:
-            self.fetching.end()
-            self.fetching = None
-        self.prefetch.cancelled()
-        held = {item.claim.token for item in self.collected.values() if item.claim is not None}
-        waiting = [claim for claim in self.claims.in_hand if claim.token not in held]
-        self.claims.give_back(waiting, "the fetch was cancelled")
+        """Stop fetching. On return no fetch runs, and its claims are back in the queue."""
+        self.prefetch.stop()
+        claims = [each for items in self.prefetch.items for each in items if isinstance(each, Claim)]
+        try:
+            self.claims.give_back(claims, "the fetch was cancelled")
+        except Exception:
+            self.prefetch.clear()
+            raise
+        self.prefetch.clear()
 
     def close(self) -> None:
         """Stop fetching, give every claim back, close the client and the loop. Every step runs, even if others fail.
@@ -180,17 +207,14 @@ class PackerSession:
             stack.callback(self._leave_queue)
             stack.callback(lambda: self.claims.give_back(self.claims.in_hand, "the trainer stopped"))
             stack.callback(self.renewer.cancel)
-            stack.callback(self.collected.clear)
             stack.callback(self.cancel)
             if self.warming is not None:
                 stack.callback(self.warming.end)
-            self.prefetch.close()
 
     def _leave_queue(self) -> None:
-        if self.queue is not None:
-            self.queue.disconnect(self.client)
-            if self.own_queue:
-                self.queue.close()
+        self.queue.disconnect(self.client)
+        if self.own_queue:
+            self.queue.close()
 
     def _close_client(self) -> None:
         if not self.thread.closed:
@@ -214,6 +238,7 @@ def open_session(
     record: ConsumedRecord,
     rank: int | str,
     progress: Progress | Literal["bar"] | None,
+    fetch: Fetcher,
     joined: bool = False,
 ) -> PackerSession:
     """Loop, client, and the queue (None: of the rings of this host): all of them, or none where one cannot be had."""
@@ -226,10 +251,13 @@ def open_session(
         if queue is None:
             queue = undo.enter_context(FoundRings())
         undo.callback(queue.disconnect, client)
-        queue.connect(thread, client, schemas)
+        queue = queue.connect(thread, client, schemas)
         shown = undo.enter_context(contextlib.ExitStack())
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
-        session = PackerSession(client, thread, settings, rank, claims(queue), record, show, shown, queue, own, joined)
+        book = claims(queue)
+        session = PackerSession(
+            client, thread, settings, rank, book, record, show, shown, fetch, queue, own_queue=own, joined=joined
+        )
         undo.pop_all()
     return session
 

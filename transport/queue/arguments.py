@@ -103,8 +103,9 @@ def claimable(n: int, rank: int | str) -> None:
 
 
 def held(claims: Iterable[Claim], call: str) -> list[Claim]:
-    """The claims of a call."""
-    return several(claims, Claim, f"{call}()", "claims, several in a list")
+    """The claims of a call, each once."""
+    listed = several(claims, Claim, f"{call}()", "claims, several in a list")
+    return list({(claim.token, claim.rank): claim for claim in listed}.values())
 
 
 def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:

@@ -2,18 +2,17 @@
 
 A ticket published for n readers is n independent *deliveries*, one per rank:
 
-                    ┌────────────── retry, or the lease ends ──────────────┐
+                    ┌────────────── retry, or the claim ends ──────────────┐
                     ▼                                                      │
     publish ──►  ready ──claim──►  claimed ──ack──────────────────────►  done
-                                     │ │ └───ack(trained=False)──► arrived ──finish──► done
-                                     │ └──discard──► discarded         └──the lease ends──► lost
-                                     └──retry, or the lease ends, at the last delivery──► dead
+                                     │ └──discard──► discarded
+                                     └──retry, or the claim ends, at the last delivery──► dead
 
 * publish is idempotent per id; deliveries come out in the order of publication, a retried delivery keeps its position.
-* A claim belongs to its claimant until its lease ends; what a claim no longer owned asks for is refused and has no
-  effect. An unfinished delivery whose lease ended is claimed again, with ``attempts`` + 1.
-* ``arrived`` serves ack="on_arrival": consumed, but not trained yet; if the trainer dies then, the delivery is
-  ``lost`` and counted, never claimed again.
+* A claim belongs to its claimant until it is ended, or its lease is over. What a claim that is over asks for is refused
+  and has no effect. An unfinished delivery whose claim is over is claimed again, with ``attempts`` + 1.
+* A claim has one end. A call that asks for the end that it had has the same answer as the first one, so a call that was
+  interrupted is repeated.
 * A delivery that was claimed ``max_deliveries`` times without success is ``dead``, with its reason: a ticket that kills
   its trainers must not kill them all.
 * Finished tickets are remembered (without their bytes) for the ``KEEP_FINISHED`` last of them, so that
@@ -26,7 +25,7 @@ import abc
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -36,7 +35,6 @@ from transport.runtime.explaining import explained
 from transport.wires import Wire
 
 if TYPE_CHECKING:
-    from transport.client.client import UCXXClient
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
 
@@ -49,11 +47,9 @@ class DeliveryState(enum.StrEnum):
 
     READY = "ready"
     CLAIMED = "claimed"
-    ARRIVED = "arrived"
     DONE = "done"
     DISCARDED = "discarded"
     DEAD = "dead"
-    LOST = "lost"
 
     @property
     def final(self) -> bool:
@@ -61,7 +57,7 @@ class DeliveryState(enum.StrEnum):
         return self not in _UNFINISHED
 
 
-_UNFINISHED = frozenset({DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED})
+_UNFINISHED = frozenset({DeliveryState.READY, DeliveryState.CLAIMED})
 
 
 @hiding("data")
@@ -73,7 +69,7 @@ class QueuedTicket(NamedTuple):
 
 
 @hiding("data", "token")
-class Claim(msgspec.Struct, frozen=True):
+class Claim(msgspec.Struct, frozen=True, weakref=True):
     """The exclusive right of one consumer to one delivery, until its lease ends."""
 
     ticket_id: str
@@ -89,11 +85,9 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: int = 0  # includes those waiting for the delay of a retry
     claimed: int = 0
-    arrived: int = 0
     done: int = 0
     discarded: int = 0
     dead: int = 0
-    lost: int = 0
     retried: int = 0  # how often a claim was given back
     expired: int = 0  # how often a lease ended before its claim did
     aged: int = 0  # of the discarded: those whose policy was older than the claimant's ``oldest_version``
@@ -101,7 +95,7 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unfinished(self) -> int:
         """Deliveries that are still to be trained on."""
-        return self.ready + self.claimed + self.arrived
+        return self.ready + self.claimed
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -109,7 +103,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     ticket_id: str
     rank: int
-    state: DeliveryState  # discarded, dead or lost
+    state: DeliveryState  # discarded or dead
     attempts: int
     consumer: str
     reason: str
@@ -121,6 +115,17 @@ class Came(NamedTuple):
 
     wire: Wire
     data: Any
+
+
+class Carrier(Protocol):
+    """What a queue uses of a packer's client (`UCXXClient`)."""
+
+    @property
+    def claims(self) -> Any: ...
+
+    def allows(self, wire: Wire) -> bool: ...
+
+    def carries(self) -> bool: ...
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -136,13 +141,11 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How another process opens the same queue, to publish in it.
 
     Attributes:
-        kind: "sqlite" or "redis".
-        place: the file's path, or the server's URL, which may contain a password.
-        run: the run's name on a Redis server.
+        place: the Redis server's URL, which may contain a password.
+        run: the run's name on it.
         options: further arguments of the queue's class.
     """
 
-    kind: str
     place: str
     run: str = ""
     may_forget: bool = False
@@ -199,8 +202,11 @@ class TicketQueue(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Consume; returns the claims that the caller still owned, each once. Train only on the returned ones.
+
+        Asked again with the same claims the answer is the same.
+        """
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
         """Of claims that `ack_many` did not return: those that may have been accepted; their ring is out of reach.
@@ -210,17 +216,9 @@ class TicketQueue(abc.ABC):
         """
         return []
 
-    def ack(self, claim: Claim, *, trained: bool = True) -> bool:
-        """Consume one delivery: True once, and only while the claim is the caller's.
-
-        With ``trained=False`` it is recorded as arrived, keeps its lease, and needs ``finish`` later.
-        """
-        # No call as bool() after it: an interrupt that comes at its end would lose the answer.
-        return self.ack_many([claim], trained=trained) != []
-
-    @abc.abstractmethod
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
+    def ack(self, claim: Claim) -> bool:
+        """Consume one delivery: whether the claim was the caller's."""
+        return bool(self.ack_many([claim]))
 
     @abc.abstractmethod
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
@@ -232,7 +230,7 @@ class TicketQueue(abc.ABC):
 
     @abc.abstractmethod
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Restart the lease; returns the claims that the caller still owns, claimed or arrived."""
+        """Restart the lease; returns the claims that the caller still owns."""
 
     @abc.abstractmethod
     def depth(self, rank: int | None = None) -> QueueDepth:
@@ -240,7 +238,7 @@ class TicketQueue(abc.ABC):
 
     @abc.abstractmethod
     def failures(self, limit: int = 100) -> list[Failure]:
-        """The last deliveries that were discarded, died or were lost, the latest published first."""
+        """The last deliveries that were discarded or died, the latest published first."""
 
     def requeue(self, limit: int = 100) -> int:
         """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many.
@@ -248,7 +246,7 @@ class TicketQueue(abc.ABC):
         One that fails again is dead again; one whose payload is no longer in its ring is discarded when it is read.
         Raises UsageError for a queue that keeps no dead deliveries, as rings, which free their slots.
         """
-        raise UsageError(f"{type(self).__name__} keeps no dead deliveries; SQLiteQueue and RedisQueue do")
+        raise UsageError(f"{type(self).__name__} keeps no dead deliveries; RedisQueue does")
 
     @abc.abstractmethod
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
@@ -269,12 +267,11 @@ class TicketQueue(abc.ABC):
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
 
-    def connect(  # noqa: B027  # most queues need none
-        self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]
-    ) -> None:
-        """A packer offers its client, and says of what schemas its payloads are."""
+    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> TicketQueue:
+        """The queue as a packer is to use it that has this client, and payloads of these schemas."""
+        return self
 
-    def disconnect(self, client: UCXXClient) -> None:  # noqa: B027
+    def disconnect(self, client: Carrier) -> None:  # noqa: B027  # most queues need none
         """This client is closed from now on; what was claimed through it can be claimed again."""
 
     def brought(self, claim: Claim) -> Came | None:

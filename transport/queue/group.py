@@ -9,18 +9,17 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
                one voted no, or is silent ──► gives back  ──► decided no: no rank trains on it
 
-A decision is made once and stored, so ranks never differ in what they train on. A call that was interrupted has the
-same answer when it is repeated. The claims of a group that died are claimed by another group when the leader's lease
+A decision is made once and stored, so ranks never differ in what they train on. An ack that is repeated has the same
+answer. The claims of a group that died are claimed by another group when the leader's lease
 ends. A rank that cannot read a decision raises GroupBrokenError: the group must be restarted under another name.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import msgspec
@@ -30,6 +29,7 @@ from transport.errors import ConfigurationError, GroupBrokenError, RankError, St
 from transport.queue import arguments
 from transport.queue.base import (
     Came,
+    Carrier,
     Claim,
     DeliveryState,
     Failure,
@@ -39,13 +39,11 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.queue.ends import Unsaid
 from transport.runtime.decoders import ready
 from transport.runtime.explaining import checked, explained_calls
 from transport.store.base import ABSENT, Change, Store, check_key
 
 if TYPE_CHECKING:
-    from transport.client.client import UCXXClient
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
 
@@ -53,8 +51,6 @@ LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
 _AGAIN_S = 0.1  # interval of questions to a ring out of reach
 _MOST_TOKEN = 200
-
-Phase = Literal["ack", "arrive", "finish"]
 
 
 class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,9 +113,8 @@ class GroupQueue(TicketQueue):
         self._rank = rank
         self._ranks = ranks
         self._patience_s = lease_or_configured(patience_s)
-        self._step = 0
-        self._made: list[Claim] = []  # claims of the leader whose caller was interrupted before it had them
-        self._unsaid = Unsaid()  # accepted by the queue: the leader decides, and returns them
+        # Which claim is next, and what the leader has claimed for it; replaced at once.
+        self._next: tuple[int, list[Claim]] = 0, []
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
             raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")
 
@@ -148,30 +143,28 @@ class GroupQueue(TicketQueue):
                 f"rank {rank!r:.80} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
             )
         arguments.claimed_by_name(n, timeout_s, 0, consumer, oldest_version)
-        step, made = self._step, self._made
-        try:
-            if self.leads and not made:
-                made += self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
-            claims = self._tell(step, made) if self.leads else self._told(step, timeout_s)
-            if claims:
-                self._step = step + 1
-                self._made = []
-            return claims
-        except BaseException:  # an interrupt: the next call has the same claims, which others may have
-            self._step, self._made = step, made
-            raise
-
-    def _tell(self, step: int, claims: list[Claim]) -> list[Claim]:
-        """Give the leader's claims to the others."""
-        if claims:
-            try:
-                self._store.put(self._key("claims", step), msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
-            except StoreError:
-                for claim in claims:  # the other ranks will not get them
-                    self._queue.retry(claim, reason="the store did not take the group's claim")
-                claims.clear()
-                raise
+        step, made = self._next
+        if not self.leads:
+            claims = self._told(step, timeout_s)
+        else:
+            claims = made or self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
+            self._next = step, claims
+            self._tell(step, claims)
+        self._next = step + bool(claims), []
         return claims
+
+    def _tell(self, step: int, claims: list[Claim]) -> None:
+        """Give the leader's claims to the others."""
+        if not claims:
+            return
+        plain = [Claim(*(getattr(claim, name) for name in Claim.__struct_fields__)) for claim in claims]
+        try:
+            self._store.put(self._key("claims", step), msgspec.msgpack.encode(plain), lease_s=_KEEP_S)
+        except StoreError:
+            for claim in claims:  # the other ranks will not get them
+                self._queue.retry(claim, reason="the store did not take the group's claim")
+            self._next = step, []
+            raise
 
     def _told(self, step: int, timeout_s: float) -> list[Claim]:
         """The leader's claims, as of this rank."""
@@ -187,76 +180,66 @@ class GroupQueue(TicketQueue):
 
     # --- consuming -----------------------------------------------------------------------------
     @checked
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """Consume what every rank could; returns the same claims at every rank. Waits for the other ranks.
 
-        Asked again, the leader is refused as by any queue, and a follower gets the same answer. Raises GroupBrokenError
-        when the decision cannot be learned, or cannot be told: these deliveries are done then, and trained on by none.
-        The leader raises it, too, for claims `in_question`; the repeated call asks their ring again.
+        Raises GroupBrokenError when the decision cannot be learned, or cannot be told: these deliveries are done then,
+        and trained on by none. The leader raises it, too, for claims `in_question`; the repeated call asks their ring
+        again.
         """
-        return self._agree(arguments.held(claims, "ack"), "ack" if trained else "arrive")
+        claims = arguments.held(claims, "ack")
+        if not claims:
+            return []
+        if self.leads:
+            return self._lead(claims)
+        for claim in claims:
+            self._vote(claim, _Vote(True))
+        return self._follow(claims)
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.in_question`; the leader alone asks."""
         return self._queue.in_question(claims) if self.leads else []
 
-    @checked
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Arrived deliveries were trained on by every rank."""
-        return self._agree(arguments.held(claims, "finish"), "finish")
-
-    def _agree(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
-        if not claims:
-            return []
-        if self.leads:
-            return self._unsaid.ended(claims, phase, functools.partial(self._lead, phase=phase))
-        for claim in claims:
-            self._vote(claim, phase, _Vote(True))
-        return self._follow(claims, phase)
-
-    def _lead(self, claims: list[Claim], accepted: list[Claim], phase: Phase) -> None:
-        """Decide on claims. ``accepted`` grows; what it has at first, the queue accepted in a call that did not end."""
-        keys = [self._key("decided", phase, _part(claim)) for claim in claims]
-        before = self._store.get_many(keys) if keys else []
-        claims = [claim for claim, decision in zip(claims, before, strict=True) if decision is None]
-        decisions = [decide([_Vote(True), *each]) for each in self._votes(claims, phase)]
-        wanted = [claim for claim, decision in zip(claims, decisions, strict=True) if decision.yes]
-        asked = self._consume(wanted, accepted, phase)
-        self._decided([(claim, True) for claim in accepted], phase)
-        # Given back before it is decided: after an interrupt the repeated call finds what is not.
-        for claim, decision in zip(claims, decisions, strict=True):
+    def _lead(self, claims: list[Claim]) -> list[Claim]:
+        """Decide on what is not decided. The queue's answers are the same when a call is repeated, so decisions are."""
+        before = self._store.get_many([self._decision(claim) for claim in claims])
+        said = {claim.token: entry.value == b"yes" for claim, entry in zip(claims, before, strict=True) if entry}
+        fresh = [claim for claim in claims if claim.token not in said]
+        decisions = [decide([_Vote(True), *each]) for each in self._votes(fresh)]
+        wanted = [claim for claim, decision in zip(fresh, decisions, strict=True) if decision.yes]
+        accepted, asked = self._consume(wanted)
+        self._decide([(claim, True) for claim in accepted])
+        for claim, decision in zip(fresh, decisions, strict=True):
             if not decision.yes:
                 self._give_up(claim, decision)
         known = {claim.token for claim in (*accepted, *asked)}
-        self._decided([(claim, False) for claim in claims if claim.token not in known], phase)
+        self._decide([(claim, False) for claim in fresh if claim.token not in known])
         if asked:
             raise GroupBrokenError(
                 f"the ring of {len(asked)} claims of {self._prefix} is out of reach, and may have accepted them: "
                 "repeat the call, or restart the group under another name"
             )
+        mine = {claim.token for claim in accepted}
+        return [claim for claim in claims if said.get(claim.token) or claim.token in mine]
 
-    def _consume(self, claims: list[Claim], accepted: list[Claim], phase: Phase) -> list[Claim]:
-        """Have the queue end claims; returns those that it may have accepted."""
+    def _consume(self, claims: list[Claim]) -> tuple[list[Claim], list[Claim]]:
+        """Have the queue consume claims: those that it accepted, and those that it may have accepted."""
         if not claims:
-            return []
-        if phase == "finish":
-            accepted += self._queue.finish(claims)
-            return []
-        accepted += self._queue.ack_many(claims, trained=phase == "ack")
+            return [], []
         give_up_at = time.monotonic() + self._patience_s
-        while asked := self._queue.in_question(claims):
+        while True:
+            accepted = self._queue.ack_many(claims)
+            asked = self._queue.in_question(claims)
             left_s = give_up_at - time.monotonic()
-            if left_s <= 0:
-                break
+            if not asked or left_s <= 0:
+                return accepted, asked
             time.sleep(min(left_s, _AGAIN_S))
-            accepted += self._queue.ack_many(asked, trained=phase == "ack")
-        return asked
 
-    def _votes(self, claims: Sequence[Claim], phase: Phase) -> list[list[_Vote | None]]:
+    def _votes(self, claims: Sequence[Claim]) -> list[list[_Vote | None]]:
         """Of the followers, by claim; waits for them until the patience is over."""
         if not claims:
             return []
-        keys = [self._key("vote", phase, _part(claim), rank) for claim in claims for rank in range(1, self._ranks)]
+        keys = [self._key("vote", _part(claim), rank) for claim in claims for rank in range(1, self._ranks)]
         give_up_at = time.monotonic() + self._patience_s
         while True:
             entries = self._store.get_many(keys)
@@ -269,13 +252,13 @@ class GroupQueue(TicketQueue):
         each = self._ranks - 1
         return [votes[at * each : (at + 1) * each] for at in range(len(claims))]
 
-    def _decided(self, outcomes: Sequence[tuple[Claim, bool]], phase: Phase) -> None:
+    def _decision(self, claim: Claim) -> str:
+        return self._key("decided", _part(claim))
+
+    def _decide(self, outcomes: Sequence[tuple[Claim, bool]]) -> None:
         if not outcomes:
             return
-        changes = [
-            Change(self._key("decided", phase, _part(claim)), b"yes" if yes else b"no", None, _KEEP_S)
-            for claim, yes in outcomes
-        ]
+        changes = [Change(self._decision(claim), b"yes" if yes else b"no", None, _KEEP_S) for claim, yes in outcomes]
         try:
             self._store.put_many(changes)
         except StoreError as error:
@@ -289,12 +272,11 @@ class GroupQueue(TicketQueue):
             return self._queue.discard(claim, decision.reason)
         return self._queue.retry(claim, decision.delay_s, decision.reason)
 
-    def _follow(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
+    def _follow(self, claims: Sequence[Claim]) -> list[Claim]:
         accepted = []
         give_up_at = time.monotonic() + 3 * self._patience_s
         for claim in claims:
-            key = self._key("decided", phase, _part(claim))
-            entry = self._store.watch(key, ABSENT, max(0.0, give_up_at - time.monotonic()))
+            entry = self._store.watch(self._decision(claim), ABSENT, max(0.0, give_up_at - time.monotonic()))
             if entry is None:
                 raise GroupBrokenError(
                     f"the leader of {self._prefix} did not decide on {claim.ticket_id} within "
@@ -322,19 +304,16 @@ class GroupQueue(TicketQueue):
 
     def _refuse(self, claim: Claim, vote: _Vote) -> bool:
         if not self.leads:
-            return self._vote(claim, "ack", vote) and self._vote(claim, "arrive", vote)
-        phases = ("ack", "arrive")
-        if any((claim.token, phase) in self._unsaid for phase in phases) or self._queue.in_question([claim]):
-            return False  # the queue has accepted it, or may have
-        keys = [self._key("decided", phase, _part(claim)) for phase in phases]
-        fresh = self._store.put_many([Change(key, b"no", ABSENT, _KEEP_S) for key in keys]) is not None
-        if not fresh and b"yes" in [entry.value for entry in self._store.get_many(keys) if entry is not None]:
-            return False
-        return self._give_up(claim, vote)  # also what was refused before: an interrupt may have come between
+            return self._vote(claim, vote)
+        given_up = self._give_up(claim, vote)
+        # What the queue has accepted, or may have, is left to the repeated ack.
+        if given_up or not (self._queue.ack_many([claim]) or self._queue.in_question([claim])):
+            self._decide([(claim, False)])
+        return given_up
 
-    def _vote(self, claim: Claim, phase: Phase, vote: _Vote) -> bool:
+    def _vote(self, claim: Claim, vote: _Vote) -> bool:
         """False when this rank has voted before."""
-        key = self._key("vote", phase, _part(claim), self._rank)
+        key = self._key("vote", _part(claim), self._rank)
         return self._store.compare_and_set(key, msgspec.msgpack.encode(vote), ABSENT, lease_s=_KEEP_S) is not None
 
     # --- as of the queue -----------------------------------------------------------------------
@@ -381,12 +360,13 @@ class GroupQueue(TicketQueue):
         """See `TicketQueue.latest`."""
         return self._queue.latest(topic, newer_than, timeout_s)
 
-    def connect(self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]) -> None:
+    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> TicketQueue:
         """See `TicketQueue.connect`; only the leader claims."""
         if self.leads:
-            self._queue.connect(thread, client, schemas)
+            self._queue = self._queue.connect(thread, client, schemas)
+        return self
 
-    def disconnect(self, client: UCXXClient) -> None:
+    def disconnect(self, client: Carrier) -> None:
         """See `TicketQueue.disconnect`."""
         if self.leads:
             self._queue.disconnect(client)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from transport.errors import (
     QueueError,
@@ -110,7 +111,7 @@ class RedisQueue(TicketQueue):
         if type(self) is not RedisQueue or self._clock is not None:
             return None
         url, run, may_forget = self._url
-        return QueueAddress(kind="redis", place=url, run=run, may_forget=may_forget, options=self._options)
+        return QueueAddress(place=url, run=run, may_forget=may_forget, options=self._options)
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The tickets stay."""
@@ -120,10 +121,10 @@ class RedisQueue(TicketQueue):
         """Delete the queue with all its tickets from the server. It must not be in use."""
         self._connection.remove_all()
 
-    def _run(self, script: Script, *arguments: str | bytes | int, repeatable: bool = False) -> list[bytes | int]:
+    def _run(self, script: Script, *arguments: str | bytes | int) -> list[bytes | int]:
         now_ms = None if self._clock is None else round(self._clock() * 1000)
         common = (self._connection.channel, self._max_deliveries, self._keep_finished)
-        answer = self._connection.run(script, KEYS, (*common, *arguments), now_ms, repeatable=repeatable)
+        answer = self._connection.run(script, KEYS, (*common, *arguments), now_ms)
         return answer if isinstance(answer, list) else [answer]
 
     # --- publishing ----------------------------------------------------------------------------
@@ -190,35 +191,29 @@ class RedisQueue(TicketQueue):
         ]
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Restart the lease; returns the claims that the caller still owns, claimed or arrived."""
+        """Restart the lease; returns the claims that the caller still owns."""
         claims = arguments.held(claims, "renew")
         return self._accepted(claims, self._run(RENEW, round(self.lease_s * 1000), *_tokens(claims)))
 
     # --- finishing -----------------------------------------------------------------------------
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
-        claims = arguments.held(claims, "ack")
-        return self._move(claims, "claimed", "done" if trained else "arrived")
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
-        claims = arguments.held(claims, "finish")
-        return self._move(claims, "arrived", "done")
+        return self._move(arguments.held(claims, "ack"), "done")
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """Discard the delivery: its payload cannot or should not be read. False if not owned."""
         arguments.given_back(claim, 0.0, reason, "discard")
-        return bool(self._move([claim], "claimed", "discarded", reason))
+        return bool(self._move([claim], "discarded", reason))
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        return bool(self._move([claim], "claimed", "ready", reason, delay_s))
+        return bool(self._move([claim], "ready", reason, delay_s))
 
-    def _move(self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
-        """Bring claims from state ``held`` to ``to``; returns those that were the caller's."""
-        arguments = (held, to, reason, round(delay_s * 1000), *_tokens(claims))
-        return self._accepted(claims, self._run(MOVE, *arguments, repeatable=True))
+    def _move(self, claims: Sequence[Claim], to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
+        """End claims so; returns those that were the caller's."""
+        arguments = (to, reason, round(delay_s * 1000), *_tokens(claims))
+        return self._accepted(claims, self._run(MOVE, *arguments))
 
     @staticmethod
     def _accepted(claims: Sequence[Claim], flags: Sequence[bytes | int]) -> list[Claim]:
@@ -237,7 +232,7 @@ class RedisQueue(TicketQueue):
         return QueueDepth(**counts)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """The last deliveries that were discarded, died or were lost, the latest published first."""
+        """The last deliveries that were discarded or died, the latest published first."""
         limit = arguments.number(limit, "limit of failures()")
         rows = zip(*(iter(self._run(FAILURES, limit)),) * 6, strict=True)
         return [
@@ -272,6 +267,12 @@ class RedisQueue(TicketQueue):
             return Notice(topic, int(version), payload)
 
         return wait_for(self._connection, look, timeout_s, lambda: RECHECK_S)
+
+
+def open_address(address: QueueAddress) -> RedisQueue:
+    """Open the queue whose `TicketQueue.address` this is. Raises what `open_queue` raises."""
+    options: dict[str, Any] = dict(address.options)
+    return RedisQueue(RedisURL(address.place, address.run, address.may_forget), **options)
 
 
 def _tokens(claims: Sequence[Claim]) -> list[str | int]:

@@ -58,8 +58,8 @@ class Part(Protocol):
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """The payload leaves the part; it may be claimed again, or not where ``dead``."""
 
-    def release(self, delay_s: float = 0.0) -> None:
-        """Give back what was not finished, without waiting. Idempotent."""
+    def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
+        """Give back what was not finished, without waiting. ``in_vain``: it counts as a delivery. Idempotent."""
 
 
 class Batch(Sequence[Mapping[str, Any]]):
@@ -73,7 +73,8 @@ class Batch(Sequence[Mapping[str, Any]]):
         schema: of what the batch has of each payload.
         lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy); of text, bytes and
             values their bytes.
-        slots, generations, ranks, attempts, policy_versions, sizes: columns (int64, numpy); attempts count this one,
+        slots, generations, ranks, attempts, in_vain, policy_versions, sizes: columns (int64, numpy); attempts count
+            this one, `in_vain` are those before it that count for ``max_deliveries``,
             a payload whose writer gave no version has `NO_VERSION`, sizes are bytes.
         dropped: payloads that were claimed for this batch and left out, because their bytes were wrong.
     """
@@ -188,9 +189,8 @@ class Batch(Sequence[Mapping[str, Any]]):
             if len(columns) == 1
             else np.hstack([np.empty((len(_ring.BATCH_COLUMNS), 0), np.int64), *columns])
         )
-        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions, self._offsets = (
-            joined
-        )
+        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions = joined[:6]
+        self._offsets, self.in_vain = joined[6:]
 
     def place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `fetch`."""
@@ -274,10 +274,10 @@ class Batch(Sequence[Mapping[str, Any]]):
         self._arrays = dict(zip(self._arrays, found, strict=False))
         self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=False)) or self._ends
 
-    def attempts_of(self, number: int) -> npt.NDArray[np.int64]:
+    def in_vain_of(self, number: int) -> npt.NDArray[np.int64]:
         """Of the payloads of one part."""
         begin = sum(len(part) for part in self._parts[:number])
-        found: npt.NDArray[np.int64] = self.attempts[begin : begin + len(self._parts[number])]
+        found: npt.NDArray[np.int64] = self.in_vain[begin : begin + len(self._parts[number])]
         return found
 
     def _decoded(self, name: str, at: int) -> Any:

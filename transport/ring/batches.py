@@ -60,7 +60,7 @@ class PayloadBatch(Batch):
         return np.frombuffer(accepted, np.bool_)
 
     def renew(self) -> int:
-        """As if they had just been claimed, for claimers with a ``most_held_s``; how many are still held."""
+        """Say that their holder lives, for its lease; how many are still held."""
         return sum(self._call(part.renew) for part in self._parts)
 
     def __enter__(self) -> PayloadBatch:
@@ -81,7 +81,6 @@ def claim_batch(
     oldest_version: int | None = None,
     max_deliveries: int = MAX_DELIVERIES,
     consumer: str = "",
-    most_held_s: float = 0.0,
     **shape: Unpack[ShapeArguments],
 ) -> PayloadBatch:
     """Up to ``n`` payloads of these rings, of one schema, as a batch; see `SharedRingBuffer.claim_batch`.
@@ -116,7 +115,6 @@ def claim_batch(
             oldest_version=oldest_version,
             max_deliveries=max_deliveries,
             consumer=consumer,
-            most_held_s=most_held_s,
         )
         batch = gathered(
             PayloadBatch, parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer

@@ -22,17 +22,19 @@ T = TypeVar("T")
 class ClaimedPayload:
     """A claim: no other consumer of this rank gets the payload until the claim ends. See `SharedRingBuffer.claim`.
 
+    It owns its delivery: what was not ended may be claimed again when nothing refers to the claim, or to arrays in its
+    slot, any more. Its end is asked for once; the same call answers the same when it is made again, and another end is
+    refused.
+
     Attributes:
-        native: the claim and what the slot says of its payload (length, checksum, sequence, policy_version …).
-        id: what `SharedRingBuffer.consume` passes on.
+        native: the claim, its verdict, and what the slot says of its payload (length, checksum, sequence …).
     """
 
-    __slots__ = ("_ring", "id", "native")
+    __slots__ = ("_ring", "native")
 
-    def __init__(self, ring: Slots, native: _ring.NativeClaim) -> None:
+    def __init__(self, ring: Slots, native: _ring.Claim) -> None:
         self._ring = ring
         self.native = native
-        self.id = native.id
 
     def __repr__(self) -> str:
         native = self.native
@@ -78,7 +80,7 @@ class ClaimedPayload:
     @property
     def view(self) -> memoryview:
         """The payload's bytes in its slot, read-only. They stay what they are until the claim ends."""
-        return self._call(self._ring.native.payload, self.native.slot)[: self.native.length].toreadonly()
+        return self._call(self.native.payload)
 
     def layout(self) -> Layout:
         """Where the tensors stand, by the ticket's own schema or the ring's."""
@@ -98,29 +100,30 @@ class ClaimedPayload:
     @property
     def held(self) -> bool:
         """Whether the claim has not ended, in whatever way."""
-        return self._call(self._ring.native.holds, self.id)
+        return self._call(lambda: self.native.held)
 
     def renew(self) -> bool:
-        """As if it had just been claimed, for claimers with a ``most_held_s``. False: it is not held any more."""
-        return self._call(self._ring.native.renew, self.id)
+        """Say that this attachment lives, see `SharedRingBuffer.set_lease`. False: the claim is not held any more."""
+        self._call(self._ring.native.heard)
+        return self.held
 
     def consume(self) -> bool:
-        """Say that the payload was used: True once, while the claim was held. False: drop what was made of it."""
-        return self._call(self._ring.native.finish, self.id)
+        """Say that the payload was used: True if the claim was held. False: drop what was made of it."""
+        return self._call(self.native.finish)
 
     def let_go(self) -> None:
         """Release the memory that `SharedRingBuffer.consume` kept (``keep_memory``)."""
-        self._call(self._ring.native.unpin, self.native.slot, self.native.generation)
+        self._call(self.native.let_go)
 
     @explained
     def release(self, delay_s: float = 0.0) -> bool:
         """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""
-        return self._call(self._ring.native.give_back, self.id, delay_s)
+        return self._call(self.native.give_back, delay_s)
 
     @explained
     def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:
         """End this rank's delivery unread; the ring's log keeps the reason. False: it was not held any more."""
-        return self._call(self._ring.native.end, self.id, how, reason, consumer)
+        return self._call(self.native.end, how, reason, consumer)
 
     @staticmethod
     def _call(function: Callable[..., T], *arguments: object) -> T:

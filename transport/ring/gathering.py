@@ -33,7 +33,7 @@ def gathered(
     max_deliveries: int = 0,
     consumer: str = "",
 ) -> B:
-    """Make a batch of these claims. Whatever is raised: all of them have been given back.
+    """Make a batch of these claims. Whatever is raised: all of them have been given back, uncounted.
 
     Payloads that do not fit the schema, or whose bytes are wrong, leave their part, and are counted as dropped.
 
@@ -50,7 +50,7 @@ def gathered(
         return _gathered(kind, parts, schema, shape, fills, landing, max_deliveries, consumer)
     except BaseException as error:
         for part in parts:
-            part.release()
+            part.release(in_vain=False)
         if isinstance(error, _ring.RingFault):
             raise named(error) from None
         raise
@@ -86,10 +86,10 @@ def _gathered(
             batch.arrive()
             return batch
         for number, (part, indices) in enumerate(zip(parts, wrong, strict=True)):
-            attempts = batch.attempts_of(number).tolist()
+            before = batch.in_vain_of(number).tolist()
             for at in reversed(indices):
-                last = 0 < max_deliveries <= attempts[at]
+                last = 0 < max_deliveries <= before[at] + 1
                 part.drop(at, _WRONG, last, consumer)
-                log.warning("a payload was left out of a batch: %s (attempt %d)", _WRONG, attempts[at])
+                log.warning("a payload was left out of a batch: %s (delivery %d)", _WRONG, before[at] + 1)
             measured[number] = np.delete(measured[number], indices, axis=1)
             dropped += len(indices)

@@ -22,7 +22,7 @@ from transport.ring.leases import ReadLease
 from transport.ring.life import RingLife
 from transport.ring.states import named
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explain, explained
+from transport.runtime.explaining import explained
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,8 @@ class RingReading(RingLife):
         return self._call(self.native.discard, ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
-    def claim(  # not decorated: an interrupt between it and its decorator would lose the claims
+    @explained
+    def claim(
         self,
         n: int = 1,
         timeout_s: float = 0.0,
@@ -139,12 +140,12 @@ class RingReading(RingLife):
         oldest_version: int | None = None,
         max_deliveries: int = 0,
         consumer: str = "",
-        most_held_s: float = 0.0,
     ) -> list[ClaimedPayload]:
         """Up to ``n`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 
-        A claim is this attachment's until it is consumed, released or discarded, or the process ends; then, unless it
-        was consumed or discarded, any reader may claim the payload again, at once.
+        A claim is this attachment's until it is consumed, released or discarded, nothing refers to it any more, or the
+        process ends; then, unless it was consumed or discarded, any reader may claim the payload again. `set_lease` has
+        it end as well when this attachment is silent.
 
         Args:
             rank: whose; or the name of a consumer of one rank, see `create` and `rank_of`.
@@ -152,37 +153,34 @@ class RingReading(RingLife):
             oldest_version: what was written under an older policy version is discarded, and counted as aged.
             max_deliveries: what was claimed that often in vain is dead; 0: no limit.
             consumer: names the claimer in reports of failures.
-            most_held_s: end others' claims that were not renewed for so long; their holders are refused. 0: never.
         """
-        held: list[_ring.ClaimId] = []
-        try:
-            found = self.rank_of(rank)
-            if n < 1:
-                raise UsageError(f"n={n}; a claim is of at least one payload")
-            if not 0 <= found < MAX_READERS:
-                raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
-            claims = self._call(
-                self.native.claim,
-                n,
-                timeout_s,
-                rank=found,
-                most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
-                oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
-                most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
-                consumer=consumer,
-                most_held_s=most_held_s,
-                into=held,
-            )
-            return [ClaimedPayload(self, claim) for claim in claims]
-        except BaseException as error:  # an interrupt may come when they are claimed already
-            for claim in held if not self.native.closed else ():
-                self.native.give_back(claim)
-            named = {
-                "rank": rank, "most_bytes": most_bytes, "oldest_version": oldest_version,
-                "max_deliveries": max_deliveries, "consumer": consumer, "most_held_s": most_held_s,
-            }  # fmt: skip
-            explain(RingReading.claim, (self, n, timeout_s), named, error)
-            raise
+        found = self.rank_of(rank)
+        if n < 1:
+            raise UsageError(f"n={n}; a claim is of at least one payload")
+        if not 0 <= found < MAX_READERS:
+            raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
+        claims = self._call(
+            self.native.claim,
+            n,
+            timeout_s,
+            rank=found,
+            most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
+            oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+            most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
+            consumer=consumer,
+        )
+        return [ClaimedPayload(self, claim) for claim in claims]
+
+    @explained
+    def set_lease(self, lease_s: float | None) -> None:
+        """Let claims of this attachment end when it is silent for so long, as when its process is stopped.
+
+        Every claim, and every end or renewal of one, is a sign of life. None: claims end with the process only, as they
+        do without this call. The longest lease that was ever asked for counts.
+        """
+        if lease_s is not None and not lease_s > 0:
+            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
+        self._call(self.native.set_lease, lease_s)
 
     @explained
     def claim_batch(
@@ -203,7 +201,6 @@ class RingReading(RingLife):
         oldest_version: int | None = None,
         max_deliveries: int = MAX_DELIVERIES,
         consumer: str = "",
-        most_held_s: float = 0.0,
     ) -> PayloadBatch:
         """`claim`, as one batch; empty when nothing came in time. Each tensor is written where it belongs in one pass.
 
@@ -249,14 +246,12 @@ class RingReading(RingLife):
             oldest_version=oldest_version,
             max_deliveries=max_deliveries,
             consumer=consumer,
-            most_held_s=most_held_s,
         )
 
     @explained
     def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
-        """Say that these were used, in one call; returns those that were still this attachment's, and only those count.
+        """Say that these were used; returns those that were still this attachment's, and only those count.
 
         With ``keep_memory`` what is returned stays in its slot until each is let go (`ClaimedPayload.let_go`).
         """
-        accepted = self._call(self.native.finish_all, [claim.id for claim in claims], keep_memory)
-        return [claim for claim, held in zip(claims, accepted, strict=True) if held]
+        return [claim for claim in claims if self._call(claim.native.finish, keep_memory)]

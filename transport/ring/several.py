@@ -29,7 +29,6 @@ def claim_any(
     oldest_version: int | None = None,
     max_deliveries: int = 0,
     consumer: str = "",
-    most_held_s: float = 0.0,
 ) -> list[_ring.ClaimedBatch]:
     """Up to ``n`` payloads of these rings, of each the oldest first; waits for the first one, wherever it comes.
 
@@ -67,7 +66,6 @@ def claim_any(
                     oldest_version=version,
                     most_attempts=attempts,
                     consumer=consumer,
-                    most_held_s=most_held_s,
                 )
             except _ring.RingFault as fault:
                 if fault.code != _ring.FAULT_DETACHED:  # closed meanwhile, by another thread

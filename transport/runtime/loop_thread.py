@@ -1,17 +1,26 @@
-"""An event loop in a thread of its own, for callers without one."""
+"""An event loop in a thread of its own, for callers without one.
+
+A signal's handler may raise in the main thread between any two of its instructions (Ctrl-C). So nothing here holds a
+lock that another thread needs: what a call changes it changes on the loop, which no signal interrupts, and each wait
+has a lock of its own. `concurrent.futures` and `threading.Condition` hold a lock while they run Python code; an
+interrupt there leaves it locked, and the loop's thread waits for it for ever.
+"""
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
-import concurrent.futures
+import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import CancelledError
+from typing import Any, Final, Generic, TypeVar
 
 import uvloop
 
@@ -19,7 +28,7 @@ from transport.errors import ClosedError, UsageError
 
 T = TypeVar("T")
 
-_EXIT_WAIT_S = 10.0  # for a loop that another thread is closing when the process exits
+_SLICE_S: Final = 0.5  # of a wait: a signal that comes right before the lock blocks is handled behind it
 
 
 def gone(pid: int) -> bool:
@@ -52,111 +61,214 @@ class AtExit:
         atexit.unregister(self)
 
 
-class Job(Future[T]):
-    """A coroutine on the loop of a `LoopThread`. It is done when the coroutine has ended, clean-up included.
+class Flag:
+    """Set once; any thread may wait for it. An interrupted wait leaves no lock that `set` or another wait needs.
 
-    `concurrent.futures` does not guarantee this for a cancelled future, and the memory rule needs it: after cancelling
-    a read and waiting for its job the caller may reuse the buffer.
+    Attributes:
+        is_set: whether it is.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._loop = loop
+    __slots__ = ("_waits", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waits: deque[_thread.LockType] = deque()  # each is locked, until `set` unlocks it
+
+    def set(self) -> None:
+        """End every wait. Idempotent."""
+        self.is_set = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waits.popleft().release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set; False after ``timeout_s``."""
+        if not self.is_set:
+            give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            mine = _thread.allocate_lock()
+            mine.acquire()
+            self._waits.append(mine)
+            while not self.is_set and (left_s := give_up - time.monotonic()) > 0:
+                mine.acquire(timeout=min(left_s, _SLICE_S))
+            with contextlib.suppress(ValueError):
+                self._waits.remove(mine)
+        return self.is_set
+
+
+class Job(Generic[T]):
+    """A coroutine on the loop of a `LoopThread`, begun once at most. It is done when the coroutine has ended.
+
+    Clean-up included, also where it was cancelled: after cancelling a read and waiting for its job the caller may reuse
+    the buffer.
+
+    Args:
+        make: makes the coroutine; called on the loop.
+
+    Attributes:
+        outcome: what the coroutine returned, and what it raised, None for the one that it did not; None while it runs.
+    """
+
+    def __init__(self, thread: LoopThread, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._thread = thread
+        self._make: Callable[[], Coroutine[Any, Any, T]] | None = make
         self._task: asyncio.Task[T] | None = None
-        self._pid = os.getpid()
-        self.submitted = False  # it may be on its way to the loop
+        self._posted = False
+        self._ended = Flag()
+        self._callbacks: deque[Callable[[Job[T]], object]] = deque()
+        self.outcome: tuple[T | None, BaseException | None] | None = None
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        """Start the coroutine. Called on the loop."""
-        self._task = self._loop.create_task(coroutine)
-        self._task.add_done_callback(self._ended)
+    def start(self) -> None:
+        """Begin, unless it has begun. ClosedError: the thread is closed. After an interrupt call it again."""
+        if self._posted or self.outcome is not None:
+            return
+        if self._thread.closed or not self._thread.post(self._begin):
+            self._never_begun()
+            raise ClosedError("it was closed before this call; make a new one")
+        self._posted = True
 
-    def _ended(self, task: asyncio.Task[T]) -> None:
+    def _begin(self) -> None:
+        if self._make is None:
+            return
+        if self._thread.ending:
+            self._never_begun()
+            return
+        coroutine, self._make = self._make(), None
+        self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._task.add_done_callback(self._over)
+
+    def _never_begun(self) -> None:
+        make, self._make = self._make, None
+        if make is not None:
+            make().close()  # it would warn that it was never awaited
+            self._end_with(None, CancelledError())
+
+    def _over(self, task: asyncio.Task[T]) -> None:
+        self._task = None
         if task.cancelled():
-            super().cancel()
-            self.set_running_or_notify_cancel()
+            self._end_with(None, CancelledError())
         elif (error := task.exception()) is not None:
-            self.set_exception(error)
+            self._end_with(None, error)
         else:
-            self.set_result(task.result())
+            self._end_with(task.result(), None)
+
+    def _end_with(self, result: T | None, error: BaseException | None) -> None:
+        self.outcome = result, error
+        self._ended.set()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._callbacks.popleft()(self)
+
+    def done(self) -> bool:
+        """Whether the coroutine has ended."""
+        return self.outcome is not None
+
+    def add_done_callback(self, function: Callable[[Job[T]], object]) -> None:
+        """Have ``function`` called with this job when it is done, on the loop, or here and now."""
+        self._callbacks.append(function)
+        if self.outcome is not None:
+            with contextlib.suppress(ValueError):
+                self._callbacks.remove(function)  # else the loop has called it
+                function(self)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done; False after ``timeout_s``."""
+        return self._ended.wait(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait for it on another loop; cancelled there, it is cancelled here."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        try:
+            yield from ended.wait().__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """What the coroutine returned or raised. TimeoutError: it runs still. CancelledError: it was cancelled."""
+        if not self.wait(timeout_s):
+            raise TimeoutError(f"not done after {timeout_s} s")
+        assert self.outcome is not None
+        result, error = self.outcome
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del self, error  # or the error's frames would refer to it
+        return result  # type: ignore[return-value]  # None only where the coroutine returned it
 
     def cancel(self) -> bool:
-        """Ask the coroutine to end; `result` then waits until it has. Nothing in a forked child."""
-        if gone(self._pid) or self.done():  # in this order: another thread may have held the future's lock at the fork
+        """Ask the coroutine to end; `result` then waits until it has. False: it has already."""
+        if self.outcome is not None:
             return False
-        self._loop.call_soon_threadsafe(self._cancel_task)
+        if not self._thread.post(self._cancel_task):
+            self._never_begun()
         return True
 
     def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        elif not self.done():  # an interrupt came before it was given to the loop, which has what came before this
-            super().cancel()
-            self.set_running_or_notify_cancel()
+        else:
+            self._never_begun()
 
     def end(self) -> None:
-        """Cancel, and wait until the coroutine has ended; whatever it raises is dropped. Nothing in a forked child."""
-        if gone(self._pid):
-            return
-        self.cancel()
-        ended = threading.Event()
-        self.add_done_callback(lambda _: ended.set())
-        ended.wait()
+        """Cancel, and wait until the coroutine has ended; whatever it raises is dropped."""
+        if self.cancel():
+            self.wait()
 
 
 class LoopThread:
     """One loop, one thread, from construction until `close` or the process's exit. Any other thread may submit.
 
-    In a forked child, which does not have the thread, it is closed.
+    In a forked child, which does not have the thread, it is closed. One that is dropped ends its thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._closed = False
-        self._cancelling: Future[None] | None = None  # by `close`
-        self._ending = threading.RLock()  # nothing is submitted after the cancellation of all tasks
-        self._joining = threading.RLock()  # a lock of its own, because the thread may still need `_ending`
         self._pid = os.getpid()
-        try:
-            self._loop = uvloop.new_event_loop()
-            self._thread.start()
-            self._at_exit = AtExit(self._end)
-        except BaseException:  # an interrupt, too: the caller gets no object through which to end the thread
-            if hasattr(self, "_loop"):
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                if self._thread.ident is not None:  # else it has not begun; if it still does, it ends at once
-                    self._thread.join()
-                if not self._thread.is_alive():
-                    self._loop.close()
-            raise
+        self._closed = False
+        self._ending: asyncio.Task[None] | None = None
+        self._stopped = Flag()  # the loop takes nothing more
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=_run, args=(self._loop, self._stopped), name=name, daemon=True)
+        self._thread.start()
+        self._at_exit = AtExit(self.close)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+    def __del__(self) -> None:
+        """Where an interrupt ended the constructor, nobody else ends the thread."""
+        if hasattr(self, "_thread") and not self.closed:
+            self.post(self._loop.stop)
 
     @property
     def closed(self) -> bool:
         """True after `close`, in a forked child, and while the interpreter finalises: the thread does not run then."""
         return self._closed or gone(self._pid)
 
+    @property
+    def ending(self) -> bool:
+        """Whether what runs on the loop is being cancelled. For callers on the loop."""
+        return self._ending is not None
+
+    def post(self, function: Callable[..., object], *arguments: object) -> bool:
+        """Have the loop call ``function``. False: nobody will, or it was too late to be sure."""
+        if gone(self._pid):
+            return False
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed
+            return False
+        return not self._stopped.is_set
+
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Have the loop call ``function``; nothing after `close`."""
-        if not gone(self._pid):
-            with self._ending:
-                if not self._closed:
-                    self._loop.call_soon_threadsafe(function, *arguments)
+        if not self.closed:
+            self.post(function, *arguments)
 
-    def submit(self, coroutine: Coroutine[Any, Any, T], job: Job[T] | None = None) -> Job[T]:
-        """Start ``coroutine`` on the loop, as ``job`` if one is given. Raises ClosedError after close."""
-        if not gone(self._pid):  # asked before the lock, which another thread may have held at the fork
-            with self._ending:
-                if not self._closed:
-                    job = job or Job(self._loop)
-                    job.submitted = True
-                    self._loop.call_soon_threadsafe(job.start, coroutine)
-                    return job
-        coroutine.close()
-        raise ClosedError("it was closed before this call; make a new one")
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
+        """Start ``coroutine`` on the loop. Raises ClosedError after close."""
+        job = Job(self, lambda: coroutine)
+        job.start()
+        return job
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run ``coroutine`` on the loop and wait for it.
@@ -166,14 +278,12 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise UsageError("this call waits for the background loop and was made on it, from one of its callbacks")
-        job: Job[T] = Job(self._loop)
+        job = Job(self, lambda: coroutine)
         try:
-            self.submit(coroutine, job)
+            job.start()
             return job.result(timeout)
         except BaseException:  # an interrupt or a timeout, too: the coroutine ends before it is raised
-            if job.submitted:
-                job.end()
-            coroutine.close()
+            job.end()
             raise
 
     def close(self) -> None:
@@ -183,26 +293,31 @@ class LoopThread:
         """
         if gone(self._pid):
             return
-        with self._ending:
-            self._closed = True
-            if self._cancelling is None:
-                self._cancelling = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
-        concurrent.futures.wait([self._cancelling])
-        with self._joining:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
+        self._closed = True
+        self.post(self._end_all)
+        self._stopped.wait()
+        self._thread.join()
         self._at_exit.cancel()
 
-    def _end(self) -> None:
-        self.close()
-        self._thread.join(_EXIT_WAIT_S)  # another thread may be in the middle of closing it
+    def _end_all(self) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(_cancel_all())
+
+
+def _run(loop: asyncio.AbstractEventLoop, stopped: Flag) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    stopped.set()
+    loop.call_soon(loop.stop)  # behind what was posted before: those jobs learn that they are not begun
+    loop.run_forever()
+    loop.close()
 
 
 async def _cancel_all() -> None:
+    loop = asyncio.get_running_loop()
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # some begin others while they clean up
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
+    await loop.shutdown_asyncgens()
+    loop.stop()

@@ -51,7 +51,13 @@ class Admission(Protocol):
     def refuses_connections(self) -> bool: ...
     def new_tag_base(self) -> int: ...
     def admit(
-        self, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: asyncio.Future[int]
+        self,
+        endpoint: Endpoint,
+        tag_base: int,
+        client_base: int,
+        version: int,
+        ended: asyncio.Future[int],
+        lease_s: float = 0.0,
     ) -> _ucp.Connection: ...
     def forget(self, connection: Any) -> None: ...
     def received(self) -> None: ...
@@ -146,7 +152,9 @@ class Connection:
             await self._closed_by_client()
             raise
         # its receives are posted before WELCOME tells the client to send
-        native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, version, self._ended)
+        native = self._listener.admit(
+            self._endpoint, self._tag_base, hello.tag_base, version, self._ended, hello.lease_ms / 1000
+        )
         self._native = native
         self._count_by_wire(native)
         await self._welcome(version=version)
@@ -175,7 +183,7 @@ class Connection:
         secret = self._listener.secret
         if secret is None:
             return
-        own = authentication.listener_nonce(version, frames.VERSION)
+        own = authentication.nonce()
         proof = partial(authentication.proof, secret, version=version, hello=body)
         challenge = frames.Challenge(own, proof("listener", hello.nonce, own), version)
         await self._endpoint.send_stream(frames.encode_handshake(challenge))
@@ -207,20 +215,17 @@ class Connection:
             self._wire_settled = True
             self._count_by_wire(native)
         native.end_consumed()
-        oldest = native.oldest
-        if oldest is None:
+        if native.attempts == 0:
             if native.waiting:  # an answer is due to it, not from it
                 return
             if now - native.last_active > settings.listener_idle_eviction_s:
                 self.close()
             return
-        if now - oldest <= settings.ack_timeout_s:
-            return
         ended = native.expire(now - settings.ack_timeout_s)
         if ended < 0:
             log.warning("%r: client stopped receiving; closing the connection", self)
             self.close()
-        elif ended > 0:  # none of a holder of claims that says that it is alive
+        elif ended > 0:  # reads, or the claims of a client that is silent for longer than its own lease
             log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)
 
     def close(self) -> None:

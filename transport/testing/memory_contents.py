@@ -28,6 +28,7 @@ class Delivery:
         self.lease_ends = 0.0
         self.consumer = ""
         self.reason = ""
+        self.ended: tuple[str, DeliveryState] | None = None  # the token of the last claim that was ended, and how
         self.offered = False  # Invariant: whether it is in `Contents.ready`
         self.due_at = _NEVER  # of its entry in `Contents.times`; others of it there are void
 
@@ -37,7 +38,7 @@ class Delivery:
 
     @property
     def held(self) -> bool:
-        return self.state in (DeliveryState.CLAIMED, DeliveryState.ARRIVED)
+        return self.state is DeliveryState.CLAIMED
 
     def held_by(self, claim: Claim) -> bool:
         return self.held and claim.token == self.token

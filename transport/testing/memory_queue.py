@@ -34,7 +34,7 @@ _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
 
 Found = TypeVar("Found")
 
-_FAILED: Final = (DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST)
+_FAILED: Final = (DeliveryState.DISCARDED, DeliveryState.DEAD)
 
 
 @explained_calls
@@ -134,30 +134,20 @@ class MemoryQueue(TicketQueue):
         return claims
 
     # --- the end of a claim ----------------------------------------------------------------------
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.ack_many`."""
-        claims = arguments.held(claims, "ack")
-        return self._move(claims, DeliveryState.CLAIMED, DeliveryState.DONE if trained else DeliveryState.ARRIVED)
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.finish`."""
-        return self._move(arguments.held(claims, "finish"), DeliveryState.ARRIVED, DeliveryState.DONE)
+        return self._end(arguments.held(claims, "ack"), DeliveryState.DONE)
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         last = claim.attempts >= self._max_deliveries
-        moved = self._move(
-            [claim], DeliveryState.CLAIMED, DeliveryState.DEAD if last else DeliveryState.READY, reason, delay_s
-        )
-        for each in moved:
-            self._contents.count(each.rank, "retried")
-        return bool(moved)
+        return bool(self._end([claim], DeliveryState.DEAD if last else DeliveryState.READY, reason, delay_s))
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""
         arguments.given_back(claim, 0.0, reason, "discard")
-        return bool(self._move([claim], DeliveryState.CLAIMED, DeliveryState.DISCARDED, reason))
+        return bool(self._end([claim], DeliveryState.DISCARDED, reason))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.renew`."""
@@ -170,24 +160,26 @@ class MemoryQueue(TicketQueue):
                 self._contents.deliveries[claim.ticket_id, claim.rank].lease_ends = until
         return kept
 
-    def _move(
-        self, claims: Sequence[Claim], held: DeliveryState, to: DeliveryState, reason: str = "", delay_s: float = 0.0
-    ) -> list[Claim]:
-        moved = []
+    def _end(self, claims: Sequence[Claim], to: DeliveryState, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
+        ended = []
         with self._contents.changed:
             self._check_open()
             now = self._end_leases()
             for claim in claims:
                 delivery = self._of(claim)
-                if delivery is not None and delivery.held_by(claim) and delivery.state is held:
+                if delivery is not None and delivery.held_by(claim):
                     delivery.reason, delivery.not_before = reason, now + delay_s
+                    delivery.ended = claim.token, to
                     self._contents.move(delivery, to)
+                    if to in (DeliveryState.READY, DeliveryState.DEAD):
+                        self._contents.count(claim.rank, "retried")
                     if to is DeliveryState.READY:
                         self._offer(delivery, now)
-                    moved.append(claim)
+                if delivery is not None and delivery.ended == (claim.token, to):
+                    ended.append(claim)
             self._contents.forget(self._keep_finished)
             self._contents.changed.notify_all()
-        return moved
+        return ended
 
     # --- looking -----------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
@@ -309,9 +301,7 @@ class MemoryQueue(TicketQueue):
                 contents.count(delivery.rank, "expired")
                 delivery.reason = f"the lease of {delivery.consumer} ended"
                 last = delivery.attempts >= self._max_deliveries
-                if delivery.state is DeliveryState.ARRIVED:
-                    contents.move(delivery, DeliveryState.LOST)
-                elif last:
+                if last:
                     contents.move(delivery, DeliveryState.DEAD)
                 else:
                     contents.move(delivery, DeliveryState.READY)

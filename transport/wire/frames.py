@@ -10,12 +10,15 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 
 Afterwards (tagged messages, little-endian, fixed layouts):
 
-    CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE;
-                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME;
-                                   from version 4 on END, alone with its texts, USED and READ_RANGE
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, READ_RANGE, STATE, BYE, FINISH, GIVE_BACK,
-                                   OUTCOME, END and USED, joined payloads; or the answer to a TAKE
+    CONTROL  client → listener     24-byte header, then up to 63 records of 32 bytes: READ, READ_RANGE, ACK, DISCARD,
+                                   STATE, BYE, FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME; TAKE alone; END alone with
+                                   its texts
+    STATUS   listener → client     24-byte header, a 32-byte answer per READ, READ_RANGE, STATE, BYE, FINISH, GIVE_BACK,
+                                   OUTCOME and END, joined payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
+
+The header begins with the XXH3 of everything behind it but the payloads, which have checksums of their own. The body of
+a handshake message ends with its XXH3. A message whose bytes have changed ends the connection at once.
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
 the message into their destinations. If one of them is refused, none of that message is joined.
@@ -28,23 +31,22 @@ TAKE asks for payloads of the ring itself, whichever come first: up to so many, 
 long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/taking/batch.py), their
 encoded tickets, and the payloads, each at a multiple of 64 bytes from the first one, which stands at a multiple of 64
 bytes itself. A payload beyond what the demand has room for is claimed and not joined: it is asked for by READ. FINISH
-consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay; RENEW shows that
-the holder is alive; UNTAKE withdraws a demand that waits. Claims end with their connection.
+consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay, and says whether
+its delivery counts; UNTAKE withdraws a demand that waits. Claims end with their connection, and when it is silent for
+longer than the lease that HELLO asks for: every message is a sign of life, RENEW is one and nothing else. What an
+answer brought together with others does not count as delivered in vain when its connection ends before its client has
+named one of them; the next answers bring one payload each then, until one is handed over.
 
 END ends a delivery that is not to be trained on, which is not consumed: the ring's log of failures has its reason and
-its consumer. FINISH on arrival says that the payload has come and is not trained on yet: it counts as arrived, and as
-lost if the connection ends before USED has said, by a number for each rank, that it was used. A USED for more than the
-connection knows of is for what counts as lost: the consumer had lost its connection, not its payloads.
+its consumer.
 
-OUTCOME asks any port of the ring what became of a FINISH whose connection broke before its answer. ``key`` names that
+OUTCOME asks any port of the ring what became of a FINISH, or with `END_ASKED` of an END, whose connection broke before
+its answer. ``key`` names that
 connection by the tag bases of its two sides, the listener's in the upper half. Codes: 0 consumed; 1 not, and a FINISH
 of it that is still on its way is refused from now on; 8 ask again; `UNKNOWN` the ring does not know the connection.
 
-Versions: HELLO offers a range, and the newest version that both sides know is the connection's. All from
-``OLDEST_VERSION`` to ``VERSION`` are spoken. Their layouts are the same; they differ in what a proof covers (1 and 2,
-authentication.py), in the records that are known (3 and 4), and in the version byte of CONTROL and STATUS. The prefix
-of handshake messages has a version of its own, which stays, so that two builds without a common version can still say
-so.
+Versions: HELLO offers a range, and the newest version that both sides know is the connection's. There is one so far.
+The prefix of handshake messages has a version of its own, so that two builds without a common version can still say so.
 
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
 own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
@@ -62,19 +64,15 @@ from transport import _ring
 from transport.errors import ProtocolError, VersionMismatchError
 from transport.runtime.decoders import hiding, ready
 
-VERSION = 4
-OLDEST_VERSION = 1
-TAKING_VERSION = 3  # the first that knows TAKE
-ENDING_VERSION = 4  # the first that knows END, USED, and FINISH on arrival
-RANGES_VERSION = 4  # the first that knows READ_RANGE
-FRAMING = 1  # of handshake messages, whatever is agreed by them
+VERSION = 5
+OLDEST_VERSION = 5
+FRAMING = 2  # of handshake messages, whatever is agreed by them
 
 MAX_HANDSHAKE_BYTES = 4096
 MAX_RECORDS = 63
-MOST_ATTEMPTS = 2047  # that a claim counts
-MOST_UNANSWERED = 256  # ends of a connection's claims, and USED: as many stand in the ring
-END_ASKED = 1 << 11  # in the attempts of an OUTCOME: it asks about an END
-USED_ASKED = 2 << 11  # about a USED, whose number is in `generation`
+MOST_ATTEMPTS = 2047  # in vain, that a TAKE may allow
+MOST_UNANSWERED = 256  # ends of a connection's claims: as many stand in the ring
+END_ASKED = 1 << 15  # in the attempts of an OUTCOME: it asks about an END
 UNKNOWN = 10  # an answer to OUTCOME
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 
@@ -100,8 +98,7 @@ class Kind(enum.IntEnum):
     RENEW = 0x29
     OUTCOME = 0x2A
     END = 0x2B
-    USED = 0x2C
-    READ_RANGE = 0x2D
+    READ_RANGE = 0x2C
 
 
 class Ended(enum.IntEnum):
@@ -114,12 +111,14 @@ class Ended(enum.IntEnum):
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
 PREFIX_BYTES = _PREFIX.size
+_CHECKSUM = struct.Struct("<Q")  # behind the body, which its length counts
 
 # What a peer says is checked when it is decoded, before anything is computed with it.
 TagBase = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # anything else would not fit a tag
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Ports = Annotated[tuple[Port, ...], msgspec.Meta(max_length=16)]  # a ring has as many owners
 MOST_INLINE = ((1 << 32) - 1) // MAX_RECORDS  # one message of such payloads still has its joined bytes in 32 bits
+LeaseMs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 InlineLimit = Annotated[int, msgspec.Meta(ge=0, le=MOST_INLINE)]
 
 
@@ -139,17 +138,15 @@ class Hello(msgspec.Struct, frozen=True):
     tag_base: TagBase
     nonce: Nonce
     features: tuple[str, ...] = ()
+    lease_ms: LeaseMs = 0  # claims end after so long without a message; 0: with the connection
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The listener's nonce and its own proof, so that both sides know that the other has the secret.
-
-    ``version`` is the chosen one; a listener that knows only the first does not name it.
-    """
+    """The listener's nonce, its own proof, so that both sides know that the other has the secret, and its choice."""
 
     nonce: Nonce
     proof: ProofBytes
-    version: int = 1
+    version: int
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -186,6 +183,7 @@ Handshake = TypeVar("Handshake", Hello, Challenge, Proof, Welcome)
 def encode_handshake(message: Hello | Challenge | Proof | Welcome) -> bytes:
     """Prefix and body of one handshake message."""
     body = msgspec.msgpack.encode(message)
+    body += _CHECKSUM.pack(_ring.checksum(body))
     return _PREFIX.pack(FRAMING, _HANDSHAKE[type(message)], 0, len(body)) + body
 
 
@@ -209,9 +207,12 @@ def decode_prefix(prefix: bytes | bytearray) -> tuple[Kind, int]:
 
 
 def decode_handshake(expected: type[Handshake], body: bytes) -> Handshake:
-    """The message in ``body``. Raises ProtocolError for anything malformed."""
+    """The message in ``body``. Raises ProtocolError for anything malformed, and bytes that have changed."""
+    text, checksum = body[: -_CHECKSUM.size], body[-_CHECKSUM.size :]
+    if len(checksum) != _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != _ring.checksum(text):
+        raise ProtocolError(f"{expected.__name__} came with other bytes than were sent")
     try:
-        return msgspec.msgpack.decode(body, type=expected)
+        return msgspec.msgpack.decode(text, type=expected)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"malformed {expected.__name__}: {error}") from error
 
@@ -245,7 +246,7 @@ class Record(NamedTuple):
     key: int = 0
     length: int = 0
     attempts: int = 0  # of TAKE the limit, of FINISH, GIVE_BACK, OUTCOME and END the claim's
-    joined_most: int = 0  # of TAKE; of FINISH 1 on arrival; of END how
+    joined_most: int = 0  # of TAKE; of GIVE_BACK 1 for one that does not count; of END how
 
 
 # --- listener to client ------------------------------------------------------------------------

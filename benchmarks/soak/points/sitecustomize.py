@@ -211,7 +211,7 @@ CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
     "transport.queue.sqlite": lambda trap, module: _mark(trap, module.SQLiteQueue, _CALLED),
     "transport.queue.redis": lambda trap, module: _mark(trap, module.RedisQueue, _CALLED),
     "transport.queue.found": lambda trap, module: _mark(trap, module.FoundRings, _CALLED_OF_RINGS),
-    "transport.client.takes.link": _mark_ends,
+    "transport.claims.connection": _mark_ends,
     "transport.packer.session": _mark_session,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from transport.adapters.torch import Sample, TicketDataset, TicketLoader, collat
 from transport.errors import UsageError
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import open_queue
 
 pytestmark = pytest.mark.ucx
 
@@ -46,16 +45,16 @@ def a_sample(at: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def written(queue_url: str) -> Iterator[Callable[..., str]]:
     """Writes payloads and gives the URL of their queue."""
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+    with open_queue(queue_url) as queue:
         worker = Worker()
         worker.setup_ucxx(slots=4, queue=queue, mode="thread", ring=RingOptions(slot_bytes=1 << 16))
 
         def write(*payloads: dict[str, Any]) -> str:
             for at, payload in enumerate(payloads):
                 worker.write_to_buffer(payload, metadata={"episode": at})
-            return f"sqlite://{tmp_path}/tickets.sqlite3"
+            return queue_url
 
         yield write
         worker.cleanup_ucxx()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -32,7 +31,7 @@ from transport.client.blocking import BlockingClient
 from transport.errors import BatchTooLargeError, SchemaError, UsageError
 from transport.packer.options import ClientOptions
 from transport.packer.rollout import UCXXRolloutMixin, queued
-from transport.queue.sqlite import SQLiteQueue
+from transport.queue import RedisQueue
 from transport.schema import DTYPES, Schema, UpTo
 
 pytestmark = pytest.mark.ucx
@@ -50,13 +49,7 @@ class Worker(UCXXRolloutMixin):
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
-        yield opened
-
-
-@pytest.fixture
-def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+def worker(queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
     yield worker
@@ -64,7 +57,7 @@ def worker(queue: SQLiteQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def dataset(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Callable[..., TicketDataset]:
+def dataset(request: pytest.FixtureRequest, queue: RedisQueue) -> Callable[..., TicketDataset]:
     def make(**options: Any) -> TicketDataset:
         waits = {"fill_s": 0.0, "idle_s": 0.0}
         return TicketDataset(
@@ -134,7 +127,7 @@ def test_a_loader_without_workers_gives_the_same(
 
 
 def test_asking_for_the_next_batch_acknowledges_the_one_before(
-    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(8)
     batches = iter(TicketLoader(dataset()))
@@ -145,7 +138,7 @@ def test_asking_for_the_next_batch_acknowledges_the_one_before(
     batches.close()
 
 
-def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: SQLiteQueue) -> None:
+def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: RedisQueue) -> None:
     worker.play(4)
     dataset = TicketDataset(queue, batch_size=4, collate=torch_loop.pad, idle_s=0.0, schemas=[SCHEMA], wire={"mapped"})
     batches = iter(dataset)
@@ -156,7 +149,7 @@ def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: 
 
 
 def test_a_loop_that_is_left_gives_back_what_it_had_not_used(
-    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(12)
     loader = TicketLoader(dataset())
@@ -171,7 +164,7 @@ def test_a_loop_that_is_left_gives_back_what_it_had_not_used(
 
 
 def test_what_was_consumed_before_a_break_is_not_given_back(
-    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(12)
     loader = TicketLoader(dataset())
@@ -214,11 +207,11 @@ def test_what_a_loader_cannot_do_is_refused(
 )
 def test_an_option_of_the_wrong_kind_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        TicketDataset("sqlite:/tmp/never-opened", **options)
+        TicketDataset("redis://127.0.0.1:1/0?run=never-opened", **options)
 
 
 def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
-    with pytest.raises(UsageError, match="give its URL, not a SQLiteQueue"):
+    with pytest.raises(UsageError, match="give its URL, not a RedisQueue"):
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))
 
 
@@ -275,7 +268,7 @@ def test_a_batch_is_written_into_the_callers_tensor() -> None:
 
 
 def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
-    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(4)
     with pytest.raises(BatchTooLargeError, match="more than the 3 that the batch is padded to"):
@@ -287,7 +280,7 @@ def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
         dataset(layout="packed", shape={"out": {}})
 
 
-def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: SQLiteQueue) -> None:
+def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: RedisQueue) -> None:
     with serving(None, slots=4, slot_bytes=4096) as (ring, _):
         for payload in ({"x": np.zeros(3, np.int8)}, {"y": np.zeros(3, np.int8)}):
             queue.publish(queued(ring.write(payload)))
@@ -299,7 +292,7 @@ def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: SQLiteQ
 
 # --- in worker processes --------------------------------------------------------------------------------
 @pytest.fixture
-def served(queue: SQLiteQueue) -> Iterator[Worker]:
+def served(queue: RedisQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
     worker.play(32)
@@ -307,9 +300,9 @@ def served(queue: SQLiteQueue) -> Iterator[Worker]:
     worker.cleanup_ucxx()
 
 
-def loop(method: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+def loop(method: str, url: str, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, torch_loop.__file__, method, str(folder), *more],
+        [sys.executable, torch_loop.__file__, method, url, *more],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -319,8 +312,8 @@ def loop(method: str, folder: Path, *more: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: Worker, tmp_path: Path) -> None:
-    with loop(method, tmp_path) as trainer:
+def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: Worker, queue_url: str) -> None:
+    with loop(method, queue_url) as trainer:
         output, errors = trainer.communicate()
     assert trainer.returncode == 0, errors
     found = json.loads(output)
@@ -336,8 +329,8 @@ def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: W
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue: SQLiteQueue, tmp_path: Path) -> None:
-    with loop("fork", tmp_path, "wait") as trainer:
+def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue: RedisQueue, queue_url: str) -> None:
+    with loop("fork", queue_url, "wait") as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "waiting\n"
         trainer.kill()

@@ -1,6 +1,6 @@
 """Tickets in a torch training loop: batches of tensors, in the trainer's process or fetched by worker processes.
 
-    dataset = TicketDataset("sqlite:///run/tickets.sqlite3", batch_size=64, schemas=[schema], collate=pad)
+    dataset = TicketDataset("rings:run", batch_size=64, schemas=[schema], collate=pad)
     for batch in TicketLoader(dataset, num_workers=2):
         ...                    # asking for the next batch acknowledges this one
 
@@ -29,12 +29,12 @@ from typing import Any, Final, NamedTuple
 
 from transport.adapters.torch.in_place import tensor_batch
 from transport.adapters.torch.tensors import tensors
+from transport.claims.open import open_queue
 from transport.errors import UsageError
 from transport.packer.mixin import FetchedBatch
 from transport.packer.options import ClientOptions
 from transport.packer.stream import BatchStream
 from transport.queue.base import TicketQueue
-from transport.queue.open import open_queue
 from transport.ring.batch_shape import BatchLayout, Shape
 from transport.runtime.arguments import at_least, seconds
 from transport.ticket import Metadata

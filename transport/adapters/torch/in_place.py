@@ -98,5 +98,5 @@ class _Payloads:
         """Never: the layout of each payload was looked at before."""
         raise InternalError(f"payload {self._tickets[index].name} does not fit a batch: {reason}")
 
-    def release(self, delay_s: float = 0.0) -> None:
+    def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """See `Part`."""

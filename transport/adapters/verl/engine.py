@@ -98,9 +98,7 @@ class _Adapter:
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
         """Send, or drain where this is not the first trainer. Returns metrics for verl's step."""
         bridged = _bridge(weights, asyncio.get_running_loop(), self._engine.sends)
-        proof = await asyncio.wrap_future(
-            self._loop.submit(self._engine.send_weights(bridged, self._step(global_steps)))
-        )
+        proof = await self._loop.submit(self._engine.send_weights(bridged, self._step(global_steps)))
         if proof is None:
             return {}
         sent = self._engine.statistics().bytes_sent
@@ -118,7 +116,7 @@ class _Adapter:
             async for name, tensor in self._reload():
                 yield name, tensor
             return
-        held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
+        held = await self._loop.submit(self._engine.receive(self._step(global_steps)))
         taken = False
         self._loading = True
         try:

@@ -129,10 +129,8 @@ class _Run:
     def _place(self, service: Worker | None, rings: str) -> str:
         """Where the payloads or their tickets go."""
         ours = self._case.peer == OURS
-        if service is None and self._case.queue == "rings":
-            return f"rings:{rings}"
         if service is None:
-            return f"sqlite://{self._folder / 'tickets.sqlite3'}" if ours else ""
+            return f"rings:{rings}" if ours else ""
         place: str = service.answer()["place"]
         self._helpers.append(service.pid)
         return f"redis://{place}/0?run=job&may_forget=yes" if ours else place

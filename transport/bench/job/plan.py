@@ -15,7 +15,7 @@ from transport.bench.result import OURS
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-QUEUES = ("rings", "sqlite", "redis")
+QUEUES = ("rings", "redis")
 WIRES = ("mapped", "shm", "tcp")
 LAYOUTS = ("list", "padded", "packed")
 _MOST_WINDOW = 128
@@ -48,7 +48,7 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Without the size: "sqlite, tcp" for ours, a peer by its name."""
+        """Without the size: "redis, tcp" for ours, a peer by its name."""
         return f"{self.queue}, {self.wire}" if self.peer == OURS else self.peer
 
 

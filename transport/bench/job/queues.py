@@ -6,14 +6,14 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from transport.bench.job.placing import placed
 from transport.bench.job.work import HEADER, Job, Training, Writing
+from transport.claims.batch import TakenBatch, Verdicts
+from transport.claims.in_place import TakenPart, TakenPayloads, in_place
 from transport.client.client import UCXXClient
 from transport.errors import InternalError, RingFullError
 from transport.packer.mixin import UCXXDataPackerMixin
@@ -21,14 +21,12 @@ from transport.packer.options import ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import FoundRings, open_queue
-from transport.queue.demands import Brought
 from transport.ring.batch_shape import Shape
 from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.loop_thread import Job as LoopJob
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Layout, Schema, UpTo
-from transport.taking.batch import TakenBatch, Verdicts
-from transport.taking.batches import TakenPayloads
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
@@ -224,25 +222,24 @@ class TakingTrainer:
             queue = stack.enter_context(open_queue(job.place))
             if not isinstance(queue, FoundRings):
                 raise InternalError(f"{job.place} names no rings")
-            queue.connect(thread, client, [schema])
-            self._queue = queue
+            self._queue = queue.connect(thread, client, [schema])
             self._schema = schema
             layout: BatchLayout = job.layout  # type: ignore[assignment]
             self._shape = Shape(layout=layout, verify=False)  # checksums were compared on arrival
-            self._asked: deque[tuple[TakenBatch | TakenPayloads, Future[Verdicts]]] = deque()
+            self._asked: deque[tuple[TakenBatch | TakenPayloads, LoopJob[Verdicts]]] = deque()
             self._layouts: dict[int, Layout] = {}
             self._open = stack.pop_all()
 
-    def claim(self, n: int, timeout_s: float) -> Brought | Literal["answers"] | None:
+    def claim(self, n: int, timeout_s: float) -> TakenBatch | Literal["answers"] | None:
         """What came first; where nothing has come, the answers that are due."""
         return self._queue.take(n, 0.0 if self._asked else timeout_s) or ("answers" if self._asked else None)
 
-    def consume(self, brought: Brought | Literal["answers"]) -> Sequence[tuple[Any, Any]]:
+    def consume(self, taken: TakenBatch | Literal["answers"]) -> Sequence[tuple[Any, Any]]:
         """Header and body of what was still held, of the batches whose answers have come."""
-        if brought != "answers":
-            self._asked.append(self._asked_for(brought))
+        if taken != "answers":
+            self._asked.append(self._asked_for(taken))
         payloads: list[tuple[Any, Any]] = []
-        while self._asked and (brought == "answers" or len(self._asked) > _ANSWERS or self._asked[0][1].done()):
+        while self._asked and (taken == "answers" or len(self._asked) > _ANSWERS or self._asked[0][1].done()):
             batch, accepted = self._asked.popleft()
             held = itertools.compress(range(len(batch)), accepted.result().tolist())
             if isinstance(batch, TakenBatch):
@@ -251,11 +248,11 @@ class TakingTrainer:
                 payloads += [(each["header"], each["body"]) for each in map(batch.__getitem__, held)]
         return payloads
 
-    def _asked_for(self, brought: Brought) -> tuple[TakenBatch | TakenPayloads, Future[Verdicts]]:
+    def _asked_for(self, taken: TakenBatch) -> tuple[TakenBatch | TakenPayloads, LoopJob[Verdicts]]:
         if self._shape.layout == "list":
-            return brought.batch, self._queue.consume_soon(brought)
-        batch = placed(brought, self._shape, self._schema)
-        return batch, self._queue.consume_soon(brought, batch)
+            return taken, self._queue.consume_soon(taken)
+        batch = in_place([TakenPart(taken)], self._shape, self._schema)
+        return batch, self._queue.consume_soon(taken, batch)
 
     def _arrays(self, batch: TakenBatch, at: int) -> tuple[Any, Any]:
         """Views of the answer. One tensor is ragged, so the size says where each stands."""
@@ -290,6 +287,5 @@ class Kind(NamedTuple):
 
 KINDS = {
     "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
-    "sqlite": Kind(TicketWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }

@@ -8,6 +8,7 @@ ends UCX's use of the buffers before they are used again.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Sequence
 from functools import partial
@@ -44,7 +45,7 @@ class Want(NamedTuple):
 
     ``destination`` is a buffer, or a tuple (address, bytes, what keeps and hashes it) of device memory. With ``offset``
     it is for as many bytes of the payload from there on, a multiple of 64; any ``checksum`` but None then means that
-    they are verified against the listener's. Needs a connection of `RANGES_VERSION`.
+    they are verified against the listener's.
     """
 
     ticket: Ticket
@@ -130,7 +131,7 @@ class Link:
             async with asyncio.timeout(settings.connect_timeout_s + settings.handshake_timeout_s):
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
-                welcome = await _shake_hands(endpoint, ring, tag_base, secret)
+                welcome = await _shake_hands(endpoint, ring, tag_base, secret, settings.claim_lease_s)
             return cls(endpoint, (host, port), tag_base, welcome)
         except BaseException as error:
             if endpoint is not None:
@@ -237,9 +238,17 @@ def _look_at(future: asyncio.Future[int]) -> None:
         future.exception()
 
 
-async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None) -> frames.Welcome:
-    nonce = authentication.nonce()
-    hello = frames.Hello(oldest=frames.OLDEST_VERSION, newest=frames.VERSION, ring=ring, tag_base=tag_base, nonce=nonce)
+async def _shake_hands(
+    endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None, lease_s: float
+) -> frames.Welcome:
+    hello = frames.Hello(
+        oldest=frames.OLDEST_VERSION,
+        newest=frames.VERSION,
+        ring=ring,
+        tag_base=tag_base,
+        nonce=(nonce := authentication.nonce()),
+        lease_ms=min(math.ceil(lease_s * 1000), (1 << 32) - 1),
+    )
     said = frames.encode_handshake(hello)
     endpoint.send_stream(said).add_done_callback(_look_at)
     kind, body = await _receive(endpoint)
@@ -284,11 +293,6 @@ def _answered(name: str, challenge: frames.Challenge, secret: bytes, nonce: byte
     if not authentication.same(challenge.proof, proof("listener", nonce, challenge.nonce)):
         raise AuthenticationError(
             f"{name} has another shared secret than this client, or received a modified HELLO; set the same secret"
-        )
-    best = min(frames.VERSION, authentication.newest_known(challenge.nonce))
-    if challenge.version < best:
-        raise AuthenticationError(
-            f"{name} supports wire version {best} but chose {challenge.version}: HELLO was modified on the network"
         )
     return frames.Proof(proof("client", nonce, challenge.nonce))
 

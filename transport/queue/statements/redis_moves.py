@@ -131,7 +131,6 @@ local function move(delivery, row, to, reason, ready_at)
     row.state = to
     if reason then row.reason = reason end
     keep_row(delivery)
-    if to == 'arrived' then return false end
     unleased[#unleased + 1] = delivery
     if to == 'ready' then
         if ready_at and ready_at > now then
@@ -156,7 +155,7 @@ for _, delivery in ipairs(ended) do
     local _, rank = parts(delivery)
     count(rank, 'expired', 1)
     local to = 'ready'
-    if row.state == 'arrived' then to = 'lost' elseif row.attempts >= max_deliveries then to = 'dead' end
+    if row.attempts >= max_deliveries then to = 'dead' end
     move(delivery, row, to, 'the lease of ' .. row.consumer .. ' ended')
 end
 if #ended > 0 then
@@ -247,7 +246,7 @@ local function take(seq, data)
     count(rank, row.state, -1)
     count(rank, 'claimed', 1)
     row.state, row.consumer, row.attempts = 'claimed', consumer, row.attempts + 1
-    row.token = seq .. ':' .. row.attempts .. ':' .. random
+    row.token, row.ended = seq .. ':' .. row.attempts .. ':' .. random, nil
     keep_row(delivery)
     leased[#leased + 1] = now + lease
     leased[#leased + 1] = delivery
@@ -301,46 +300,39 @@ return first[2] and math.max(0, math.ceil(tonumber(first[2]) - now)) or -1
 """
 )
 
-# state before and after, reason, delay in ms, then token and rank of each claim. 1 for each that was the caller's.
+# state afterwards, reason, delay in ms, then token and rank of each claim. 1 for each that was the caller's. How a
+# claim ended stands in its row beside its token, so a call that asks again has the same answer.
 MOVE = Script(
     PREPARED
-    + ONCE
     + """
-local held, to, reason, delay = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
+local to, reason, delay = ARGV[5], ARGV[6], tonumber(ARGV[7])
 local accepted, wake = {}, false
--- Which call this is stands in the row that it moved. A call that is repeated because its answer was lost finds itself
--- there when the remembered answer has expired, as all have when the server's clock has gone ahead by a minute.
-local call = string.match(KEYS[1], 'answers:(.*)$') .. '/' .. answer_field
-local mine = {}  -- found moved by this call, now or before
 local seqs, deliveries = {}, {}
-for at = 9, #ARGV, 2 do
+for at = 8, #ARGV, 2 do
     seqs[#seqs + 1] = string.match(ARGV[at], '%d+')
     deliveries[#deliveries + 1] = seqs[#seqs] .. '/' .. ARGV[at + 1]
 end
 fetch(row_cache, rows, deliveries)
 fetch(ticket_cache, info, seqs)
-for at = 9, #ARGV, 2 do
-    local delivery = deliveries[(at - 7) / 2]
+for at = 8, #ARGV, 2 do
+    local delivery = deliveries[(at - 6) / 2]
     local row = row_of(delivery)
-    if row.state == held and row.token == ARGV[at] then
+    if row.state == 'claimed' and row.token == ARGV[at] then
         local target = to
         if to == 'ready' then
             count(ARGV[at + 1], 'retried', 1)
             if row.attempts >= max_deliveries then target = 'dead' end
         end
         wake = move(delivery, row, target, reason, now + delay) or wake
-        row.call, mine[delivery] = call, true
-        accepted[#accepted + 1] = 1
-    elseif row.token == ARGV[at] and row.call == call and not mine[delivery] then
-        mine[delivery] = true
+        row.ended = to
         accepted[#accepted + 1] = 1
     else
-        accepted[#accepted + 1] = 0
+        accepted[#accepted + 1] = row.token == ARGV[at] and row.ended == to and 1 or 0
     end
 end
 write_back()
 if wake then redis.call('PUBLISH', channel, '') end
-return remember(accepted)
+return accepted
 """
 )
 

@@ -1,0 +1,366 @@
+"""FoundRings: rings are found and followed, claimed from where they are, and read without a second request."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from found_rings import LONG_S, ring_of, some
+from helpers import eventually, free
+from packers import SCHEMA, Packer, Worker, fetch, write
+
+from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport.claims.places import AtAddresses, OnThisHost
+from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
+from transport.packer.options import ServerOptions
+from transport.queue import Claim, DeliveryState, FoundRings, QueueDepth, open_queue
+from transport.settings import Settings
+from transport.store import SQLiteStore
+from transport.store.directory import Announcement, Directory
+
+pytestmark = pytest.mark.ucx
+both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+
+
+def payload_of(queue: FoundRings, claim: Claim) -> bytes:
+    came = queue.brought(claim)
+    assert came is not None
+    return bytes(memoryview(came.data))
+
+
+@both
+def test_every_ring_is_found_and_each_payload_consumed_once(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix) as first, ring_of(prefix) as second, open_queue(f"rings:{prefix}") as queue:
+        assert isinstance(queue, FoundRings)
+        for number in range(3):
+            first.write_raw(bytes([number]))
+            second.write_raw(bytes([10 + number]))
+        claims = some(queue, 6)
+        assert sorted(payload_of(queue, claim) for claim in claims) == [bytes([n]) for n in (0, 1, 2, 10, 11, 12)]
+        assert {claim.attempts for claim in claims} == {1}
+        assert queue.depth() == QueueDepth(claimed=6)
+        assert queue.renew(claims) == claims
+        assert queue.ack_many(claims) == claims
+        assert queue.ack_many(claims) == claims
+        assert queue.depth() == QueueDepth(done=6)
+        assert queue.claim(1, 0.01, consumer="test") == []
+        eventually(lambda: free(first) and free(second), "every slot is free")
+
+
+@both
+def test_rings_that_appear_and_vanish_are_followed(prefix: str, wire: str, over: None) -> None:
+    with open_queue(f"rings:{prefix}") as queue:
+        assert isinstance(queue, FoundRings)
+        assert queue.claim(1, 0.01, consumer="test") == []
+        for number in range(3):
+            with ring_of(prefix) as ring:
+                ring.write_raw(bytes([number]))
+                claims = some(queue, 1)
+                assert payload_of(queue, claims[0]) == bytes([number])
+                assert queue.ack_many(claims) == claims
+                name = ring.name
+            assert queue.claim(1, 0.3, consumer="test") == []
+            with pytest.raises(Exception, match="No such file"):
+                SharedRingBuffer.attach(name, role="observer")
+
+
+@both
+def test_what_is_given_back_delayed_too_old_or_worn_out_is_as_in_any_queue(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix), max_deliveries=2) as queue:
+        ring.write_raw(b"twice")
+        [claim] = some(queue, 1)
+        assert queue.retry(claim, 0.05, "not yet")
+        assert queue.retry(claim, 0.05, "not yet")
+        assert queue.ack_many([claim]) == []
+        [again] = some(queue, 1)
+        assert again.attempts == 2
+        assert queue.retry(again, reason="never")
+        assert queue.claim(1, 0.2, consumer="test") == []
+        assert (queue.depth().dead, queue.depth().retried) == (1, 2)
+        assert [failure.state for failure in queue.failures()] == [DeliveryState.DEAD]
+        for version in (1, 2, 3):
+            ring.write_many([{"data": np.zeros(10)}], policy_version=version)
+        kept = some(queue, 2, oldest_version=2)
+        assert [each.policy_version for each in kept] == [2, 3]
+        assert queue.discard(kept[0], "of no use")
+        assert queue.discard(kept[0], "of no use")
+        assert "of no use" in [failure.reason for failure in queue.failures()]
+        assert queue.ack(kept[1])
+        eventually(lambda: free(ring), "every slot is free")
+
+
+def test_what_came_for_an_older_policy_is_discarded_when_it_is_claimed(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
+        for version in range(4):
+            ring.write_many([{"data": np.zeros(10)}], policy_version=version)
+        [first] = some(queue, 1, oldest_version=0)
+        eventually(lambda: ring.native.depth(0)["claimed"] > 1, "more have come than were claimed")
+        rest = some(queue, 1, oldest_version=3)
+        assert (first.policy_version, [each.policy_version for each in rest]) == (0, [3])
+        assert queue.depth().discarded + ring.native.depth(0)["done"] >= 2
+        assert queue.ack_many([first, *rest]) == [first, *rest]
+
+
+@both
+def test_a_claim_that_waits_wakes_for_a_publication(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
+        ring.write_raw(b"first")
+        assert queue.ack_many(some(queue, 1))
+        timer = threading.Timer(0.1, ring.write_raw, [b"late"])
+        timer.start()
+        [claim] = queue.claim(5, LONG_S, consumer="test")
+        assert payload_of(queue, claim) == b"late"
+        timer.join()
+
+
+@both
+def test_closing_ends_waits_and_gives_everything_back(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix) as ring:
+        queue = FoundRings(OnThisHost(prefix))
+        for _ in range(5):
+            ring.write_raw(b"held")
+        held = some(queue, 2)
+        if wire == "tcp":
+            eventually(lambda: ring.native.depth(0)["claimed"] > 2, "some have come beyond the claims")
+        assert len(held) == 2
+        queue.close()
+        eventually(lambda: ring.native.depth(0)["ready"] == 5, "all are anybody's")
+        with pytest.raises(ClosedError):
+            queue.claim(1, consumer="test")
+        queue.close()
+
+
+@both
+def test_several_ranks_consume_each_payload_once(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
+        ring.write_raw(b"for both", readers=2)
+        for rank in (0, 1):
+            claims = some(queue, 1, rank=rank)
+            assert payload_of(queue, claims[0]) == b"for both"
+            assert queue.ack_many(claims) == claims
+            assert queue.claim(1, 0.01, rank=rank, consumer="test") == []
+        eventually(lambda: free(ring), "consumed by both")
+
+
+# --- where rings are found -----------------------------------------------------------------------------
+def test_at_addresses() -> None:
+    with ring_of("elsewhere-") as first, ring_of("elsewhere-") as second:
+        text = ",".join(f"127.0.0.1:{ring.native.ports()[0]}" for ring in (first, second))
+        with open_queue(f"rings://{text}") as queue:
+            assert isinstance(queue, FoundRings)
+            first.write_raw(b"a")
+            second.write_raw(b"b")
+            claims = some(queue, 2)
+            assert sorted(payload_of(queue, claim) for claim in claims) == [b"a", b"b"]
+            assert queue.depth() == QueueDepth(claimed=2)
+            assert queue.ack_many(claims) == claims
+            assert queue.depth() == QueueDepth(done=2)
+            with pytest.raises(QueueUnsuitableError, match="no notices"):
+                queue.announce("policy", 1)
+
+
+@both
+def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
+    url = f"sqlite://{tmp_path}/store.db"
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(SQLiteStore(tmp_path / "store.db"))
+        queue = stack.enter_context(open_queue(f"rings+{url}"))
+        assert isinstance(queue, FoundRings)
+        ring = stack.enter_context(SharedRingBuffer.create(slots=4, slot_bytes=64))
+        server = stack.enter_context(UCXXServer(ring, mode="thread", addresses=("127.0.0.1",)))
+        stack.enter_context(Announcement(Directory(store), ring, server))
+        ring.write_raw(b"published")
+        claims = some(queue, 1)
+        came = queue.brought(claims[0])
+        assert came is not None
+        assert came.wire == wire
+        assert queue.ack_many(claims) == claims
+        assert queue.announce("policy", 3, b"new")
+        assert not queue.announce("policy", 3, b"again")
+        notice = queue.latest("policy", 2)
+        assert notice is not None
+        assert (notice.version, notice.payload) == (3, b"new")
+        assert queue.latest("policy", 3, 0.01) is None
+
+
+def test_the_mixins_publish_in_the_directory_of_their_queue(tmp_path: Path) -> None:
+    worker, packer = Worker(), Packer()
+    with (
+        open_queue(f"rings+sqlite://{tmp_path}/store.db") as ours,
+        open_queue(f"rings+sqlite://{tmp_path}/store.db") as theirs,
+    ):
+        try:
+            worker.setup_ucxx(
+                SCHEMA, slots=4, queue=ours, mode="thread", server=ServerOptions(addresses=("127.0.0.1",))
+            )
+            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=theirs, wire={"tcp"})
+            write(worker, 1)
+            [payload] = packer.consume(fetch(packer, 1))
+            assert (payload.wire, payload["step"].item()) == ("tcp", 1)
+        finally:
+            packer.cleanup_ucxx_packer()
+            worker.cleanup_ucxx()
+
+
+@pytest.mark.parametrize("text", ["rings:a/b", "rings:a b", "rings://", "rings://host", "rings://host:0", "rings:?x=1"])
+def test_a_text_that_names_no_rings_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError):
+        open_queue(text)
+
+
+def test_a_text_without_a_name_is_what_the_mixins_do_without_a_queue() -> None:
+    with open_queue("rings:") as queue, FoundRings() as default:
+        assert isinstance(queue, FoundRings)
+        assert queue.places.prefix == default.places.prefix == "rollout-"
+
+
+# --- the mixins ----------------------------------------------------------------------------------------
+@both
+def test_without_a_queue_the_mixins_find_each_other(wire: str) -> None:
+    worker, packer = Worker(), Packer()
+    try:
+        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
+        for step in range(10):
+            write(worker, step)
+            [payload] = packer.consume(fetch(packer, 1))
+            assert (payload.wire, payload["step"].item(), payload.metadata) == (wire, step, {"reward": step})
+            assert payload["obs"].shape == (step + 1, 4)
+            del payload
+        assert packer.ucxx_statistics().client.bytes_by_wire.keys() == {wire}
+        eventually(lambda: free(ring), "every slot is free")
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
+
+
+@both
+def test_arrays_of_a_consumed_payload_stay_as_they_are(wire: str) -> None:
+    worker, packer = Worker(), Packer()
+    try:
+        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
+        write(worker, 7)
+        [kept] = packer.consume(fetch(packer, 1))
+        for step in range(8):  # twice round the ring
+            write(worker, step)
+            packer.consume(fetch(packer, 1))
+        np.testing.assert_array_equal(kept["obs"], np.full((8, 4), 7, np.float32))
+        del kept
+        eventually(lambda: free(ring), "every slot is free")
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
+
+
+def test_a_claim_that_is_not_prefetched_is_resolved(prefix: str) -> None:
+    worker, packer = Worker(), Packer()
+    with open_queue(f"rings:{prefix}") as queue:
+        try:
+            worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue)
+            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"})
+            write(worker, 3)
+            [claim] = packer.claim_tickets(1, LONG_S)
+            assert packer.get_policy_input(claim)["step"].item() == 3
+        finally:
+            packer.cleanup_ucxx_packer()
+            worker.cleanup_ucxx()
+
+
+@both
+def test_rings_of_another_schema_are_left_alone(wire: str) -> None:
+    other = Schema.of(weights=("float32", UpTo(10)))
+    stranger, worker, packer = Worker(), Worker(), Packer()
+    try:
+        theirs = stranger.setup_ucxx(other, slots=4, mode="thread")
+        worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
+        stranger.write_to_buffer({"weights": np.ones(3, np.float32)})
+        write(worker, 1)
+        assert [each["step"].item() for each in packer.consume(fetch(packer, 1))] == [1]
+        assert packer.claim_tickets(1, 0.3) == []
+        assert theirs.native.depth(0)["ready"] == 1
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
+        stranger.cleanup_ucxx()
+
+
+def test_payloads_of_different_schemas_in_one_take(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, packer = Worker(), Packer()
+    with ring_of(prefix) as ring, open_queue(f"rings:{prefix}") as queue:
+        try:
+            packer.setup_ucxx_packer(queue=queue, wire={"tcp"})
+            ring.write({"a": np.arange(3)})
+            ring.write({"b": np.ones((2, 2)), "c": np.zeros(1, np.int8)})
+            claims = some(queue, 2)
+            packer.start_prefetch(claims)
+            batch = packer.collect_prefetch()
+            assert batch is not None
+            assert [sorted(payload) for payload in batch.payloads] == [["a"], ["b", "c"]]
+            assert queue.ack_many(claims) == claims
+        finally:
+            packer.cleanup_ucxx_packer()
+            worker.cleanup_ucxx()
+
+
+def test_a_name_that_trainers_would_not_find_is_refused(prefix: str) -> None:
+    worker = Worker()
+    with open_queue(f"rings:{prefix}") as queue:
+        with pytest.raises(UsageError, match="begin it so"):
+            worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue, name="mine")
+        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue, name=f"{prefix}mine")
+        assert ring.name == f"/transport-{prefix}mine"
+        worker.cleanup_ucxx()
+
+
+def test_why_no_place_can_be_reached_is_raised() -> None:
+    packer = Packer()
+    with ring_of("elsewhere-") as ring, FoundRings(AtAddresses(f"127.0.0.1:{ring.native.ports()[0]}")) as queue:
+        try:
+            packer.setup_ucxx_packer(queue=queue, wire={"shm"})
+            with pytest.raises(WireNotAllowedError):
+                packer.claim_tickets(1, 1.0)
+        finally:
+            packer.cleanup_ucxx_packer()
+
+
+# --- notices of one host -----------------------------------------------------------------------------
+def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: str) -> None:
+    with open_queue(f"rings:{prefix}") as reader:
+        assert reader.latest("policy") is None
+        with open_queue(f"rings:{prefix}") as announcer, open_queue(f"rings:{prefix}") as second:
+            for version in range(1, 9):
+                assert (announcer if version % 2 else second).announce("policy", version, bytes([version]))
+            assert not announcer.announce("policy", 8)
+            notice = reader.latest("policy", 7)
+            assert notice is not None
+            assert (notice.version, notice.payload) == (8, b"\x08")
+            timer = threading.Timer(0.1, announcer.announce, ["policy", 9, b"late"])
+            timer.start()
+            late = reader.latest("policy", 8, LONG_S)
+            assert late is not None
+            assert late.payload == b"late"
+            timer.join()
+            with pytest.raises(UsageError, match="topic"):
+                announcer.announce("a/b", 1)
+        assert not OnThisHost(f"notices-{prefix}").segments()
+
+
+def test_settings_of_the_packer_reach_the_connection() -> None:
+    worker, packer = Worker(), Packer()
+    try:
+        worker.setup_ucxx(SCHEMA, slots=4, mode="thread", server=ServerOptions(secret=b"shared"))
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, settings=Settings(ack_timeout_s=8.0))
+        write(worker, 1)
+        with pytest.raises(Exception, match="secret"):
+            packer.claim_tickets(1, 1.0)
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()

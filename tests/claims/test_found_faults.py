@@ -1,0 +1,262 @@
+"""FoundRings under faults, with real processes: nothing is lost, nothing consumed twice, no slot stays pinned."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+from found_processes import TRAINER, WRITER, fill, opened, ring_of
+from found_rings import LONG_S, some
+from helpers import Child, dead_port, eventually, free, listener_pids
+
+from transport.claims.places import OnThisHost, Place
+from transport.queue import FoundRings
+from transport.settings import Settings
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+
+
+# Consumes until nothing has come for a second, and says the numbers of what was accepted.
+GREEDY = """
+import sys
+from transport import Schema
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.queue import open_queue
+class Packer(UCXXDataPackerMixin): ...
+packer = Packer()
+with open_queue(sys.argv[1]) as queue:
+    packer.setup_ucxx_packer(schemas=[Schema.of(number=("int64",))], queue=queue)
+    found = []
+    while claims := packer.claim_tickets(7, 1.0 if found else 20.0):
+        packer.start_prefetch(claims)
+        found += [int(payload["number"].item()) for payload in packer.consume(packer.collect_prefetch())]
+    packer.cleanup_ucxx_packer()
+    print(*found, flush=True)
+"""
+
+
+class Gone(OnThisHost):
+    """Finds one ring, whose segment has gone since."""
+
+    def __init__(self, prefix: str, port: int) -> None:
+        super().__init__(prefix)
+        self._port = port
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """It."""
+        return {"gone": Place(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
+
+
+@both
+def test_a_killed_trainers_claims_are_anothers(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 5)
+        with Child(TRAINER, f"rings:{prefix}", 5) as trainer:
+            assert trainer.line() == "5"
+            trainer.kill()
+        claims = some(queue, 5)
+        assert {claim.attempts for claim in claims} == {2}
+        assert queue.ack_many(claims) == claims
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+@both
+def test_a_stopped_trainers_claims_are_anothers_and_it_is_refused(
+    prefix: str, wire: str, over: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "1.0")
+    monkeypatch.setenv("TRANSPORT_CLAIM_RENEW_S", "0.3")
+    settings = Settings(ack_timeout_s=1.0, heartbeat_s=0.2)
+    with ring_of(prefix, settings, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 3)
+        with Child(TRAINER, f"rings:{prefix}", 3) as trainer:
+            assert trainer.line() == "3"
+            os.kill(trainer.process.pid, signal.SIGSTOP)
+            claims = some(queue, 3)
+            # a demand of the stopped one that waits at a listener may take them once more before it is found silent
+            assert {claim.attempts for claim in claims} <= {2, 3}
+            assert queue.ack_many(claims) == claims
+            os.kill(trainer.process.pid, signal.SIGCONT)
+            trainer.tell()
+            assert trainer.line() == "0"
+            assert trainer.wait() == 0
+        assert ring.native.depth(0)["done"] == 3
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+def test_a_trainer_that_holds_for_long_keeps_its_claims(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_ACK_TIMEOUT_S", "1.0")
+    with (
+        ring_of(prefix, Settings(ack_timeout_s=1.0, heartbeat_s=0.1), mode="thread") as ring,
+        opened(prefix) as queue,
+        opened(prefix) as other,
+    ):
+        fill(ring, 2)
+        claims = some(queue, 2)
+        assert other.claim(1, 3.0, consumer="other") == []  # the time that passes is what is tested
+        assert queue.ack_many(claims) == claims
+
+
+@both
+def test_a_trainer_that_ends_between_claim_and_consume_leaves_them_to_others(
+    prefix: str, wire: str, over: None
+) -> None:
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 5)
+        with Child(TRAINER.replace("sys.stdin.readline()", "sys.exit(3)"), f"rings:{prefix}", 5) as trainer:
+            assert trainer.line() == "5"
+            assert trainer.wait() == 3
+        claims = some(queue, 5)
+        assert queue.ack_many(claims) == claims
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+def test_a_listener_that_is_killed_while_a_demand_waits_there_comes_back_and_is_asked_again(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix) as ring, opened(prefix) as queue:
+        fill(ring, 1)
+        assert queue.ack_many(some(queue, 1))
+        assert queue.claim(1, 0.1, consumer="test") == []  # a demand waits
+        [doomed] = listener_pids(ring).values()
+        os.kill(doomed, signal.SIGKILL)
+        fill(ring, 4)
+        claims = some(queue, 4)
+        assert queue.ack_many(claims) == claims
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+def test_claims_held_through_a_listener_that_is_killed_are_refused_and_come_again(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix) as ring, opened(prefix) as queue:
+        fill(ring, 4)
+        claims = some(queue, 4)
+        [doomed] = listener_pids(ring).values()
+        os.kill(doomed, signal.SIGKILL)
+        again = some(queue, 4)
+        assert {claim.attempts for claim in again} == {2}
+        assert queue.ack_many(claims) == []
+        assert queue.ack_many(again) == again
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+@both
+def test_a_writer_that_is_killed_leaves_what_it_wrote(prefix: str, wire: str, over: None) -> None:
+    with opened(prefix) as queue, Child(WRITER, f"rings:{prefix}", 20) as writer:
+        assert writer.line() == "written"
+        first = some(queue, 5)
+        writer.kill()
+        rest = some(queue, 15)
+        assert queue.ack_many([*first, *rest]) == [*first, *rest]
+        assert queue.claim(1, 0.1, consumer="test") == []
+        eventually(lambda: not queue.places.segments() or not queue.claim(1, 0.1, consumer="test"), "its ring has gone")
+
+
+@pytest.mark.nightly(keep=1)
+@both
+def test_trainers_that_claim_at_once_get_every_payload_once(prefix: str, wire: str, over: None) -> None:
+    text, each = f"rings:{prefix}", 200
+    with contextlib.ExitStack() as stack:
+        trainers = [stack.enter_context(Child(GREEDY, text)) for _ in range(3)]
+        writers = [stack.enter_context(Child(WRITER, text, each)) for _ in range(2)]
+        for writer in writers:
+            assert writer.line() == "written"
+        found = [int(number) for trainer in trainers for number in trainer.process.stdout.readline().split()]  # type: ignore[union-attr]
+        assert sorted(found) == sorted([*range(each), *range(each)])
+        for writer in writers:
+            writer.tell()
+            assert writer.wait() == 0
+        for trainer in trainers:
+            assert trainer.wait() == 0
+
+
+@both
+def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as slow, opened(prefix) as other:
+        fill(ring, 32)
+        held = some(slow, 4)
+        claims = some(other, 32 - 4 - 12)  # three times a batch may lie unused at the slow one
+        assert other.ack_many(claims) == claims
+        assert slow.ack_many(held) == held
+
+
+def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 1)
+        with Child(TRAINER.replace('print(len(claims)', 'queue.claim(1, 0.2, consumer="child"); print(len(claims)'),
+                   f"rings:{prefix}", 1) as trainer:  # fmt: skip
+            assert trainer.line() == "1"
+            trainer.kill()
+        fill(ring, 3)
+        claims = some(queue, 4)
+        assert queue.ack_many(claims) == claims
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+def test_a_claim_that_waits_in_a_thread_ends_with_the_queue(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix, mode="thread"):
+        queue = opened(prefix)
+        ended: list[str] = []
+
+        def wait() -> None:
+            try:
+                queue.claim(1, LONG_S, consumer="test")
+            except Exception as error:
+                ended.append(type(error).__name__)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: "1 places" in repr(queue._network._rank(0).demands), "its demand is made")
+        queue.close()
+        thread.join(LONG_S)
+        assert ended == ["ClosedError"]
+
+
+def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 1)
+        assert queue.ack_many(some(queue, 1))
+        demands = queue._network._rank(0).demands
+        start = demands._task
+
+        def lost_at_once(work: Any) -> None:
+            start(work)
+            if work.__name__ == "_ask":
+                demands._task = start  # type: ignore[method-assign]
+                for link in demands.connections:
+                    link.abort()
+                demands._turn()
+
+        demands._task = lost_at_once  # type: ignore[method-assign]
+        fill(ring, 2)
+        assert queue.ack_many(some(queue, 2))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_that_are_allowed(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "shm")
+    with dead_port() as port, FoundRings(Gone(prefix, port)) as queue:
+        assert queue.claim(1, 0.1, consumer="test") == []
+        eventually(lambda: queue._network._rank(0).demands.faults, "it was tried")
+        assert queue.claim(1, 0.1, consumer="test") == []

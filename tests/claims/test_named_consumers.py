@@ -1,0 +1,174 @@
+"""Queues and trainers take a consumer's name for a rank where the rings know names, and say so where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import eventually
+
+from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport.claims.places import AtAddresses, OnThisHost
+from transport.errors import RankError, UsageError
+from transport.queue import FoundRings, RingQueue
+from transport.testing import MemoryQueue
+
+SCHEMA = Schema.of(x="int64")
+CONSUMERS = {"reference": 1, "train": 2}
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(SCHEMA, slots=8, consumers=CONSUMERS) as made:
+        for number in range(3):
+            made.write({"x": number})
+        yield made
+
+
+def found(name: str) -> FoundRings:
+    return FoundRings(OnThisHost(name))
+
+
+def test_each_named_stage_claims_every_payload_once(ring: SharedRingBuffer) -> None:
+    with RingQueue([ring]) as queue:
+        for rank, number in (("reference", 0), ("train:0", 1), ("train:1", 2)):
+            claims = queue.claim(8, rank=rank, consumer="c")
+            assert [claim.rank for claim in claims] == [number] * 3
+            assert not queue.claim(8, rank=rank, consumer="other")
+            assert queue.ack_many(claims) == claims
+        assert ring.statistics().free == 8
+
+
+@pytest.mark.parametrize("rank", ["rewards", "train", "train:2", "train:x", "reference:1", "", ":", "0"])
+def test_names_that_the_ring_does_not_have_are_named(ring: SharedRingBuffer, rank: str) -> None:
+    with RingQueue([ring]) as queue, pytest.raises(RankError):
+        queue.claim(8, rank=rank, consumer="c")
+
+
+def test_nothing_is_claimed_where_another_ring_has_no_such_name(ring: SharedRingBuffer) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second, RingQueue([ring, second]) as queue:
+        for _ in range(2):  # whichever is the first in turn
+            with pytest.raises(RankError, match="no consumer 'reference': it has reward"):
+                queue.claim(8, rank="reference", consumer="c")
+        assert len(ring.claim(8, rank="reference")) == 3
+
+
+@pytest.mark.ucx
+def test_names_are_known_over_a_wire(ring: SharedRingBuffer) -> None:
+    with (
+        UCXXServer(ring, mode="thread") as server,
+        FoundRings(AtAddresses(f"127.0.0.1:{server.ports[0]}")) as queue,
+    ):
+        for rank, number in (("train:1", 2), ("reference", 0)):
+            claims: list[Any] = []
+            while len(claims) < 3:
+                claims += queue.claim(3, 30.0, rank=rank, consumer="c")
+            assert [claim.rank for claim in claims] == [number] * 3
+            assert len(queue.ack_many(claims)) == 3
+        with pytest.raises(RankError, match="no consumer 'rewards'"):
+            while True:
+                assert not queue.claim(1, 1.0, rank="rewards", consumer="c")
+
+
+@pytest.mark.ucx
+def test_what_came_from_elsewhere_is_not_lost_where_a_ring_here_has_no_such_name(ring: SharedRingBuffer) -> None:
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second,
+        UCXXServer(ring, mode="thread") as server,
+        FoundRings(AtAddresses(f"127.0.0.1:{server.ports[0]}")) as queue,
+    ):
+        claims = queue.claim(1, 30.0, rank="reference", consumer="c")
+        queue.hand_out(second)
+        for _ in range(2):  # whichever is asked first
+            with pytest.raises(RankError, match="no consumer 'reference': it has reward"):
+                queue.claim(8, 30.0, rank="reference", consumer="c")
+        second.close()
+        while len(claims) < 3:
+            claims += queue.claim(8, 30.0, rank="reference", consumer="c")
+        assert len(queue.ack_many(claims)) == 3
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path: Path) -> None:
+    name = f"named-{tmp_path.name[-8:]}-{wire}"
+    with (
+        found(name) as queue,
+        Rollout(
+            SCHEMA, slots=8, queue=queue, mode="thread", ring=RingOptions(consumers=["reference", "train"])
+        ) as rollout,
+    ):
+        for number in range(4):
+            rollout.write_to_buffer({"x": number})
+        for rank in ("reference", "train"):
+            with (
+                found(name) as own,
+                Trainer(schemas=[SCHEMA], queue=own, rank=rank, wire={wire}) as trainer,
+            ):
+                seen: list[int] = []
+                while len(seen) < 4:
+                    claims = trainer.claim_tickets(4, 30.0)
+                    trainer.start_prefetch(claims)
+                    batch = trainer.collect_prefetch()
+                    assert batch is not None
+                    seen += [int(payload["x"]) for payload in trainer.consume(batch)]
+                    batch.release()
+                assert sorted(seen) == [0, 1, 2, 3]
+
+
+@pytest.mark.ucx
+def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> None:
+    ticket = ring.write({"x": 9})
+    with RingQueue([ring]) as queue, Trainer(schemas=[SCHEMA], queue=queue, rank="train:1") as trainer:
+        [first, *_] = trainer.claim_tickets(4)
+        with pytest.raises(RankError, match="came as a ticket, and this trainer's rank is 'train:1'"):
+            trainer.start_prefetch([first, ticket])
+        with pytest.raises(RankError, match="came as a ticket"):
+            trainer.get_policy_input(ticket)
+        trainer.start_prefetch([first])
+        batch = trainer.collect_prefetch()
+        assert batch is not None
+        assert [int(payload["x"]) for payload in trainer.consume(batch)] == [0]
+        assert int(trainer.get_policy_input(first)["x"]) == 0
+        batch.release()
+
+
+def test_a_queue_beside_the_rings_says_that_it_knows_no_names() -> None:
+    with MemoryQueue() as queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
+        queue.claim(1, rank="reference", consumer="c")
+
+
+def test_a_rollout_writes_for_its_named_consumers() -> None:
+    with Rollout(SCHEMA, slots=2, mode="thread", ring=RingOptions(consumers=CONSUMERS), drain_s=0) as rollout:
+        assert rollout.write_to_buffer({"x": 1}).readers == 3
+        assert rollout.ring.rank_of("train:1") == 2
+    with pytest.raises(UsageError, match="for its 3 named ranks"):
+        Rollout(SCHEMA, slots=2, mode="thread", readers=2, ring=RingOptions(consumers=CONSUMERS))
+
+
+@pytest.mark.ucx
+def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    name = f"named-{tmp_path.name[-8:]}-some"
+    with (
+        SharedRingBuffer.create(SCHEMA, prefix=name, slots=8, consumers=["train"]) as knows,
+        SharedRingBuffer.create(SCHEMA, prefix=name, slots=8) as without,
+        UCXXServer(knows, mode="thread"),
+        UCXXServer(without, mode="thread"),
+        found(name) as queue,
+    ):
+        demands = queue._network._rank("train").demands
+        assert queue.claim(1, rank="train", consumer="c") == []
+        eventually(lambda: len(demands.connections) == 2, "both are connected")
+        eventually(lambda: [type(fault) for fault in demands.faults.values()] == [RankError], "one has refused")
+        assert queue.claim(1, rank="train", consumer="c") == []
+        knows.write({"x": 1})
+        claims = queue.claim(1, 30.0, rank="train", consumer="c")
+        assert queue.ack_many(claims) == claims
+        with pytest.raises(RankError, match="no consumer 'rewards'"):
+            while True:
+                assert not queue.claim(1, 1.0, rank="rewards", consumer="c")

@@ -1,0 +1,280 @@
+"""Claims of rings elsewhere: how they end, what an interrupt or an error leaves, what goes back, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from found_rings import here_and_elsewhere, ring_of, some
+from helpers import eventually
+
+from transport import SharedRingBuffer
+from transport.claims.connection import ClaimConnection
+from transport.claims.mapped import MappedSource
+from transport.claims.network import NetworkSource
+from transport.claims.places import OnThisHost
+from transport.errors import RingBusyError, RingFullError
+from transport.queue import Claim, FoundRings
+
+pytestmark = pytest.mark.ucx
+SLOTS = 16
+
+
+@pytest.fixture
+def ring(prefix: str) -> Iterator[SharedRingBuffer]:
+    with ring_of(prefix, slots=SLOTS) as made:
+        yield made
+
+
+@pytest.fixture
+def queue(prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FoundRings]:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with FoundRings(OnThisHost(prefix)) as opened:
+        yield opened
+
+
+def counted(queue: FoundRings) -> dict[str, int]:
+    """What the process knows of rings elsewhere, without what is 0."""
+    return {name: amount for name, amount in queue._network.depth(None, set()).items() if amount}
+
+
+def interrupt_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Ctrl-C in the main thread when the next answer to the end of a claim has come; the result lets it be used."""
+    answer, raised = ClaimConnection._answer, threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    async def interrupted(self: ClaimConnection, future: asyncio.Future[Any]) -> Any:
+        monkeypatch.setattr(ClaimConnection, "_answer", answer)
+        await asyncio.wait((future,))
+        signal.pthread_kill(main, signal.SIGINT)
+        while not await asyncio.to_thread(raised.wait, 5.0):  # an interrupt may be lost in a library's callback
+            signal.pthread_kill(main, signal.SIGINT)
+        return await answer(self, future)
+
+    monkeypatch.setattr(ClaimConnection, "_answer", interrupted)
+    return raised.set
+
+
+def interrupted_before_its_answer(
+    end: Callable[[FoundRings, Claim], bool], queue: FoundRings, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is ended, and the call interrupted before it has the answer."""
+    go_on = interrupt_before_the_answer(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        end(queue, claim)
+    go_on()
+
+
+ENDS: dict[str, Callable[[FoundRings, Claim], bool]] = {
+    "ack": lambda queue, claim: queue.ack(claim),
+    "discard": lambda queue, claim: queue.discard(claim, "no use"),
+    "retry": lambda queue, claim: queue.retry(claim),
+}
+COUNTED = {"ack": "done", "discard": "discarded", "retry": "retried"}
+
+
+@pytest.mark.parametrize("end", list(ENDS))
+def test_an_end_that_was_interrupted_before_its_answer_is_repeated_with_the_same_answer(
+    ring: SharedRingBuffer, queue: FoundRings, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_raw(b"one")
+    [claim] = some(queue, 1)
+    interrupted_before_its_answer(ENDS[end], queue, claim, monkeypatch)
+    for _ in range(2):
+        assert ENDS[end](queue, claim)
+    assert counted(queue) == {COUNTED[end]: 1}
+
+
+@pytest.mark.parametrize(("first", "then"), list(itertools.permutations(ENDS, 2)))
+def test_another_end_of_a_claim_that_has_ended_is_refused_and_what_happened_is_counted(
+    ring: SharedRingBuffer, queue: FoundRings, first: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_raw(b"one")
+    [claim] = some(queue, 1)
+    interrupted_before_its_answer(ENDS[first], queue, claim, monkeypatch)
+    assert not ENDS[then](queue, claim)
+    assert counted(queue) == {COUNTED[first]: 1}
+
+
+def test_unconfirmed_ends_of_several_claims_each_keep_their_own_answer(
+    ring: SharedRingBuffer, queue: FoundRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        ring.write_raw(bytes([number]))
+    claims = some(queue, 3)
+    for claim, end in zip(claims, ENDS.values(), strict=True):
+        interrupted_before_its_answer(end, queue, claim, monkeypatch)
+    assert queue.ack_many(claims) == claims[:1]
+    assert counted(queue) == {"done": 1, "discarded": 1, "retried": 1}
+
+
+def test_a_claim_that_is_given_twice_ends_once(ring: SharedRingBuffer, queue: FoundRings) -> None:
+    ring.write_raw(b"one")
+    [claim] = some(queue, 1)
+    assert queue.ack_many([claim, claim]) == [claim]
+    assert counted(queue) == {"done": 1}
+
+
+def test_threads_that_end_the_same_claim_at_once_end_it_once_and_have_the_same_answer(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    ring.write_raw(b"one")
+    claims = some(queue, 1)
+    both = threading.Barrier(2)
+    accepted: list[list[Claim]] = []
+
+    def end() -> None:
+        both.wait(15.0)
+        accepted.append(queue.ack_many(claims))
+
+    threads = [threading.Thread(target=end) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert accepted == [claims, claims]
+    assert counted(queue) == {"done": 1}
+    assert ring.native.depth(0)["done"] == 1
+
+
+@pytest.mark.parametrize("delay_s", [5e9, 1e20])
+def test_a_long_delay_is_as_long_as_the_wire_can_say(ring: SharedRingBuffer, queue: FoundRings, delay_s: float) -> None:
+    ring.write_raw(b"for later")
+    [claim] = some(queue, 1)
+    assert queue.retry(claim, delay_s)
+    assert ring.native.depth(0)["ready"] == 1
+    assert not queue.claim(1, 0.3, consumer="test")
+
+
+# --- what nothing refers to any more ----------------------------------------------------------------------
+def test_a_claim_that_is_dropped_goes_back_and_those_of_the_same_answer_stay(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    for number in range(4):
+        ring.write_raw(bytes([number]))
+    claims = some(queue, 4)
+    dropped = claims.pop(1).ticket_id
+    gc.collect()
+    [again] = some(queue, 1)
+    assert again.ticket_id == dropped
+    assert (again.attempts, again.in_vain) == (2, 0)  # type: ignore[attr-defined]
+    assert queue.ack_many([*claims, again]) == [*claims, again]
+    assert ring.native.depth(0)["done"] == 4
+
+
+def test_a_batch_that_is_dropped_goes_back(ring: SharedRingBuffer, queue: FoundRings) -> None:
+    ring.write_raw(b"one")
+    assert queue.take(1, 15.0) is not None
+    batch = queue.take(1, 15.0)
+    assert batch is not None
+    assert (batch[0].attempts, queue.consume(batch).tolist(), queue.consume(batch).tolist()) == (2, [True], [True])
+
+
+def test_claims_that_have_ended_leave_nothing_behind(ring: SharedRingBuffer, queue: FoundRings) -> None:
+    for _ in range(20):
+        ring.write_raw(b"one")
+        [claim] = some(queue, 1)
+        assert queue.ack(claim)
+    del claim
+    gc.collect()
+    connections = queue._network._claims
+    assert connections is not None
+    eventually(lambda: not connections._held, "the loop knows of no claim")
+
+
+# --- rings here and elsewhere -------------------------------------------------------------------------------
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RingFullError, MemoryError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("failing", ["here", "elsewhere"])
+def test_an_error_in_one_half_of_a_claim_loses_no_claims_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], failing: str
+) -> None:
+    with here_and_elsewhere() as (here, elsewhere, queue):
+        good = elsewhere if failing == "here" else here
+        half: Any = MappedSource if failing == "here" else NetworkSource
+        claim = half.claim
+        hit: list[bool] = []
+
+        def fails(*arguments: Any, **named: Any) -> Any:
+            if good.native.depth(0)["claimed"]:
+                hit.append(True)
+                raise error("an error of one half")
+            return claim(*arguments, **named)
+
+        monkeypatch.setattr(half, "claim", fails)
+        good.write_raw(b"must not be lost")
+        found: list[Claim] = []
+        give_up = time.monotonic() + 15
+        while not hit:
+            assert time.monotonic() < give_up
+            try:
+                found += queue.claim(2, 0.2, consumer="test")
+            except error:
+                break
+        monkeypatch.setattr(half, "claim", claim)
+        gc.collect()
+        if not found:
+            found = some(queue, 1)
+        assert queue.ack_many(found) == found
+        assert len(found) == 1
+        eventually(lambda: here.statistics().free == elsewhere.statistics().free == SLOTS, "every slot is free")
+
+
+def test_what_a_ring_elsewhere_accepted_before_one_here_failed_has_its_answer_when_it_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with here_and_elsewhere() as (here, elsewhere, queue):
+        here.write_raw(b"one")
+        elsewhere.write_raw(b"other")
+        claims = some(queue, 2)
+
+        def fail(*_: object, **__: object) -> None:
+            raise RingBusyError("for once")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MappedSource, "end", fail)
+            with pytest.raises(RingBusyError):
+                queue.ack_many(claims)
+        for _ in range(2):
+            assert queue.ack_many(claims) == claims
+
+
+# --- a batch as it came -----------------------------------------------------------------------------------
+def test_a_batch_that_is_consumed_counts_as_used_while_older_claims_are_held(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    ring.write_raw(b"held for long")
+    [held] = some(queue, 1)
+    demands = queue._network._rank(0).demands
+    assert demands is not None
+    takers = demands._takers
+    for _ in range(3):
+        ring.write_raw(b"in a batch")
+        batch = queue.take(1, 15.0)
+        assert batch is not None
+        assert queue.consume(batch).tolist() == [True]
+        assert (takers.in_hand, takers.unused) == (1, 0)
+    assert queue.ack(held)
+    assert (takers.in_hand, takers.unused) == (0, 0)
+
+
+def test_a_batch_whose_consumption_was_interrupted_is_consumed_with_the_same_answer(
+    ring: SharedRingBuffer, queue: FoundRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_many([{"data": np.zeros(4)}])
+    batch = queue.take(1, 15.0)
+    assert batch is not None
+    go_on = interrupt_before_the_answer(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        queue.consume(batch)
+    go_on()
+    for _ in range(2):
+        assert queue.consume(batch).tolist() == [True]

@@ -1,0 +1,192 @@
+"""Whatever a listener answers to TAKE, and whatever a client asks it: nothing of it is believed that does not fit, and
+no slot stays held by it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import struct
+
+import pytest
+from helpers import asynchronous, until
+from scripted_listener import ScriptedListener, Side, ticket
+from scripted_peer import LARGE, Peer, Stage
+
+from transport import SharedRingBuffer
+from transport.claims.batch import TakenBatch
+from transport.claims.connection import ClaimConnection
+from transport.claims.connections import ClaimConnections
+from transport.devices.buffers import BufferPool
+from transport.errors import LinkError, ProtocolError
+from transport.settings import DEFAULTS
+from transport.wire import frames
+from transport.wire.frames import Kind, Record
+
+pytestmark = pytest.mark.ucx
+
+JOINED = 1
+SLOTS = 6
+SEEDS = range(8)
+
+
+def aligned(size: int) -> int:
+    return (size + 63) // 64 * 64
+
+
+def answered(
+    number: int, items: list[tuple[bytes, bytes, bool]], lengths: dict[int, int] | None = None
+) -> bytes:  # (ticket, payload, joined)
+    """An answer to TAKE. ``lengths`` lie about the payloads at some positions."""
+    rows, notes, payloads = b"", b"", b""
+    for at, (note, data, joined) in enumerate(items):
+        length = (lengths or {}).get(at, len(data))
+        rows += struct.pack("<IIBBHIQQQq", at, 7, 0, JOINED if joined else 0, 1, len(note), length, 5, at, 0)
+        notes += note
+        if joined:
+            payloads = payloads.ljust(aligned(len(payloads)), b"\0") + data
+    head = struct.pack("<BBHIII", frames.VERSION, Kind.STATUS, len(items), number, len(payloads), 0) + rows + notes
+    return (head.ljust(aligned(len(head)), b"\0") if payloads else head) + payloads
+
+
+async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> TakenBatch:
+    """What a client makes of this answer. A listener that is asked for more goes away."""
+    link, side = await listener.linked()
+    takes = ClaimConnection(link, ClaimConnections(listener, DEFAULTS, BufferPool(), {}))
+
+    async def listen(side: Side) -> None:
+        number, _ = await side.asked()
+        await side.status_bytes(number, message)
+        await side.asked()
+        side.endpoint.abort()
+
+    listening = asyncio.create_task(listen(side))
+    try:
+        return await takes.take(most, most_bytes=200, verify=False)
+    finally:
+        takes.abort()
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        side.endpoint.abort()
+
+
+GOOD = ticket(300, slot=0).encode()
+
+
+@pytest.mark.parametrize(
+    ("note", "length"),
+    [(b"", 300), (b"no ticket", 300), (GOOD, 299), (GOOD, 301), (GOOD, 1 << 60), (GOOD, (1 << 64) - 1)],
+    ids=["none", "garbage", "shorter", "longer", "endless", "most"],
+)
+@asynchronous
+async def test_a_payload_to_be_read_apart_whose_ticket_contradicts_its_row_is_an_error_of_the_protocol(
+    note: bytes, length: int
+) -> None:
+    async with ScriptedListener() as listener:
+        with pytest.raises(ProtocolError):
+            await taken(listener, answered(0, [(note, b"", False)], {0: length}))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@asynchronous
+async def test_any_answer_to_a_take_fits_or_is_an_error_of_the_link(seed: int) -> None:
+    rng = random.Random(seed)
+    async with ScriptedListener() as listener:
+        for _ in range(12):
+            items = [
+                (GOOD[: rng.choice((len(GOOD), 0, 3))], rng.randbytes(rng.choice((0, 1, 64, 65))), rng.random() < 0.8)
+                for _ in range(rng.randrange(4))
+            ]
+            message = bytearray(answered(0, items))
+            for _ in range(rng.choice((0, 1, 1, 2))):
+                message[rng.choice((2, 4, 8, 12, *range(16, max(17, min(len(message), 160))))) % len(message)] = (
+                    rng.choice((0, 1, 2, 255, rng.randrange(256)))
+                )
+            del message[rng.choice((len(message), len(message), rng.randrange(len(message)))) :]
+            try:
+                batch = await taken(listener, bytes(message))
+            except LinkError:
+                continue
+            except Exception as error:
+                if getattr(error, "status", 0):  # a refusal, which it may say
+                    continue
+                raise
+            for payload in batch:
+                assert len(payload.data) == batch.rows["length"][payload._at]
+                assert len(payload.encoded) == batch.rows["note_bytes"][payload._at]
+
+
+def anything(rng: random.Random, numbers: list[int]) -> Record:
+    """A record that may or may not fit what is held."""
+    kind = rng.choice(
+        (
+            Kind.TAKE,
+            Kind.TAKE,
+            Kind.FINISH,
+            Kind.FINISH,
+            Kind.GIVE_BACK,
+            Kind.UNTAKE,
+            Kind.RENEW,
+            Kind.OUTCOME,
+            Kind.END,
+            Kind.USED,
+            Kind.STATE,
+        )
+    )
+    if kind is Kind.TAKE:
+        return Record(
+            kind,
+            slot=rng.choice((1, 2, 256)),
+            generation=rng.choice((0, 0, 20)),
+            rank=rng.choice((0, 0, 0, 1)),
+            length=rng.choice((0, 100, 1 << 20)),
+            attempts=rng.choice((0, 0, 3)),
+            joined_most=rng.choice((0, 1 << 20)),
+        )
+    if kind is Kind.UNTAKE:
+        return Record(kind, slot=rng.choice(numbers or [0]))
+    if kind is Kind.USED:
+        return Record(kind, rank=rng.choice((0, 0, 1)), length=rng.choice((0, 1, (1 << 64) - 1)))
+    return Record(
+        kind,
+        joined_most=rng.choice((0, 1, 2)) if kind is Kind.END else rng.choice((0, 1)),
+        slot=rng.choice((*range(SLOTS), SLOTS, (1 << 32) - 1)),
+        generation=rng.choice((1, 1, 2, 3, 0)),
+        rank=rng.choice((0, 0, 0, 1, 255)),
+        attempts=rng.choice((1, 1, 2, 3, 0)),
+        length=rng.choice((0, 0, 1, (1 << 64) - 1)) if kind is Kind.GIVE_BACK else 0,
+        key=rng.getrandbits(64) if kind is Kind.OUTCOME else 0,
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@asynchronous
+async def test_whatever_is_asked_of_a_listener_no_slot_stays_held_when_the_askers_are_gone(seed: int) -> None:
+    rng = random.Random(seed)
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16, overflow="error") as ring:
+        async with Stage(ring) as stage:
+            peers: list[Peer] = [await stage.connected() for _ in range(3)]
+            numbers: list[int] = []
+            for _ in range(120):
+                if rng.random() < 0.3:
+                    with contextlib.suppress(Exception):  # full
+                        ring.write_raw(rng.choice((b"", b"small", LARGE)), readers=rng.choice((1, 1, 2)))
+                peer = rng.choice(peers)
+                if rng.random() < 0.03 or peer.task.done():
+                    await peer.gone()
+                    peers[peers.index(peer)] = await stage.connected()
+                    continue
+                record = anything(rng, numbers)
+                records = [record] if record.kind is Kind.TAKE else [record, *([record] * rng.choice((0, 0, 1)))]
+                numbers.append(peer.tell(*records))
+                if rng.random() < 0.3:
+                    await asyncio.sleep(0)
+            for peer in peers:
+                await peer.gone()
+            service = stage.listener._service
+            assert service is not None
+            await until(lambda: service.attempts == service.waiting == 0, "nothing is held")
+            assert [ring.native.own_pins(slot) for slot in range(SLOTS)] == [0] * SLOTS
+            assert ring.native.depth(0)["claimed"] == ring.native.depth(1)["claimed"] == 0
+            look = ring.statistics()
+            assert look.free + look.ready == SLOTS

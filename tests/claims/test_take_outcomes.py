@@ -1,0 +1,244 @@
+"""FINISH and the end of its connection: what was consumed is told to who consumed it, by whichever port is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import asynchronous, eventually, settings_with, until
+from takes import LONG_S, SLOTS, addresses, broken_between, ended, link_of, tcp
+
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport.claims.batch import TakenBatch, Verdict
+from transport.claims.outcomes import Outcomes
+from transport.wire.frames import MOST_UNANSWERED, Kind
+
+pytestmark = pytest.mark.ucx
+
+
+def kill_listener(ring: SharedRingBuffer, address: str) -> None:
+    [doomed] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
+    os.kill(doomed, signal.SIGKILL)
+
+
+class Taken(NamedTuple):
+    """Payloads that a client has taken through the first of a ring's listeners, and the address of the second."""
+
+    client: UCXXClient
+    batch: TakenBatch
+    first: str
+    second: str
+
+
+@contextlib.asynccontextmanager
+async def taken(ring: SharedRingBuffer, count: int = 1, *, ports: int = 2, **arguments: Any) -> AsyncIterator[Taken]:
+    for _ in range(count):
+        ring.write_raw(b"a payload")
+    with UCXXServer(ring, ports=(0,) * ports):
+        found = addresses(ring)
+        async with tcp(**arguments) as client:
+            yield Taken(client, await client.take(found[0], count), found[0], found[-1])
+
+
+def killed_after_the_end(ring: SharedRingBuffer, of: Taken, *then: Callable[[], object]) -> None:
+    """The listener is killed when the ring has done what the next message asks, and its answer is lost."""
+    broken_between(
+        of.batch,
+        lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has ended the claims"),
+        *then,
+        lambda: kill_listener(ring, of.first),
+    )
+
+
+@contextlib.contextmanager
+def stopped(ring: SharedRingBuffer, address: str) -> Iterator[None]:
+    """The listener at this address does not run."""
+    [listener] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
+    os.kill(listener, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(listener, signal.SIGCONT)
+
+
+async def comes_again(of: Taken) -> None:
+    """The payload is taken through the other port, for the second time, and consumed."""
+    again = await of.client.take(of.second, 1, wait_s=LONG_S)
+    assert (again[0].attempts, (await again.consume()).tolist()) == (2, [True])
+
+
+@asynchronous
+async def test_what_was_consumed_before_its_listener_was_killed_is_told_by_another_port(ring: SharedRingBuffer) -> None:
+    async with taken(ring, 3) as of:
+        killed_after_the_end(ring, of)
+        assert (await of.batch.consume()).tolist() == [True] * 3
+
+
+@asynchronous
+async def test_a_listener_that_was_started_again_tells_what_its_killed_predecessor_accepted(
+    ring: SharedRingBuffer,
+) -> None:
+    async with taken(ring, ports=1) as of:
+        killed_after_the_end(ring, of, lambda: [ring.write_raw(b"the slot anew") for _ in range(SLOTS)])
+        assert (await of.batch.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and_anothers(
+    ring: SharedRingBuffer,
+) -> None:
+    async with taken(ring) as of:
+        settle = link_of(of.batch)._settle
+
+        def never_sent(kind: Kind, *arguments: Any) -> Any:
+            kill_listener(ring, of.first)
+            return settle(kind, *arguments)
+
+        link_of(of.batch)._settle = never_sent  # type: ignore[assignment,method-assign]
+        _, verdicts = await asyncio.gather(comes_again(of), of.batch.consume())
+        assert verdicts.tolist() == [False]
+
+
+@asynchronous
+async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_goes_on(ring: SharedRingBuffer) -> None:
+    async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
+        with stopped(ring, of.first):
+            assert (await of.batch.consume()).tolist() == [False]
+        await comes_again(of)
+
+
+@asynchronous
+async def test_a_consume_that_is_cancelled_has_the_same_answer_when_it_is_asked_again(ring: SharedRingBuffer) -> None:
+    for _ in range(3):
+        ring.write_raw(b"trained on")
+    with UCXXServer(ring, mode="thread"):
+        async with tcp() as client:
+            batch = await client.take(addresses(ring)[0], 3)
+            for turns in range(3):
+                doomed = asyncio.create_task(batch.consume([turns]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                doomed.cancel()
+                await asyncio.gather(doomed, return_exceptions=True)
+            for _ in range(2):
+                assert (await batch.consume()).tolist() == [True] * 3
+
+
+@asynchronous
+async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it_is_asked_again(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        ring.write_raw(b"its answer is lost")
+    monkeypatch.setattr(Outcomes, "patience_s", 0.5)
+    with UCXXServer(ring, mode="thread") as server:
+        async with tcp() as client:
+            address = addresses(ring)[0]
+            batch = await client.take(address, 2)
+            broken_between(
+                batch,
+                lambda: eventually(lambda: ring.statistics().free == SLOTS - 1, "the ring has consumed it"),
+                server.close,
+            )
+            assert (await batch.consume([0])).tolist() == [False]
+            assert client._claims.outcomes.questions == 1
+            assert any("in question" in message for message in caplog.messages)
+            port = int(address.rpartition(":")[2])
+            monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
+            with UCXXServer(ring, ports=(port,), mode="thread"):
+                for _ in range(2):
+                    assert (await batch.consume()).tolist() == [True, False]  # of the second it was not asked in time
+
+
+@asynchronous
+async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes_unknown(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring.write_raw(b"its host dies")
+    with (
+        SharedRingBuffer.create(slots=SLOTS, slot_bytes=4096) as another,
+        contextlib.ExitStack() as later,
+        UCXXServer(ring, mode="thread") as server,
+    ):
+        async with tcp() as client:
+            address = addresses(ring)[0]
+            batch = await client.take(address, 1)
+            port = int(address.rpartition(":")[2])
+            broken_between(
+                batch, server.close, lambda: later.enter_context(UCXXServer(another, ports=(port,), mode="thread"))
+            )
+            assert (await batch.consume()).tolist() == [False]
+            assert client._claims.outcomes.unknown == 1
+            assert any("no port of the ring knows" in message for message in caplog.messages)
+
+
+# --- ends that are not consumption --------------------------------------------------------------------
+@pytest.mark.parametrize("how", [Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED], ids=lambda how: how.name.lower())
+@asynchronous
+async def test_an_end_that_was_done_before_its_listener_was_killed_is_told_by_another_port(
+    ring: SharedRingBuffer, how: Verdict
+) -> None:
+    async with taken(ring) as of:
+        killed_after_the_end(ring, of)
+        link, rows = link_of(of.batch), of.batch.rows
+        assert await ended(of.batch, how, "no use", "trainer 0") == [True]
+        assert [reason for *_, reason, _, _ in ring.native.failures()] == ["no use"]
+        # Of the same claim another end was never done.
+        assert await of.client._claims.outcomes.of(link.link, rows) == [1]
+
+
+@asynchronous
+async def test_an_end_that_a_killed_listener_had_not_seen_is_refused_and_the_payload_comes_again(
+    ring: SharedRingBuffer,
+) -> None:
+    async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
+        with stopped(ring, of.first):
+            assert await ended(of.batch, Verdict.DISCARDED, "no use", "trainer 0") == [False]
+        await comes_again(of)
+        assert ring.native.failures() == []
+
+
+@asynchronous
+async def test_what_is_given_back_while_its_connection_breaks_is_given_back(ring: SharedRingBuffer) -> None:
+    async with taken(ring) as of:
+        broken_between(of.batch, lambda: kill_listener(ring, of.first))
+        for _ in range(2):
+            assert (await of.batch.give_back()).tolist() == [True]
+        await comes_again(of)
+
+
+@asynchronous
+async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_keeps_no_later_one_waiting(
+    then: str,
+) -> None:
+    with (
+        SharedRingBuffer.create(slots=MOST_UNANSWERED + 1, slot_bytes=64) as ring,
+        UCXXServer(ring, ports=(0,), settings=settings_with(watchdog_s=LONG_S)),
+    ):
+        for _ in range(MOST_UNANSWERED + 1):
+            ring.write_raw(b"one")
+        [address] = addresses(ring)
+        [stopped] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
+        async with tcp(settings=settings_with(read_timeout_s=1.0)) as client:
+            first, second = await client.take(address, MOST_UNANSWERED), await client.take(address, 1)
+            link = link_of(second)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                consuming = asyncio.ensure_future(first.consume())
+                await until(lambda: link._unanswered == MOST_UNANSWERED, "everything is sent")
+                consuming.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await consuming
+                async with asyncio.timeout(LONG_S / 4):
+                    if then == "finish":
+                        assert (await second.consume()).tolist() == [False]
+                    else:
+                        assert await ended(second, Verdict.DISCARDED) == [False]
+                assert link.lost
+            finally:
+                os.kill(stopped, signal.SIGCONT)

@@ -1,0 +1,11 @@
+"""Payloads of rings that this process has claimed: mapped ones of this host, and those of listeners elsewhere.
+
+places      where the rings of a run are
+takers      which rings are asked for how many payloads; decisions only
+demands     what carries these out
+connection  a connection that takes payloads and ends their claims; connections: all of one client
+outcomes    what became of ends whose answer was lost
+batch       what one TAKE brought, its claims and their verdicts; in_place: batches of several answers
+mapped, network   the two sources of claims
+rings       the queues: `FoundRings`, `RingQueue`; open: what a queue's URL names
+"""

@@ -1,0 +1,438 @@
+"""What one TAKE brought: payloads that are claimed for this process, their bytes in one buffer, and their claims.
+
+    ClaimedRows   the claims of one answer, and what became of each; belongs to the loop of the connection
+    TakenBatch    the payloads, or some of them; whoever has it last gives back what nothing became of
+
+    OPEN ──asked──► ASKED ──answered──► CONSUMED, GIVEN_BACK, DISCARDED, DEAD, AGED, REFUSED
+                      └──the ring is out of reach──► IN_QUESTION ──consumed again──► ASKED
+
+A batch is columns (`TakenBatch.rows`); an object for one payload is made only when it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from transport import _ring
+from transport.errors import ProtocolError, TicketError, UsageError
+from transport.ring.packing import looked_at
+from transport.runtime.arguments import seconds, whole
+from transport.runtime.explaining import explained
+from transport.schema import Layout, Schema
+from transport.ticket import Ticket
+
+# A payload in the answer to TAKE, as native/ucp/frames.hpp has it.
+TAKEN = np.dtype(
+    [
+        ("slot", "<u4"),
+        ("generation", "<u4"),
+        ("rank", "u1"),
+        ("flags", "u1"),
+        ("attempts", "<u2"),
+        ("note_bytes", "<u2"),
+        ("in_vain", "<u2"),
+        ("length", "<u8"),
+        ("checksum", "<u8"),
+        ("sequence", "<u8"),
+        ("policy_version", "<i8"),
+    ]
+)
+JOINED = 0x01
+_ALIGNMENT = 64
+_HEADER = struct.Struct("<QBBHIII")
+
+Rows = np.ndarray[Any, Any]
+Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+Positions = npt.NDArray[np.intp]
+Codes = npt.NDArray[np.int64]
+
+ACCEPTED: Final = 0  # codes of answers; every other one but `OUT_OF_REACH` is a refusal
+OUT_OF_REACH: Final = -1  # no port of the ring has answered, and it may be asked again
+
+
+class Verdict(enum.IntEnum):
+    """What became of a claim."""
+
+    OPEN = 0
+    ASKED = 1  # the question is under way
+    CONSUMED = 2
+    REFUSED = 3  # it had ended before
+    GIVEN_BACK = 4
+    DISCARDED = 5
+    DEAD = 6
+    AGED = 7
+    IN_QUESTION = 8  # it may have been consumed: its ring is out of reach
+
+
+class End(NamedTuple):
+    """How claims are to end; reason and consumer stand in the ring's log of failures."""
+
+    verdict: Verdict
+    reason: str = ""
+    consumer: str = ""
+    delay_s: float = 0.0
+
+
+CONSUME: Final = End(Verdict.CONSUMED)
+
+
+class Connection(Protocol):
+    """What holds the claims of a batch (`ClaimConnection`)."""
+
+    ring: str
+    link: Any
+
+    @property
+    def lost(self) -> bool: ...
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    async def end(self, rows: Rows, end: End, again: bool) -> Codes: ...
+
+    def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None: ...
+
+    def changed(self, count: int) -> None: ...
+
+
+class ClaimedRows:
+    """The claims of one answer: a row of `TAKEN` for each, and its verdict. Coroutines belong to the connection's loop.
+
+    A claim has one end. Who asks for it again gets the same answer; an interrupted question goes on without its caller.
+
+    Args:
+        held: by number; has this while a claim of it is open, so that the loop finds what was dropped.
+
+    Attributes:
+        verdicts: by position; changed on the loop only.
+        settled: called on the loop with the positions and the end of claims whose verdict has come.
+        given: which payloads are, or were, in the hands of a caller; changed on the loop only.
+        place: where the ring is served, by its name among the places of a trainer.
+    """
+
+    def __init__(self, connection: Connection, rows: Rows, number: int, held: dict[int, ClaimedRows]) -> None:
+        self.connection = connection
+        self.rows = rows
+        self._number = number
+        self._held = held
+        held[number] = self
+        self.verdicts = np.zeros(len(rows), np.int8)
+        self.settled: Callable[[ClaimedRows, Positions, End], object] = _nothing
+        self.given = np.zeros(len(rows), np.bool_)
+        self.place = ""
+        self._process = os.getpid()
+        self._asking: set[asyncio.Task[None]] = set()
+
+    async def end(self, positions: Positions, end: End) -> None:
+        """End claims so. Afterwards `verdicts` has the answers; after a cancellation as well, when they come."""
+        if self._asking and (self.verdicts[positions] == Verdict.ASKED).any():
+            await asyncio.shield(asyncio.gather(*self._asking, return_exceptions=True))
+        now = self.verdicts[positions]
+        for verdict in (Verdict.OPEN, Verdict.IN_QUESTION):
+            chosen = positions[now == verdict]
+            if len(chosen) and (verdict is Verdict.OPEN or end.verdict is Verdict.CONSUMED):
+                self.verdicts[chosen] = Verdict.ASKED
+                task = asyncio.get_running_loop().create_task(self._end(chosen, end, verdict is Verdict.IN_QUESTION))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+        match list(self._asking):
+            case [task]:
+                await asyncio.shield(task)
+            case [*tasks]:
+                await asyncio.shield(asyncio.gather(*tasks))
+
+    async def _end(self, positions: Positions, end: End, again: bool) -> None:
+        rows = self.rows if len(positions) == len(self.rows) else self.rows[positions]
+        codes = await self.connection.end(rows, end, again)
+        self.verdicts[positions] = np.where(
+            codes == ACCEPTED,
+            end.verdict,
+            np.where(codes == OUT_OF_REACH, Verdict.IN_QUESTION, Verdict.REFUSED),
+        )
+        self._settled(positions, end)
+
+    def _settled(self, positions: Positions, end: End) -> None:
+        self.settled(self, positions, end)
+        if not (self.verdicts <= Verdict.ASKED).any():
+            self.forget()
+
+    def return_soon(self, positions: Positions, delay_s: float = 0.0, in_vain: bool = False) -> None:
+        """Give back what is open, without waiting for the answer. On the loop."""
+        left = positions[self.verdicts[positions] == Verdict.OPEN]
+        if len(left):
+            self.verdicts[left] = Verdict.GIVEN_BACK
+            self.connection.return_soon(self.rows[left], delay_s, in_vain)
+            self._settled(left, End(Verdict.GIVEN_BACK))
+
+    def forget(self) -> None:
+        """Others have the claims from here on."""
+        self._held.pop(self._number, None)
+
+    def soon(self, what: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call it, at once if this is the loop; nothing once the loop is closed, or in a forked child."""
+        loop = self.connection.loop
+        if os.getpid() != self._process or loop.is_closed():
+            return
+        if asyncio._get_running_loop() is loop:
+            what(*arguments)
+            return
+        try:
+            loop.call_soon_threadsafe(what, *arguments)
+        except RuntimeError:  # it is closed meanwhile, and every claim has ended
+            return
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _aligned(value: Any) -> Any:
+    return (value + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+class TakenPayload:
+    """One payload of a batch. No other consumer of this rank gets it until its claim ends."""
+
+    __slots__ = ("_at", "_batch")
+
+    def __init__(self, batch: TakenBatch, at: int) -> None:
+        self._batch = batch
+        self._at = at
+
+    def __repr__(self) -> str:
+        row = self._batch.rows[self._at]
+        return (
+            f"<TakenPayload {self._batch.ring[:4]}…/{row['slot']}@{row['generation']} rank {row['rank']}, "
+            f"attempt {row['attempts']}, {row['length']} bytes>"
+        )
+
+    @property
+    def name(self) -> str:
+        """``ring/slot/generation``: the id that queues give the payload's ticket."""
+        row = self._batch.rows[self._at]
+        return f"{self._batch.ring}/{row['slot']}/{row['generation']}"
+
+    @property
+    def attempts(self) -> int:
+        """How often this delivery was claimed, this time included."""
+        return int(self._batch.rows["attempts"][self._at])
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the policy that made the payload, where the writer said so."""
+        version = int(self._batch.rows["policy_version"][self._at])
+        return None if version == _ring.NO_VERSION else version
+
+    @property
+    def encoded(self) -> bytes:
+        """The payload's ticket, encoded."""
+        return bytes(self._batch.note(self._at))
+
+    @property
+    def ticket(self) -> Ticket:
+        """The payload's ticket."""
+        return Ticket.decode(self.encoded)
+
+    @property
+    def data(self) -> memoryview:
+        """The payload's bytes, read-only; they stay after the claim has ended."""
+        return self._batch.data(self._at)
+
+    def layout(self) -> Layout:
+        """Where the tensors stand, by the ticket's own schema or the one that the client was given."""
+        ticket = self.ticket
+        return ticket.layout(self._batch.schemas.get(ticket.schema_fingerprint))
+
+    def arrays(self) -> Mapping[str, Any]:
+        """The tensors by name, read-only, in the batch's memory. Text, bytes and values are decoded."""
+        ticket = self.ticket
+        schema = ticket.schema or self._batch.schemas.get(ticket.schema_fingerprint)
+        return looked_at(ticket.layout(schema), self.data, schema.kinds if schema else {})
+
+
+class TakenBatch:
+    """Payloads that one TAKE brought, in the order of their writing. What nothing became of goes back with the object.
+
+    Attributes:
+        claims: of the whole answer; those of this batch begin at position ``first``.
+        rows: one row of `TAKEN` for each payload.
+        ring: whose payloads they are.
+        nbytes: of all payloads together.
+        dropped: payloads that came with wrong bytes and were given back.
+    """
+
+    def __init__(
+        self,
+        claims: ClaimedRows,
+        owned: _ring.OwnedClaims,
+        buffer: Any,
+        notes: Rows,
+        offsets: Rows,
+        read: Mapping[int, Any],
+        schemas: Mapping[str, Schema],
+        dropped: int = 0,
+    ) -> None:
+        self.claims = claims
+        self.owned = owned
+        self.first = owned.begin
+        self.rows = claims.rows[self.first : self.first + len(owned)]
+        self.dropped = dropped
+        self.schemas = schemas
+        self._buffer = memoryview(buffer).toreadonly()
+        self._notes = notes
+        self._offsets = offsets
+        self._read = read  # by position: payloads that were not joined to the answer
+        self.ring = claims.connection.ring
+        self.nbytes = int(self.rows["length"].sum())
+        self._places: list[tuple[int, int]] | None = None  # (begin, end): one element of an array costs more
+
+    def __repr__(self) -> str:
+        return f"<TakenBatch of {len(self)} payloads, {self.nbytes} bytes, ring {self.ring[:4]}…>"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: int) -> TakenPayload:
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        return TakenPayload(self, at % len(self))
+
+    def __iter__(self) -> Iterator[TakenPayload]:
+        return (TakenPayload(self, at) for at in range(len(self)))
+
+    def divided(self, count: int) -> tuple[TakenBatch, TakenBatch]:
+        """The first payloads and the others as batches of their own, in the same memory. This one owns none then."""
+        first = self._part(self.owned.take(count), 0)
+        return first, self._part(self.owned.take(len(self.owned)), len(first))
+
+    def _part(self, owned: _ring.OwnedClaims, begin: int) -> TakenBatch:
+        end = begin + len(owned)
+        read = {at - begin: own for at, own in self._read.items() if begin <= at < end}
+        notes, offsets = self._notes[begin:end], self._offsets[begin:end]
+        return TakenBatch(self.claims, owned, self._buffer, notes, offsets, read, self.schemas)
+
+    def split(self, most: int) -> Iterator[TakenBatch]:
+        """The same payloads as batches of at most so many, in the same memory."""
+        left = self
+        while len(left) > most:
+            first, left = left.divided(most)
+            yield first
+        yield left
+
+    def note(self, at: int) -> memoryview:
+        """The encoded ticket of the payload at this position."""
+        begin = int(self._notes[at])
+        return self._buffer[begin : begin + int(self.rows["note_bytes"][at])]
+
+    def data(self, at: int) -> memoryview:
+        """The bytes of the payload at this position, read-only."""
+        if self._places is None:
+            ends = self._offsets + self.rows["length"].astype(np.int64)
+            self._places = list(zip(self._offsets.tolist(), ends.tolist(), strict=True))
+        begin, end = self._places[at]
+        if self._read and at in self._read:
+            return memoryview(self._read[at]).toreadonly()[: end - begin]
+        return self._buffer[begin:end]
+
+    def received(self) -> _ring.ReceivedPayloads:
+        """The payloads in the form that a batch in place takes."""
+        rows = np.zeros((len(_ring.RECEIVED_ROWS), len(self)), np.uint64)
+        rows[1], rows[2] = self._offsets, self.rows["length"]
+        rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]
+        pieces = [self._buffer]
+        for at, own in self._read.items():
+            rows[:2, at] = len(pieces), 0
+            pieces.append(memoryview(own).toreadonly())
+        return _ring.ReceivedPayloads(pieces, rows)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection of the claims is gone, and every claim with it."""
+        return self.claims.connection.lost
+
+    @property
+    def positions(self) -> Positions:
+        """Of the payloads in ``claims``."""
+        return np.arange(self.first, self.first + len(self), dtype=np.intp)
+
+    def verdicts(self) -> npt.NDArray[np.int8]:
+        """What became of each claim, as `Verdict` has it."""
+        found: npt.NDArray[np.int8] = self.claims.verdicts[self.first : self.first + len(self)]
+        return found
+
+    @explained
+    async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
+        """Say that the payloads were used, all or those at some positions: True for each that was accepted.
+
+        Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
+        too long), and another consumer may have them. If the connection is lost between the question and its answer,
+        any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Where the ring
+        is out of reach for longer, a payload may count as consumed although it is False here: ask again, and the answer
+        is the ring's, as long as that lives. Asked again, also after a cancellation, the answer is the same.
+        """
+        return await self._ended(which, CONSUME)
+
+    @explained
+    async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
+        """Give the claims up: other trainers may take the payloads, after the delay. False: it had ended already."""
+        seconds(delay_s, "delay_s of give_back()")
+        return await self._ended(which, End(Verdict.GIVEN_BACK, delay_s=delay_s))
+
+    async def _ended(self, which: Sequence[int] | None, end: End) -> Verdicts:
+        positions = self._chosen(which)
+        await self.claims.end(positions, end)
+        accepted: Verdicts = self.claims.verdicts[positions] == end.verdict
+        return accepted
+
+    def _chosen(self, which: Sequence[int] | None) -> Positions:
+        if which is None:
+            return self.positions
+        for position in which:
+            if not 0 <= whole(position, "a position") < len(self.rows):
+                raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")
+        return self.positions[np.asarray(which, dtype=np.intp)]
+
+
+def apart(rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Ticket]]:
+    """Position and ticket of each payload that did not come with the answer, or of ``every`` one.
+
+    ProtocolError: a ticket contradicts its row.
+    """
+    view = memoryview(buffer)
+    found = []
+    for at in range(len(rows)) if every else np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
+        slot, generation, length, size = rows[["slot", "generation", "length", "note_bytes"]][at].item()
+        begin = int(notes[at])
+        try:
+            ticket = Ticket.decode(bytes(view[begin : begin + size]))
+        except TicketError as error:
+            raise ProtocolError(f"an answer to a demand has no ticket for slot {slot}: {error}") from error
+        if (ticket.slot, ticket.generation, ticket.size) != (slot, generation, length):
+            raise ProtocolError(
+                f"an answer to a demand has {length} bytes in slot {slot}@{generation}, and their ticket has "
+                f"{ticket.size} in {ticket.slot}@{ticket.generation}"
+            )
+        found.append((at, ticket))
+    return found
+
+
+def parsed(buffer: Any, count: int) -> tuple[Rows, Rows, Rows]:
+    """(rows, where each ticket begins, where each joined payload begins) of an answer that native code has checked."""
+    rows = np.frombuffer(buffer, TAKEN, count, _HEADER.size).copy()
+    head = _HEADER.size + count * TAKEN.itemsize
+    sizes = rows["note_bytes"].astype(np.int64)
+    ends = head + np.cumsum(sizes)
+    notes = ends - sizes
+    lengths = np.where(rows["flags"] & JOINED, rows["length"], 0).astype(np.int64)
+    spans = _aligned(lengths)
+    first = int(_aligned(ends[-1])) if count else head
+    return rows, notes, first + np.cumsum(spans) - spans

@@ -1,0 +1,298 @@
+"""Demands that wait at every listener a trainer knows: what comes first is taken. `Takers` decides, this carries out.
+
+    find ──► places ──► connections ──► TAKE, one demand at a place ──► arrived(batch)
+
+Places are looked for again and again, so rings that appear and vanish are followed. A connection that breaks gives its
+claims up, and its place is tried again, through the next of its ports. Everything belongs to the client's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
+from transport.claims.outcomes import Served
+from transport.claims.takers import Ask, Close, Open, Takers, Untake
+from transport.errors import BusyError, InternalError, TransportError, WrongRingError
+from transport.runtime.logs import Seldom
+from transport.wire.library import engine
+
+if TYPE_CHECKING:
+    from transport.claims.connection import ClaimConnection
+    from transport.claims.connections import ClaimConnections
+    from transport.claims.places import Place
+
+log = logging.getLogger(__name__)
+
+_WAIT_S: Final = 20.0  # of a demand at a listener; the next one follows at once
+_FEW: Final = 64  # connections, which are all looked at in every turn
+_LOOK_S: Final = 0.25  # more of them are looked at so often: is each still there?
+
+
+class Demands:
+    """The demands of one rank.
+
+    Args:
+        connections: of the client.
+        find: the places of this moment, by a name for each; called in a thread, may block and raise TransportError.
+        arrived: is given what came.
+        settled: is told of each end of claims, with the positions whose end it is.
+        most_attempts: what was claimed so often in vain is dead; 0: no limit.
+        look_s: interval of `find`.
+
+    Attributes:
+        oldest_version: what is older is discarded at the listener; may be set.
+        faults: why a place is not connected, by its name.
+    """
+
+    def __init__(
+        self,
+        connections: ClaimConnections,
+        find: Callable[[], Mapping[str, Place]],
+        arrived: Callable[[TakenBatch], object],
+        settled: Callable[[ClaimedRows, Positions, End], object],
+        *,
+        rank: int | str,
+        most_bytes: int,
+        most_attempts: int,
+        look_s: float,
+    ) -> None:
+        self._all = connections
+        self._find = find
+        self._arrived = arrived
+        self._settled = settled
+        self._rank = rank
+        self._most_bytes = most_bytes
+        self._most_attempts = most_attempts
+        self._look_s = look_s
+        self.oldest_version: int | None = None
+        self.faults: dict[str, TransportError] = {}
+        self._takers = Takers(0)
+        self._batches = 0
+        self._most = 1
+        self._largest = 0  # of the payloads that came last, in bytes
+        self._places: Mapping[str, Place] = {}
+        self._connected: dict[str, ClaimConnection] = {}
+        self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
+        self._unwanted: set[int] = set()  # demands that were taken back before they were made
+        self._tries: dict[str, int] = {}
+        self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
+        self._loop = asyncio.get_running_loop()
+        self._due: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seldom = Seldom()
+        self._looked = float("-inf")
+        self._task(self._follow())
+
+    def __repr__(self) -> str:
+        return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.in_hand} in hand>"
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """As last found."""
+        return self._places
+
+    @property
+    def connections(self) -> list[ClaimConnection]:
+        """Of this moment, one for each place that can be asked."""
+        return list(self._connected.values())
+
+    def want(self, batches: int, most: int, oldest_version: int | None) -> None:
+        """Have so many batches unused and asked for from now on, of so many payloads; none before the first call."""
+        self.oldest_version = oldest_version
+        self._batches, self._most = batches, min(most, engine().MOST_TAKEN)
+        self._size()
+        self._turn()
+
+    def _size(self) -> None:
+        """No more payloads in a demand than fit its bytes: as many large ones as small ones are not held ready."""
+        fit = max(1, min(engine().MOST_TAKEN, self._most_bytes // max(1, self._largest)))
+        most = min(self._most, fit)
+        self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
+
+    def given(self, claims: ClaimedRows, count: int) -> None:
+        """So many more payloads are in the hands of a caller: others may come in their place."""
+        if self._connected.get(claims.place) is claims.connection:
+            self._takers.used(claims.place, count)
+            self._turn()
+
+    def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
+        self._settled(claims, positions, end)
+        if self._connected.get(claims.place) is claims.connection:
+            self._takers.ended(claims.place, len(positions))
+        self._turn()
+
+    def close(self) -> None:
+        """End every connection and with it every claim: others can claim the payloads. Idempotent."""
+        self._closed = True
+        if self._due is not None:
+            self._due.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for link in self._connected.values():
+            self._all.leave(link)
+        self._connected.clear()
+
+    # --- carrying out ---------------------------------------------------------------------------------
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        now = time.monotonic()
+        look_at = self._looked + _LOOK_S
+        if len(self._connected) <= _FEW or now >= look_at:
+            look_at, self._looked = float("inf"), now
+            for name, link in list(self._connected.items()):
+                if link.lost:
+                    self._lose(name, link)
+        for action in self._takers.step(now):
+            match action:
+                case Open(name):
+                    self._task(self._open(name))
+                case Close(name):
+                    self._all.leave(self._connected.pop(name))
+                case Ask(name, _, _, _):
+                    self._task(self._ask(action, self._connected[name]))
+                case Untake(name, demand):
+                    number = self._numbers.get(demand)
+                    if number is None:
+                        self._unwanted.add(demand)
+                    else:
+                        self._connected[name].take_back(number)
+        if self._due is not None:
+            self._due.cancel()
+        due = self._takers.next_due(now)
+        due = look_at if due is None else min(due, look_at)
+        self._due = None if due == float("inf") else self._loop.call_later(max(0.0, due - now), self._turn)
+
+    def _lose(self, name: str, link: ClaimConnection) -> None:
+        if self._connected.get(name) is link:
+            del self._connected[name]
+            self._takers.lost(name, time.monotonic())
+        self._all.leave(link)
+
+    async def _open(self, name: str) -> None:
+        place = self._places.get(name)
+        tries = self._tries.get(name, 0)
+        try:
+            if place is None or not place.ports:
+                raise WrongRingError(f"ring {name[:8]} is not served any more")
+            address = place.addresses[tries // len(place.ports) % len(place.addresses)]
+            port = place.ports[(self._spread + tries) % len(place.ports)]
+            link = await self._all.open((address, port), place.segment)
+            if place.ring and link.ring != place.ring:
+                self._all.leave(link)
+                raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
+        except TransportError as error:
+            self._tries[name] = tries + 1
+            self.faults[name] = error
+            if (before := self._seldom.due()) is not None:
+                more = f" ({before} more failures since the last report)" if before else ""
+                log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
+            self._takers.lost(name, time.monotonic())
+        except Exception as error:  # whatever it is, the place is tried again
+            self._tries[name] = tries + 1
+            self._note(name, error)
+            self._takers.lost(name, time.monotonic())
+        else:
+            self.faults.pop(name, None)
+            link.served = partial(self._served, name)
+            self._connected[name] = link
+            self._takers.opened(name)
+        self._turn()
+
+    def _note(self, name: str, error: Exception) -> None:
+        """An error that is none of this package's."""
+        self.faults[name] = InternalError(f"{name}: {type(error).__name__}: {error}")
+        if self._seldom.due() is not None:
+            log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
+
+    def _served(self, name: str) -> Served:
+        place = self._places.get(name)
+        if place is None:
+            return Served()
+        ports = ((address, port) for address in place.addresses for port in place.ports)
+        return Served(tuple(ports), place.segment or "")
+
+    async def _ask(self, ask: Ask, link: ClaimConnection) -> None:
+        name = ask.place
+
+        def asked(number: int) -> None:
+            self._numbers[ask.demand] = number
+            if ask.demand in self._unwanted:
+                link.take_back(number)
+
+        try:
+            batch = await link.demand(
+                ask.n,
+                most_bytes=self._most_bytes,
+                wait_s=_WAIT_S if ask.waits else 0.0,
+                rank=self._rank,
+                oldest_version=self.oldest_version,
+                most_attempts=self._most_attempts,
+                asked=asked,
+            )
+        except TransportError as error:
+            self.faults[name] = error
+            if link.lost:
+                self._tries[name] = self._tries.get(name, 0) + 1
+                self._lose(name, link)
+            elif self._connected.get(name) is link:
+                if not isinstance(error, BusyError) and self._seldom.due() is not None:
+                    log.warning("a demand failed, and is made again: %s", error)
+                self._takers.refused(name, time.monotonic())
+        except Exception as error:  # with the connection end claims that may have come
+            self._note(name, error)
+            self._lose(name, link)
+        else:
+            if self._connected.get(name) is link:
+                self.faults.pop(name, None)
+                self._takers.answered(name, len(batch), full=self._full(ask.n, batch))
+                if len(batch):
+                    batch.claims.place, batch.claims.settled = name, self._ended
+                    for part in batch.split(self._most):
+                        self._arrived(part)
+        finally:
+            self._numbers.pop(ask.demand, None)
+            self._unwanted.discard(ask.demand)
+        self._turn()
+
+    def _full(self, n: int, batch: TakenBatch) -> bool:
+        """Whether the demand's own limits have ended the answer: another payload may be ready."""
+        if len(batch) == 0:
+            return batch.dropped >= n
+        self._largest = int(batch.rows["length"].max())
+        self._size()
+        return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > self._most_bytes
+
+    # --- what goes on meanwhile -------------------------------------------------------------------------
+    async def _follow(self) -> None:
+        while True:
+            try:
+                found = await asyncio.to_thread(self._find)
+            except TransportError as error:
+                if (before := self._seldom.due()) is not None:
+                    log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
+            else:
+                if found is not self._places:
+                    self._follow_to(found)
+                self._turn()
+            await asyncio.sleep(self._look_s)
+
+    def _follow_to(self, found: Mapping[str, Place]) -> None:
+        for name in self._places.keys() - found.keys():
+            self._tries.pop(name, None)
+            self.faults.pop(name, None)
+        self._places = found
+        self._takers.found(found)

@@ -1,0 +1,365 @@
+"""Claims of mapped rings, and rings of this host as they are found: attached, and left at their end.
+
+`RingsOfHost` follows the places of a run; `MappedSource` claims from whichever rings it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from transport import _ring
+from transport.claims.batch import End, Verdict
+from transport.claims.places import Observed, Places
+from transport.devices.buffers import BufferPool
+from transport.errors import RingNotFoundError, TransportError, UsageError
+from transport.queue.base import Came, Claim
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.states import named
+from transport.runtime.decoders import hiding
+from transport.runtime.logs import Seldom
+from transport.ticket import NO_SCHEMA, Ticket
+
+if TYPE_CHECKING:
+    from transport.claims.places import Place
+
+log = logging.getLogger(__name__)
+
+_SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
+_TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
+_SHARE_OF_SLOTS: Final = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
+_ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
+_ANY_SIZE: Final = (1 << 64) - 1
+
+
+@hiding("data", "token", "source", "ring", "native")
+class MappedClaim(Claim, frozen=True, kw_only=True):
+    """A claim of a mapped ring. It goes back when nothing refers to it any more."""
+
+    source: MappedSource
+    ring: SharedRingBuffer
+    native: _ring.Claim
+
+    @property
+    def in_vain(self) -> int:
+        """How often the delivery was claimed in vain before."""
+        return self.native.in_vain
+
+
+class MappedSource:
+    """Claims of mapped rings. Any thread.
+
+    Args:
+        max_deliveries: claims in vain after which a delivery is dead.
+        brought: the payload of a claim; None: it is to be read by its ticket.
+
+    Attributes:
+        bell: ends waits of `claim`.
+    """
+
+    def __init__(self, max_deliveries: int, brought: Callable[[MappedClaim], Came | None] = lambda claim: None) -> None:
+        self._max_deliveries = max_deliveries
+        self.brought = brought
+        self.bell = _ring.Bell()
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        return "<MappedSource>"
+
+    # --- claiming -------------------------------------------------------------------------------------
+    def claim(
+        self,
+        rings: Callable[[], Sequence[SharedRingBuffer]],
+        n: int,
+        timeout_s: float,
+        rung: int | None = None,
+        *,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+    ) -> list[Claim]:
+        """Up to ``n``, of each ring the oldest first; waits for the first one. Of several rings each is first in turn.
+
+        ``rings``: of this moment; raises what is to end the wait. ``rung``: the wait ends when `bell` has rung since.
+        """
+        give_up = time.monotonic() + timeout_s
+        while True:
+            opened = [ring for ring in rings() if not ring.native.closed]
+            seen = []
+            with contextlib.suppress(_ring.RingFault):  # closed meanwhile, by another thread
+                seen = [ring.native.published_event() for ring in opened]
+            claims = self._claimed(opened, n, rank, consumer, oldest_version)
+            left_s = give_up - time.monotonic()
+            if claims or left_s <= 0 or rung not in (None, self.bell.rung):
+                return claims
+            self._wait(opened, seen, min(left_s, _SLICE_S), rank, rung)
+
+    def _claimed(
+        self, rings: Sequence[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
+    ) -> list[Claim]:
+        ranks = [ring.rank_of(rank) for ring in rings]  # before any is claimed: a name may be unknown
+        claims: list[Claim] = []
+        self._turn += 1  # of no consequence if two threads read the same
+        for at in range(len(rings)):
+            if len(claims) == n:
+                break
+            which = (self._turn + at) % len(rings)
+            try:
+                taken = rings[which].native.claim(
+                    n - len(claims),
+                    0.0,
+                    rank=ranks[which],
+                    most_bytes=_ANY_SIZE,
+                    oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+                    most_attempts=self._max_deliveries,
+                    consumer=consumer,
+                )
+                claims += [self._claim(rings[which], each, consumer) for each in taken]
+            except _ring.RingFault as fault:
+                if fault.code != _ring.FAULT_DETACHED and not claims:
+                    raise named(fault) from None  # else the next call meets it again: what was claimed is the caller's
+        return claims
+
+    def _claim(self, ring: SharedRingBuffer, native: _ring.Claim, consumer: str) -> MappedClaim:
+        name = f"{ring.ring_id}/{native.slot}/{native.generation}"
+        version = native.policy_version
+        return MappedClaim(
+            name,
+            ring.native.note(native.slot, native.generation) or b"",  # consumed by ticket meanwhile: ack will be told
+            native.rank,
+            native.attempts,
+            f"{name} {native.rank} {native.attempts} {consumer}",
+            None if version == _ring.NO_VERSION else version,
+            source=self,
+            ring=ring,
+            native=native,
+        )
+
+    def _wait(
+        self, rings: Sequence[SharedRingBuffer], seen: list[int], timeout_s: float, rank: int | str, rung: int | None
+    ) -> None:
+        if not rings or len(seen) < len(rings):
+            time.sleep(min(timeout_s, _SLICE_S))
+            return
+        bell = None if rung is None else self.bell
+        with contextlib.suppress(_ring.RingFault):  # one was closed meanwhile: look again
+            due_s = min(ring.native.due_s(ring.rank_of(rank)) for ring in rings)
+            _ring.Ring.wait_any([ring.native for ring in rings], seen, min(timeout_s, due_s), bell, rung or 0)
+
+    # --- the ends of claims ---------------------------------------------------------------------------
+    def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
+        """End claims so; those for which it was accepted, now or before."""
+        return [claim for claim in claims if self._ended(claim, end)]
+
+    def _ended(self, claim: MappedClaim, end: End) -> bool:
+        native = claim.native
+        try:
+            if end.verdict is Verdict.CONSUMED:
+                return native.finish()
+            if end.verdict is Verdict.GIVEN_BACK:
+                return native.give_back(end.delay_s)
+            return native.end(_ENDINGS[end.verdict], end.reason, end.consumer)
+        except _ring.RingFault as fault:
+            if claim.ring.native.closed:
+                return False  # the claim has ended with it
+            raise named(fault) from None
+
+    def renewed(self, claim: MappedClaim) -> bool:
+        """Whether it is held; says that its holder is alive."""
+        try:
+            claim.ring.native.heard()
+            return claim.native.held
+        except _ring.RingFault:
+            return False
+
+    def in_question(self, claim: MappedClaim) -> bool:
+        """Never: the ring is at hand."""
+        return False
+
+
+class RingsOfHost:
+    """Attachments to the segments of some places. Any thread."""
+
+    def __init__(self, places: Places, lease_s: float) -> None:
+        self._places = places
+        self._lease_s = lease_s
+        self._lock = threading.RLock()
+        self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
+        self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
+        self._views: dict[str, tuple[SharedRingBuffer, _ring.Views]] = {}  # by ring
+        self._refused: dict[str, float] = {}
+        self._seen = Observed()
+        self._buffers = BufferPool()
+        self._seldom = Seldom()
+
+    def __repr__(self) -> str:
+        return f"<RingsOfHost {len(self._attached)} attached>"
+
+    def add(self, ring: SharedRingBuffer) -> None:
+        """A writer of this process, which closes its ring itself."""
+        _check_claimable(ring)
+        with self._lock:
+            self._own = {**self._own, ring.ring_id: ring}
+            ring.native.set_lease(self._lease_s)
+
+    def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
+        """To claim from: those with payloads of these schemas (none: of any)."""
+        fit = _fitting(schemas)
+        return [ring for ring in (*self._attached.values(), *self._own.values()) if _fits(ring, fit)]
+
+    # --- following ------------------------------------------------------------------------------------
+    def look(self, schemas: frozenset[str]) -> None:
+        """Attach to what is new and has payloads of these schemas (none: of any), leave what has ended."""
+        with self._lock:
+            try:
+                self._own = {ring_id: ring for ring_id, ring in self._own.items() if not ring.native.closed}
+                for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
+                    self._leave(ring)
+                for ring_id in [ring_id for ring_id, (ring, _) in self._views.items() if ring.native.closed]:
+                    del self._views[ring_id]
+                self._attach_all(schemas)
+            except TransportError as error:
+                if (before := self._seldom.due()) is not None:
+                    log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
+
+    def _attach_all(self, schemas: frozenset[str]) -> None:
+        now = time.monotonic()
+        here = {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
+        for name in self._places.segments():
+            if name in here or now < self._refused.get(name, 0.0):
+                continue
+            why = self._attach(name, schemas)
+            if why:
+                self._refused[name] = now + _TRY_AGAIN_S
+                log.info("ring %s is not mapped: %s", name, why)
+
+    def _attach(self, name: str, schemas: frozenset[str]) -> str:
+        """Why not; "": attached, or not to be attached yet."""
+        try:
+            ring = SharedRingBuffer.attach(name, role="reader")
+        except RingNotFoundError:  # gone, or being made: the next look sees
+            return ""
+        except TransportError as error:
+            return str(error)
+        readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
+        why = ""
+        if not _fits(ring, _fitting(schemas)):
+            why = "its schema is none of this trainer's"
+        elif readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
+            why = "its remaining owner numbers are reserved for its writer and listeners"
+        elif len(self._attached) + len(self._own) >= _ring.MAX_WAITED:
+            why = f"a queue is of at most {_ring.MAX_WAITED} rings"
+        if why:
+            ring.close()
+            return why
+        ring.native.set_lease(self._lease_s)
+        self._attached[ring.ring_id] = ring
+        return ""
+
+    def _ended(self, ring: SharedRingBuffer) -> bool:
+        if ring.native.closed:
+            return True
+        views = self._views.get(ring.ring_id)
+        with contextlib.suppress(_ring.RingFault):
+            _, writing, ready, reading = ring.native.state_counts()
+            return not (ring.native.keeper_alive or writing or ready or reading or (views and views[1]))
+        return True
+
+    def _leave(self, ring: SharedRingBuffer) -> None:
+        del self._attached[ring.ring_id]
+        views = self._views.pop(ring.ring_id, None)
+        if views is None or views[1].close():
+            ring.close()
+
+    def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, Place]:
+        """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
+        with self._lock:
+            known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
+            places = self._places.served(known)
+            if not schemas:
+                return places
+            fit = _fitting(schemas)
+            seen = self._seen.look(self._places.segments()).values()
+            unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
+            return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
+
+    def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
+        """Every ring of these places that is on this host, some as observers.
+
+        ``rings``: the only ones that are needed; where this process has them, others are not looked for.
+        """
+        with self._lock:
+            ours = [ring for ring in (*self._attached.values(), *self._own.values()) if not ring.native.closed]
+            if rings is not None and {ring.ring_id for ring in ours}.issuperset(rings):
+                return ours
+            known = {ring.name for ring in ours}
+            others = self._seen.look([name for name in self._places.segments() if name not in known])
+            return [*ours, *others.values()]
+
+    # --- payloads -------------------------------------------------------------------------------------
+    def brought(self, claim: MappedClaim) -> Came | None:
+        """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
+        if not claim.data or claim.ring.native.closed:
+            return None
+        data = self._payload(claim.ring, claim.native, Ticket.decode(claim.data).size)
+        return None if data is None else Came("mapped", data)
+
+    def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
+        slot, generation = claim.slot, claim.generation
+        key = ring.key(slot, generation)
+        try:
+            view = self._views_of(ring).read(ring, slot, generation, key, size, claim.rank, consume=False)
+            if isinstance(view, int):
+                return None
+            if view is not None:
+                return view
+            if ring.native.begin_read(slot, generation, key, size, claim.rank) != _ring.READ_OK:
+                return None
+            try:
+                block = self._buffers.take(size)
+                _ring.copy(block, ring.native.payload(slot)[:size])
+                return block
+            finally:
+                ring.native.unpin(slot, generation)
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+
+    def _views_of(self, ring: SharedRingBuffer) -> _ring.Views:
+        with self._lock:
+            known = self._views.get(ring.ring_id)
+            if known is not None and known[0] is ring:
+                return known[1]
+            views = _ring.Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
+            self._views[ring.ring_id] = ring, views
+            # Before the ring's own finalizer: a segment whose last reader exits with views must not stay behind.
+            weakref.finalize(ring, views.let_go)
+            return views
+
+    def close(self) -> None:
+        """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
+        with self._lock:
+            for ring in list(self._attached.values()):
+                self._leave(ring)
+            self._own = {}
+            self._views.clear()
+            self._seen.close()
+            self._places.close()
+
+
+def _check_claimable(ring: SharedRingBuffer) -> None:
+    if ring.native.owner < 0:
+        raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
+
+
+def _fitting(schemas: frozenset[str]) -> set[bytes]:
+    """Fingerprints, as a segment has them, of rings that have payloads of these schemas; none: of all."""
+    return {bytes.fromhex(fingerprint) for fingerprint in (*schemas, NO_SCHEMA)} if schemas else set()
+
+
+def _fits(ring: SharedRingBuffer, fit: set[bytes]) -> bool:
+    return not ring.native.closed and (not fit or ring.native.fingerprint in fit)

@@ -1,0 +1,412 @@
+"""Claims of rings elsewhere: demands of each rank bring payloads with their claims, over the connections of a client.
+
+Batches come on the client's loop and wait in a queue of their rank; a caller takes them from there. How claims end is
+decided on the loop, too, and stands in the batch: a caller that was interrupted asks again, and finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from transport import _ring
+from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
+from transport.claims.connection import MOST_BYTES, ClaimConnection
+from transport.claims.connections import ClaimConnections
+from transport.claims.demands import Demands
+from transport.claims.in_place import TakenPayloads
+from transport.claims.places import Place
+from transport.client.connections.links import Links
+from transport.config import configuration
+from transport.devices.buffers import BufferPool
+from transport.errors import (
+    AuthenticationError,
+    BatchTooLargeError,
+    ClosedError,
+    MissingDependencyError,
+    RankError,
+    TransportError,
+    VersionMismatchError,
+    WireNotAllowedError,
+)
+from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
+from transport.ring.consumers import consumers_of, rank_of
+from transport.runtime.decoders import hiding
+from transport.runtime.loop_thread import Job, LoopThread
+
+_BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
+_CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
+_LOOK_S: Final = 0.25
+_MOST_FAILURES: Final = 256
+# With these a place stays unreachable until this process is configured otherwise.
+_OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
+_COUNTED: Final = {
+    Verdict.CONSUMED: ("done",),
+    Verdict.GIVEN_BACK: ("retried",),
+    Verdict.DISCARDED: ("discarded",),
+    Verdict.DEAD: ("dead", "retried"),
+    Verdict.AGED: ("discarded", "aged"),
+}
+_FAILED: Final = {
+    Verdict.DISCARDED: DeliveryState.DISCARDED,
+    Verdict.DEAD: DeliveryState.DEAD,
+    Verdict.AGED: DeliveryState.DISCARDED,
+}
+
+
+@hiding("data", "token", "source", "batch", "owned")
+class NetworkClaim(Claim, frozen=True, kw_only=True):
+    """A claim of a ring elsewhere. It goes back when nothing refers to it any more."""
+
+    source: NetworkSource
+    batch: TakenBatch
+    position: int  # in the batch's ``claims``
+    owned: _ring.OwnedClaims
+
+    @property
+    def in_vain(self) -> int:
+        """How often the delivery was claimed in vain before."""
+        return int(self.batch.claims.rows["in_vain"][self.position])
+
+    @property
+    def verdict(self) -> int:
+        """What became of it, as `Verdict` has it."""
+        return int(self.batch.claims.verdicts[self.position])
+
+
+class _Waiters:
+    """Threads that wait for something to come. A lock of C for each: an interrupt in one is nothing to another."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def wait(self, arrived: Callable[[], object], timeout_s: float) -> None:
+        """Until `wake`, or the time is over; not at all where ``arrived`` says so."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        if not arrived():
+            lock.acquire(timeout=max(0.0, timeout_s))
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(lock)
+
+    def wake(self) -> None:
+        """All that wait. Those that do not any more are woken to no effect."""
+        while self._waiting:
+            self._waiting.popleft().release()
+
+
+class _Rank:
+    """What came for one rank and is not claimed yet."""
+
+    def __init__(self) -> None:
+        self.demands: Demands | None = None
+        self.came: deque[TakenBatch] = deque()
+        self.arrived = _Waiters()
+        self.taken: deque[TakenBatch] = deque()  # whole, and not said to be in use: that costs a turn of the loop
+        self.sizes: deque[int] = deque(maxlen=_CLAIMS)
+        self.wanted: tuple[int, int | None] | None = None
+
+
+class NetworkSource:
+    """Claims over the network, through one client's connections. Any thread but the client's.
+
+    Args:
+        served: the places of this moment; may block.
+        max_deliveries: claims in vain after which a delivery is dead.
+        bell: called when something has come, for threads that wait for rings of this host as well.
+        thread, claims: of the client; None: one of its own, as the operator configured it, from the first claim on.
+    """
+
+    def __init__(
+        self,
+        served: Callable[[], Mapping[str, Place]],
+        max_deliveries: int,
+        bell: Callable[[], object] = lambda: None,
+        thread: LoopThread | None = None,
+        claims: ClaimConnections | None = None,
+    ) -> None:
+        self._served = served
+        self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
+        self._bell = bell
+        self._thread, self._claims = thread, claims
+        self._own_links: Links | None = None
+        self._starting = threading.RLock()  # guards what is above and the ranks
+        self._ranks: dict[int | str, _Rank] = {}
+        self._closed = False
+        self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring, of rank and name; belongs to the loop
+        self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+
+    def __repr__(self) -> str:
+        return f"<NetworkSource of {len(self._ranks)} ranks>"
+
+    # --- the demands of a rank ------------------------------------------------------------------------
+    def _rank(self, rank: int | str) -> _Rank:
+        known = self._ranks.get(rank)
+        if known is not None and self._thread is not None and not self._thread.closed:
+            return known
+        with self._starting:
+            if self._thread is not None and self._thread.closed:
+                raise ClosedError("a forked child does not have its parent's connections; open the queue in the child")
+            if self._closed:
+                raise ClosedError("the queue is closed")
+            if self._thread is None:
+                self._thread = LoopThread("transport rings")
+            if self._claims is None:
+                self._claims = self._thread.run(self._own_claims())
+            return self._thread.run(self._started(rank))
+
+    async def _own_claims(self) -> ClaimConnections:
+        operator = configuration()
+        wires = None if operator.wire_policy == "auto" else frozenset(operator.wire_policy)
+        self._own_links = Links(operator.settings, wires, operator.secret(), lambda: None)
+        return ClaimConnections(self._own_links, operator.settings, BufferPool(), {})
+
+    async def _started(self, rank: int | str) -> _Rank:
+        """The demands of a rank, which are made once."""
+        made = self._ranks.setdefault(rank, _Rank())
+        if made.demands is None:
+            assert self._claims is not None
+
+            def came(batch: TakenBatch) -> None:
+                made.came.append(batch)
+                made.arrived.wake()
+                self._bell()
+
+            made.demands = Demands(
+                self._claims,
+                self._served,
+                came,
+                self._settled,
+                rank=rank,
+                most_bytes=MOST_BYTES,
+                most_attempts=self._most_attempts,
+                look_s=_LOOK_S,
+            )
+        return made
+
+    def _soon(self, what: Callable[..., object], *arguments: object) -> None:
+        if self._thread is not None:
+            self._thread.soon(what, *arguments)
+
+    # --- claiming -------------------------------------------------------------------------------------
+    def want(self, rank: int | str, n: int, oldest_version: int | None) -> None:
+        """Have demands for some times ``n`` payloads wait; does not wait itself."""
+        of = self._rank(rank)
+        of.sizes.append(n)
+        most = max(of.sizes)
+        if of.wanted != (most, oldest_version) and of.demands is not None:
+            of.wanted = (most, oldest_version)
+            self._soon(of.demands.want, _BATCHES, most, oldest_version)
+
+    def take(self, n: int, wait_s: float, rank: int | str) -> TakenBatch | None:
+        """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
+        of = self._rank(rank)
+        if not of.came:
+            while of.taken:  # it does not consume what it took before it takes more
+                self._give(of, of.taken.popleft())
+            of.arrived.wait(lambda: of.came or self._closed, wait_s)
+        batch = _next(of.came)
+        if batch is not None:
+            of.taken.append(batch)
+        return batch
+
+    def claim(
+        self, n: int, wait_s: float, *, rank: int | str, consumer: str, oldest_version: int | None
+    ) -> list[Claim]:
+        """Up to ``n`` of what has come, the first that came first."""
+        of = self._rank(rank)
+        if not of.came:
+            of.arrived.wait(lambda: of.came or self._closed, wait_s)
+        claims: list[Claim] = []
+        while len(claims) < n and (batch := _next(of.came)) is not None:
+            if len(batch) > n - len(claims):
+                batch, rest = batch.divided(n - len(claims))
+                of.came.appendleft(rest)
+            made = self._claims_of(batch, consumer)
+            aged = [each for each in made if _is_older(each.policy_version, oldest_version)]
+            self._give(of, batch)
+            for each in aged:  # asked for when an older policy would do
+                reason = too_old(each.policy_version or 0, oldest_version or 0)
+                self.end([each], End(Verdict.AGED, reason, consumer))
+            claims += [each for each in made if each not in aged] if aged else made
+        return claims
+
+    def _claims_of(self, batch: TakenBatch, consumer: str) -> list[NetworkClaim]:
+        made = []
+        rank = int(batch.rows["rank"][0])
+        for at, payload in enumerate(batch):
+            name, attempts = payload.name, payload.attempts
+            made.append(
+                NetworkClaim(
+                    name,
+                    payload.encoded,
+                    rank,
+                    attempts,
+                    f"{name} {rank} {attempts} {consumer}",
+                    payload.policy_version,
+                    source=self,
+                    batch=batch,
+                    position=batch.first + at,
+                    owned=batch.owned.take(1),
+                )
+            )
+        return made
+
+    def _give(self, of: _Rank, batch: TakenBatch) -> None:
+        """It is in the hands of a caller."""
+        if of.demands is not None:
+            self._soon(self._given, of.demands, batch)
+
+    def _given(self, demands: Demands, batch: TakenBatch) -> None:
+        positions = batch.positions
+        if not batch.claims.given[positions].any():
+            batch.claims.given[positions] = True
+            self._count(batch.claims, len(batch), "claimed")
+            demands.given(batch.claims, len(batch))
+
+    def explain(self, rank: int | str, *, known: bool = False) -> None:
+        """Raise why nothing can come, where this process itself keeps it from every place.
+
+        ``known``: another ring has the consumer of this name; those that have not are left out.
+        """
+        demands = self._rank(rank).demands
+        assert demands is not None
+        faults = list(demands.faults.values())
+        known = known or any(_knows(each, rank) for each in demands.connections)
+        for fault in faults:
+            unknown_name = isinstance(fault, RankError) and not known
+            unreachable = not demands.connections and isinstance(fault, _OWN_FAULTS)
+            if unknown_name or unreachable or isinstance(fault, BatchTooLargeError):
+                raise fault
+
+    # --- the ends of claims ---------------------------------------------------------------------------
+    def brought(self, claim: NetworkClaim) -> Came | None:
+        """The payload of a claim."""
+        batch = claim.batch
+        return Came(batch.claims.connection.link.wire, batch.data(claim.position - batch.first))
+
+    def end(self, claims: Sequence[NetworkClaim], end: End) -> list[Claim]:
+        """End claims so; those for which it was accepted, now or before."""
+        groups: dict[ClaimedRows, list[int]] = {}
+        for claim in claims:
+            if claim.verdict in (Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION):
+                groups.setdefault(claim.batch.claims, []).append(claim.position)
+        if groups and self._thread is not None and not self._thread.closed:  # else every connection is closed as well
+            self._thread.run(_end_all(groups, end))
+        accepted: list[Claim] = [claim for claim in claims if claim.verdict == end.verdict]
+        for claim in claims:
+            if claim.verdict > Verdict.ASKED:
+                claim.owned.settled()
+        return accepted
+
+    def consume(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
+        """Consume all of a batch, or what was kept of it: which were accepted, once the listener has said so."""
+        thread = self._thread
+        if thread is None:
+            raise ClosedError("the batch is of another queue")
+        for of in list(self._ranks.values()):
+            with contextlib.suppress(ValueError):
+                of.taken.remove(batch)
+                self._give(of, batch)  # before its end: older ones may still be in hand
+        return thread.submit(batch.consume() if payloads is None else payloads.consume())
+
+    def renewed(self, claim: NetworkClaim) -> bool:
+        """Whether it is held, as far as this side knows; the client's loop says that its holder is alive."""
+        return claim.verdict == Verdict.OPEN and not claim.batch.lost
+
+    def in_question(self, claim: NetworkClaim) -> bool:
+        """Whether it may have been consumed: its ring is out of reach."""
+        return claim.verdict == Verdict.IN_QUESTION
+
+    def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
+        """Count claims whose verdict has come. On the loop."""
+        given = positions[claims.given[positions]]
+        self._count(claims, -len(given), "claimed")
+        ended = given[claims.verdicts[given] == end.verdict]
+        for name in _COUNTED[end.verdict]:
+            self._count(claims, len(ended), name)
+        if end.verdict in _FAILED:
+            ring = claims.connection.ring
+            for row in claims.rows[ended]:
+                name = f"{ring}/{row['slot']}/{row['generation']}"
+                self.failures.append(
+                    Failure(
+                        name, int(row["rank"]), _FAILED[end.verdict], int(row["attempts"]), end.consumer, end.reason
+                    )
+                )
+
+    def _count(self, claims: ClaimedRows, amount: int, name: str) -> None:
+        if amount:
+            counts = self.counts.setdefault(claims.connection.ring, Counter())
+            counts[int(claims.rows["rank"][0]), name] += amount
+
+    def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
+        """What this process knows of rings that are not seen from here."""
+        if self._thread is not None and not self._thread.closed:
+            self._thread.run(asyncio.sleep(0))  # after what the loop was told before
+        sums: Counter[str] = Counter()
+        for ring, counts in list(self.counts.items()):
+            if ring not in but:
+                for (of, name), amount in list(counts.items()):
+                    sums[name] += amount * (rank is None or of == rank)
+        return sums
+
+    # --- the end --------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """What is claimed can be claimed by others. Idempotent; nothing in a forked child."""
+        self._closed = True
+        thread = self._thread
+        for of in list(self._ranks.values()):
+            of.arrived.wake()
+        self._bell()
+        if thread is None or thread.closed:
+            return
+        try:
+            thread.run(self._end())
+        finally:
+            if self._own_links is not None:
+                thread.close()
+
+    async def _end(self) -> None:
+        for of in self._ranks.values():
+            if of.demands is not None:
+                of.demands.close()
+            of.came.clear()
+            of.taken.clear()
+        if self._own_links is not None:
+            if self._claims is not None:
+                self._claims.close()
+            await self._own_links.close()
+
+
+async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
+    await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
+
+
+def _next(came: deque[TakenBatch]) -> TakenBatch | None:
+    """The first that is claimed still; of those whose connection is lost others may have claimed the payloads."""
+    with contextlib.suppress(IndexError):
+        while (batch := came.popleft()).lost:
+            pass
+        return batch
+    return None
+
+
+def _is_older(version: int | None, oldest_version: int | None) -> bool:
+    return version is not None and oldest_version is not None and version < oldest_version
+
+
+def _knows(connection: ClaimConnection, rank: int | str) -> bool:
+    """Whether the ring of this connection has the rank, as far as its listener has said."""
+    try:
+        rank_of(consumers_of(connection.link.consumers), rank)
+    except TransportError:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""Opens the queue that a URL names."""
+
+from __future__ import annotations
+
+from transport.claims.places import AtAddresses, InDirectory, OnThisHost
+from transport.claims.rings import FoundRings
+from transport.errors import ConfigurationError, UsageError
+from transport.queue.base import TicketQueue
+from transport.queue.redis import RedisQueue
+from transport.storage.urls import RedisURL, parse_url
+from transport.store.directory import Directory
+from transport.store.open import open_store
+
+
+def open_queue(url: str) -> TicketQueue:
+    """Open the queue that a text names: the rings themselves, or a broker.
+
+    ``rings:NAME`` are the rings of this host whose names begin with NAME ("rings:": those of rollout workers that were
+    given no queue), ``rings://host:port,host:port`` what is served at these addresses, and ``rings+URL`` what servers
+    have published in the directory of a store (``rings+redis://host:port/db?run=name``, ``rings+sqlite:///path``).
+    ``redis://host:port/db?run=name`` is a queue beside the rings.
+
+    Raises:
+        ConfigurationError: the text is none of these.
+        QueueUnsuitableError: this file or server cannot hold a queue.
+        QueueUnavailableError: the server does not answer.
+        MissingDependencyError: the redis package is not installed.
+    """
+    if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
+        return open_rings(url)
+    parsed = parse_url(url)
+    if not isinstance(parsed, RedisURL):
+        raise ConfigurationError(
+            f"{url!r} is a store: a queue in a file is none any more; on one host the rings are the queue (rings:NAME)"
+        )
+    return RedisQueue(parsed)
+
+
+def open_rings(text: str) -> FoundRings:
+    """`open_queue` for the rings of a run."""
+    scheme, _, place = text.partition(":")
+    if scheme != "rings":
+        store = open_store(text.removeprefix("rings+"))
+        return FoundRings(InDirectory(Directory(store)), store=store)
+    if place.startswith("//"):
+        return FoundRings(AtAddresses(place.removeprefix("//")))
+    try:
+        return FoundRings(OnThisHost(place or None))
+    except UsageError as error:
+        raise ConfigurationError(f"{text!r}: {error}") from None

@@ -1,0 +1,201 @@
+"""What became of claims whose FINISH has no answer: asked of any port of the ring, or of its segment, until one knows.
+
+A connection that breaks between FINISH and its answer leaves the trainer with payloads that the ring may have consumed
+for it. The ring keeps the last finishes of each connection (native/ring/finishes.hpp), whatever became of the listener.
+The first question settles it: what was not consumed by then is not consumed any more for that connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from transport.claims.batch import OUT_OF_REACH, TAKEN, Rows
+from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
+from transport.ring.buffer import SharedRingBuffer
+from transport.settings import Settings
+from transport.wire import frames
+from transport.wire.frames import Kind
+
+log = logging.getLogger(__name__)
+
+_AGAIN = 8  # its listener is at it
+_PAUSE_S = 0.05
+_CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
+
+
+PortKey = tuple[str, int]
+
+
+class Served(NamedTuple):
+    """Where a ring is at the moment.
+
+    Attributes:
+        ports: of its listeners.
+        segment: its name on this host; "": unknown, or on another one.
+    """
+
+    ports: tuple[PortKey, ...] = ()
+    segment: str = ""
+
+
+class Link(Protocol):
+    """What is used of a connection (transport/client/connections/connection.py)."""
+
+    port: PortKey
+    ports: tuple[int, ...]
+    ring: str
+    native: Any
+
+    @property
+    def worker(self) -> Any: ...
+
+
+class Links(Protocol):
+    """Opens and ends connections (transport/client/connections/links.py)."""
+
+    async def open_apart(self, port: PortKey, ring: str = "") -> Any: ...
+
+    def break_off(self, link: Any) -> None: ...
+
+
+class Outcomes:
+    """Asks for the outcomes of one client's finishes."""
+
+    def __init__(self, links: Links, settings: Settings) -> None:
+        self._links = links
+        self._settings = settings
+        self.unknown = 0  # claims whose outcome no port of the ring knew
+        self.questions = 0  # how often a claim's outcome was asked for and no port was reached
+
+    @property
+    def patience_s(self) -> float:
+        """As long as a listener that hangs needs to be replaced and to be connected to."""
+        settings = self._settings
+        return settings.watchdog_s + settings.connect_timeout_s + settings.handshake_timeout_s
+
+    async def of(
+        self, broken: Link, rows: Rows, served: Callable[[], Served] = Served, again: bool = False
+    ) -> list[int]:
+        """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
+
+        Rows whose attempts have `frames.END_ASKED` are about an END.
+
+        ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
+        writer and listeners were all killed is not served until another writer takes it over.
+        ``again``: they were in question, and are asked about for no longer than a connection takes.
+
+        `OUT_OF_REACH` may be asked again: no port has answered for ``patience_s``. Every other one is to be
+        dropped: refused, or unknown, because another ring is there, or this client is closed.
+        """
+        codes = [OUT_OF_REACH] * len(rows)
+        left = np.arange(len(rows))
+        elsewhere: set[PortKey] = set()  # ports of other rings by now
+        gone = False
+        patience_s = min(self.patience_s, self._settings.connect_timeout_s) if again else self.patience_s
+        give_up = time.monotonic() + patience_s
+        pause_s = _PAUSE_S
+        to_ask: deque[PortKey] = deque()
+        passes = 0
+        while True:
+            if not to_ask:
+                to_ask.extend(dict.fromkeys((*served().ports, *_ports(broken))))
+                passes += 1
+            port = to_ask.popleft()
+            segment = served().segment if passes > 1 else ""
+            try:
+                if segment:
+                    answers = await asyncio.to_thread(_looked_up, segment, broken.ring, rows[left], broken.native.token)
+                else:
+                    async with asyncio.timeout(max(0.0, give_up - time.monotonic())):
+                        answers = await self._asked(port, broken, rows[left])
+            except ClosedError:
+                gone = True
+                break
+            except WrongRingError:
+                elsewhere.add(port)
+                if elsewhere >= {*served().ports, *_ports(broken)}:
+                    gone = True
+                    break
+            except TransportError as error:
+                log.debug("%s:%d did not tell what became of %d claims: %s", *port, len(left), error)
+            except TimeoutError:
+                break
+            else:
+                for at, code in zip(left.tolist(), answers, strict=True):
+                    codes[at] = code
+                left = left[np.equal(np.asarray(answers), _AGAIN)]
+            if not len(left) or time.monotonic() + pause_s > give_up:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+        codes = [OUT_OF_REACH if code == _AGAIN else code for code in codes]
+        if gone:
+            codes = [frames.UNKNOWN if code == OUT_OF_REACH else code for code in codes]
+        if waiting := codes.count(OUT_OF_REACH):
+            self.questions += waiting
+            log.warning(
+                "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring has "
+                "answered for %.3g s. They are in question: consume them again to ask again",
+                broken.ring[:8],
+                waiting,
+                patience_s,
+                extra={"ring": broken.ring},
+            )
+        if unknown := codes.count(frames.UNKNOWN):
+            self.unknown += unknown
+            log.warning(
+                "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring "
+                "knows. They are dropped here; those that were consumed are lost",
+                broken.ring[:8],
+                unknown,
+                extra={"ring": broken.ring},
+            )
+        return codes
+
+    async def _asked(self, port: PortKey, broken: Link, rows: Rows) -> list[int]:
+        rows = np.ascontiguousarray(rows, TAKEN)
+        link = await self._links.open_apart(port, broken.ring)
+        try:
+            answers: list[int] = []
+            for begin in range(0, len(rows), frames.MAX_RECORDS):
+                chunk = rows[begin : begin + frames.MAX_RECORDS]
+                answers += await self._answers(link, chunk.view(np.uint8), broken.native.token)
+            return answers
+        finally:
+            self._links.break_off(link)
+
+    async def _answers(self, link: Link, rows: Any, token: int) -> list[int]:
+        future: asyncio.Future[Any] = link.worker.loop.create_future()
+        link.native.settle(future, Kind.OUTCOME, rows, key=token)
+        link.worker.kick()
+        done, _ = await asyncio.wait((future,), timeout=self._settings.read_timeout(0))
+        if not done:
+            raise ReadTimeoutError(f"{link!r} did not say what became of {len(rows)} claims in time")
+        outcome = future.result()
+        if not isinstance(outcome, list):
+            raise ProtocolError(f"{link!r} sent an answer that does not fit its question")
+        return outcome
+
+
+def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
+    """As a listener of this host would answer. Blocks."""
+    with SharedRingBuffer.attach(segment, role="reader") as ring:
+        if ring.ring_id != ring_id:
+            raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
+        return [
+            _CODES[ring.native.outcome(token, slot, generation, rank, attempts)]
+            for slot, generation, rank, attempts in rows[["slot", "generation", "rank", "attempts"]].tolist()
+        ]
+
+
+def _ports(broken: Link) -> list[PortKey]:
+    """Of its ring, its own one last: its listener may hang."""
+    host, own = broken.port
+    return [*((host, port) for port in broken.ports if port != own), (host, own)]

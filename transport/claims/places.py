@@ -1,0 +1,251 @@
+"""Where the rings of a run are: their segments on this host, addresses, or a directory. Blocks while a store does.
+
+rings:NAME                       the rings of this host whose names begin with NAME
+rings://host:port,host:port      what is served at these addresses
+rings+redis://host:port/db?run=  what servers have published in the directory of this store; also rings+sqlite:
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Final, NamedTuple, Protocol
+
+from transport import _ring
+from transport.client.connections.pool import port_of
+from transport.config import configuration
+from transport.errors import ConfigurationError, RingError, UsageError
+from transport.ring.buffer import SharedRingBuffer
+from transport.store.directory import LEASE_S, Directory, Serving
+from transport.ticket import host_identity
+from transport.wire.addresses import LOOPBACK
+
+log = logging.getLogger(__name__)
+
+_UNNAMED: Final = "rollout-"
+
+_BEGINNING: Final = "/transport-"
+_NAME: Final = re.compile(r"[A-Za-z0-9._=-]{1,100}")
+_STORE_EVERY_S: Final = 0.5
+_RINGS_A_SECOND: Final = 250  # that a reader reads from the store in the mean, however many there are
+_STORE_MOST_S: Final = LEASE_S * 2 / 3
+
+
+def default_prefix() -> str:
+    """With this the names of rings begin that are handed out where no queue was chosen.
+
+    Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
+    does, which all processes of a run share. The name ends with a character that no run's name has: "exp" is not the
+    beginning of "exp-2".
+    """
+    run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
+    return f"run-{run}@" if run else _UNNAMED
+
+
+class Place(NamedTuple):
+    """Where one ring is served: any address with any port.
+
+    Attributes:
+        ring: its id; "": whatever is served there.
+        segment: where it is on this host; None: it is on another one; "": unknown.
+    """
+
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    ring: str = ""
+    segment: str | None = ""
+
+
+class Places(Protocol):
+    """Where rings are found."""
+
+    prefix: str  # with which a writer's new ring is to be named, so that it is found; "": any name will do
+    directory: Directory | None  # where a writer's server is to be published, so that it is found
+
+    def segments(self) -> list[str]:
+        """Names of segments of this host that a reader may map."""
+        ...
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """Where the others answer; without the rings of these ids."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class Observed:
+    """Observers of segments, kept as long as these exist. They hold no owner place, and claim nothing."""
+
+    def __init__(self) -> None:
+        self._rings: dict[str, SharedRingBuffer] = {}
+
+    def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
+        """An observer of each segment that can be seen."""
+        for gone in self._rings.keys() - set(names):
+            self._rings.pop(gone).native.close()
+        for name in names:
+            if name in self._rings and not self._rings[name].native.still_named:  # a newer ring has its name
+                self._rings.pop(name).native.close()
+            if name not in self._rings:
+                with contextlib.suppress(RingError):  # gone again, being made, or another user's
+                    self._rings[name] = SharedRingBuffer.attach(name, role="observer")
+        return dict(self._rings)
+
+    def close(self) -> None:
+        """Detach."""
+        self.look(())
+
+
+class OnThisHost:
+    """Rings by their names."""
+
+    directory: Directory | None = None
+
+    def __init__(self, prefix: str | None = None) -> None:
+        if prefix is not None:
+            prefix = prefix.removeprefix(_BEGINNING)
+            if not _NAME.fullmatch(prefix):
+                raise UsageError(f"{prefix!r} begins no name of a ring: give 1 to 100 letters, digits, . _ -")
+        self.prefix = default_prefix() if prefix is None else prefix
+        self._observed = Observed()
+
+    def __repr__(self) -> str:
+        return f"rings:{self.prefix}"
+
+    def segments(self) -> list[str]:
+        """Names that begin so."""
+        beginning = _BEGINNING + self.prefix
+        return [name for name in _ring.segments() if name.startswith(beginning)]
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """By what the segments say of their listeners."""
+        found = {}
+        for ring in self._observed.look(self.segments()).values():
+            with contextlib.suppress(_ring.RingFault):
+                ports = ring.native.ports()
+                if ports and ring.ring_id not in mapped:
+                    addresses = [each for each in ring.native.addresses.split(",") if each]
+                    found[ring.ring_id] = Place((*addresses, LOOPBACK), ports, ring.ring_id, ring.name)
+        return found
+
+    def close(self) -> None:
+        """Detach the observers."""
+        self._observed.close()
+
+
+class AtAddresses:
+    """Listeners by host and port."""
+
+    prefix = ""
+    directory: Directory | None = None
+
+    def __init__(self, addresses: str) -> None:
+        try:
+            self._places = {
+                each: Place((port_of(each)[0],), (port_of(each)[1],)) for each in addresses.rstrip("/").split(",")
+            }
+        except UsageError as error:
+            raise ConfigurationError(f"rings://{addresses}: {error}; give rings://host:port,host:port") from None
+
+    def __repr__(self) -> str:
+        return f"rings://{','.join(self._places)}"
+
+    def segments(self) -> list[str]:
+        """None: addresses say nothing of segments."""
+        return []
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """All of them."""
+        return self._places
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class InDirectory:
+    """Servers that published themselves; those of this host are found by their segments, too.
+
+    The store is read in a thread, and what it said last is used meanwhile: one that hangs delays nobody who knows it.
+    """
+
+    prefix = ""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory: Directory | None = directory
+        self._directory = directory
+        self._observed = Observed()
+        self._known: Mapping[str, Serving] = {}
+        self._here: set[str] = set()
+        self._segments: dict[str, str] = {}
+        self._due = float("-inf")
+        self._reads = 0  # of the directory
+        self._reading: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._made: tuple[object, Mapping[str, Place]] = None, {}  # places, and what of; one object, for all threads
+
+    def __repr__(self) -> str:
+        return f"rings in {self._directory!r}"
+
+    def _look(self) -> None:
+        """Have the directory read where that is due. Waits for the first answer alone, and raises its error."""
+        if self._reading is None or (not self._reading.is_alive() and time.monotonic() >= self._due):
+            self._reading = threading.Thread(target=self._read, name="transport directory", daemon=True)
+            self._reading.start()
+        if not self._reads:
+            self._reading.join()
+            if self._failed is not None:
+                self._reading, failed = None, self._failed
+                raise failed
+
+    def _read(self) -> None:
+        try:
+            records = self._directory.all()
+        except Exception as error:
+            # The rings are not in the store: they are written and read while that is away.
+            self._failed = error
+            self._due = time.monotonic() + _STORE_MOST_S
+            if self._reads:
+                log.warning("rings are not looked for, those found before are used: %s", error)
+            return
+        self._failed = None
+        self._due = time.monotonic() + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
+        here = host_identity()
+        self._known = {each.ring: each for each in records}
+        self._here = {each.ring for each in records if each.host == here}
+        self._reads += 1
+
+    def segments(self) -> list[str]:
+        """Of the rings that this host serves."""
+        self._look()
+        if not self._here:
+            return []
+        seen = self._observed.look(_ring.segments())
+        self._segments = {ring.ring_id: name for name, ring in seen.items() if ring.ring_id in self._here}
+        return list(self._segments.values())
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """As published; the same object while nothing has changed, since ten thousand places take 8 ms to make."""
+        self.segments()
+        made_of = self._reads, frozenset(mapped), tuple(self._segments.items())
+        before, served = self._made
+        if made_of != before:
+            served = {
+                ring: Place(
+                    each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None
+                )
+                for ring, each in self._known.items()
+                if ring not in mapped
+            }
+            self._made = made_of, served
+        return served
+
+    def close(self) -> None:
+        """Detach the observers. The store stays its owner's."""
+        self._observed.close()

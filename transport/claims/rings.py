@@ -1,0 +1,545 @@
+"""The rings of a run as its queue: those that a process gives, or those that are found by name, address or directory.
+
+    this host    attached and claimed from (mapped.py); the payload is a view of its slot
+    elsewhere    a demand waits at the listener (network.py); the payload comes with its claim
+
+There is no second ledger beside the slots. What differs from a queue of its own (queue/base.py):
+
+* A payload that a writer publishes in its ring is published; `publish` only looks whether it is there.
+* A claim is an object that owns its delivery. When nothing refers to it any more the payload goes back. It lasts while
+  its holder lives and is heard: the attachment that claimed, or the connection. Any call is a sign of life, and so is
+  what a client's loop sends by itself; the holder says with ``lease_s`` after how much silence its claims end.
+* A payload that was claimed for the last time in vain is dead when the next one asks for it.
+* What ended is remembered as counts, and as the last failures of each ring; ids of payloads whose slot has been written
+  anew since are done, unless the failures say otherwise.
+* Rings end with their host, and with them what they held.
+
+What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most three times what it claims at a
+time, and one payload for each ring beside; of large payloads three times what one answer brings.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from transport import _ring
+from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
+from transport.claims.in_place import TakenPayloads
+from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
+from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
+from transport.claims.network import NetworkClaim, NetworkSource
+from transport.claims.places import OnThisHost, Place, Places
+from transport.config import configuration
+from transport.errors import ClosedError, QueueUnsuitableError, RingNotFoundError, TransportError, UsageError
+from transport.queue import arguments
+from transport.queue.base import (
+    MAX_DELIVERIES,
+    Came,
+    Carrier,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+)
+from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
+from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.arguments import expect, seconds
+from transport.runtime.explaining import explained_calls
+from transport.runtime.loop_thread import gone
+from transport.settings import DEFAULTS
+from transport.store.base import Store
+
+if TYPE_CHECKING:
+    from transport.runtime.loop_thread import Job, LoopThread
+    from transport.schema import Schema
+
+_LOOK_S: Final = 0.1  # how often rings are looked for while something waits
+_SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
+
+RingClaim = MappedClaim | NetworkClaim
+
+
+class ClaimsOfRings(TicketQueue):
+    """What every queue of rings does with its claims: each has a source, mapped or over the network, which ends it."""
+
+    def __init__(self, max_deliveries: int) -> None:
+        if not 1 <= max_deliveries <= _ring.MAX_ATTEMPTS:
+            raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_ring.MAX_ATTEMPTS} are counted")
+        self._max_deliveries = max_deliveries
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, claims: Iterable[Claim], end: End) -> list[Claim]:
+        self._check_open()
+        by_source: dict[MappedSource | NetworkSource, list[RingClaim]] = {}
+        listed = list(claims)
+        for claim in listed:
+            if isinstance(claim, RingClaim):
+                by_source.setdefault(claim.source, []).append(claim)
+        ended = {id(each) for source, group in by_source.items() for each in source.end(group, end)}  # type: ignore[arg-type]
+        return [claim for claim in listed if id(claim) in ended]
+
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.ack_many`."""
+        return self._end(arguments.held(claims, "ack"), CONSUME)
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """See `TicketQueue.retry`."""
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
+        last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
+        end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
+        return bool(self._end([claim], end))
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
+        arguments.given_back(claim, 0.0, reason, "discard")
+        return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.renew`."""
+        self._check_open()
+        listed = arguments.held(claims, "renew")
+        return [each for each in listed if isinstance(each, RingClaim) and each.source.renewed(each)]  # type: ignore[arg-type]
+
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.in_question`."""
+        listed = arguments.held(claims, "in_question")
+        return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
+
+    def brought(self, claim: Claim) -> Came | None:
+        """See `TicketQueue.brought`."""
+        return claim.source.brought(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
+
+
+def _published(
+    rings: Mapping[str, SharedRingBuffer],
+    tickets: QueuedTicket | Iterable[QueuedTicket],
+    readers: int,
+    policy_version: int | None,
+) -> int:
+    """How many of these payloads are in their slots, not yet consumed by all."""
+    batch, _, _ = arguments.published(tickets, readers, policy_version)
+    found = 0
+    for ticket in batch:
+        place = place_of(rings, ticket.id)
+        if place is None:
+            raise RingNotFoundError(f"ticket {ticket.id:.80} is of no ring of this queue; write it into one of them")
+        ring, slot, generation = place
+        info = ring.native.info(slot)
+        found += info.generation == generation and info.state in (_ring.READY, _ring.READING)
+    return found
+
+
+def _consumer(claim: Claim) -> str:
+    """The name that the claimant gave, which stands last in the tokens of rings."""
+    return claim.token.split(" ", 3)[-1]
+
+
+@explained_calls
+class RingQueue(ClaimsOfRings):
+    """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
+
+    A client reads these tickets with ``ack="manual"``: here the queue's ack is the slot's acknowledgement.
+
+    Args:
+        rings: may be changed later with `add` and `remove`.
+        max_deliveries: claims in vain after which a delivery is dead.
+        lease_s: after how much silence of this process its claims end; None: they last as long as it lives.
+    """
+
+    def __init__(
+        self,
+        rings: Iterable[SharedRingBuffer] = (),
+        *,
+        max_deliveries: int = MAX_DELIVERIES,
+        lease_s: float | None = None,
+    ) -> None:
+        super().__init__(max_deliveries)
+        if lease_s is not None and not lease_s > 0:
+            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
+        self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
+        self._silence_s = lease_s
+        self._source = MappedSource(max_deliveries)
+        self._lock = threading.RLock()
+        self._rings: dict[str, SharedRingBuffer] = {}  # replaced, never changed
+        self._closed = False
+        for ring in rings:
+            self.add(ring)
+
+    def __repr__(self) -> str:
+        return f"<RingQueue of {len(self._rings)} rings {'closed' if self._closed else 'open'}>"
+
+    def add(self, ring: SharedRingBuffer) -> None:
+        """Hand out this ring's payloads, too."""
+        if ring.native.owner < 0:
+            raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
+        with self._lock:
+            if len(self._rings) == _ring.MAX_WAITED:
+                raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
+            ring.native.set_lease(self._silence_s)
+            self._rings = {**self._rings, ring.ring_id: ring}
+
+    def remove(self, ring: SharedRingBuffer) -> None:
+        """Leave this ring alone from now on. What is claimed of it stays claimed until the ring is closed."""
+        with self._lock:
+            self._rings = {ring_id: each for ring_id, each in self._rings.items() if each is not ring}
+
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Nothing is stored: the ring has it. How many of these payloads are in their slots, not yet consumed by all.
+
+        RingNotFoundError for the ticket of a ring that is not one of this queue's.
+        """
+        self._check_open()
+        return _published(self._rings, tickets, readers, policy_version)
+
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
+        """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
+        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+        return self._source.claim(
+            self._open_rings, n, timeout_s, rank=rank, consumer=consumer, oldest_version=oldest_version
+        )
+
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """Counts of one rank, or of all; the finished ones from the beginning of each ring."""
+        return depth_of(self._open_rings(), rank)
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """See `TicketQueue.failures`. Each ring keeps its last 256."""
+        return failures_of(self._open_rings(), limit)
+
+    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+        """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
+        return known_of(self._open_rings(), ticket_ids)
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`. Of several rings one after the other."""
+        return unfinished_of(self._open_rings(), n)
+
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """Rings have no notices: QueueUnsuitableError."""
+        self._no_notices()
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """Rings have no notices: QueueUnsuitableError."""
+        self._no_notices()
+
+    def _no_notices(self) -> NoReturn:
+        self._check_open()
+        raise QueueUnsuitableError("rings have no notices; announce them in a store, or in a Redis queue")
+
+    def close(self) -> None:
+        """End waits in other threads with ClosedError. The rings stay open, and their claims held."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the queue is closed")
+
+    def _open_rings(self) -> list[SharedRingBuffer]:
+        self._check_open()
+        return [ring for ring in self._rings.values() if not ring.native.closed]
+
+
+@explained_calls
+class FoundRings(ClaimsOfRings):
+    """The rings of a run as its queue. `open_queue` makes one; thread-safe, and blocking as every queue.
+
+    Several trainers of a process may use one: `connect` gives each a queue of its own, with its client's connections,
+    over the same attachments.
+
+    Args:
+        places: where the rings are; closed with the queue.
+        store: for notices, of the directory; closed with the queue.
+        lease_s: after how much silence of this process its claims of mapped rings end; None: as configured. Claims over
+            the network have the ``claim_lease_s`` of their client.
+        max_deliveries: claims in vain after which a delivery is dead.
+    """
+
+    def __init__(
+        self,
+        places: Places | None = None,
+        *,
+        store: Store | None = None,
+        lease_s: float | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+    ) -> None:
+        super().__init__(max_deliveries)
+        if store is not None:
+            expect(store, Store, "store of FoundRings()", "a Store, as open_store() makes it")
+        self.places: Places = OnThisHost() if places is None else places
+        self.lease_s = arguments.lease(lease_s)
+        self._store = store
+        self._notices: Notices = NoNotices()
+        if store is not None:
+            self._notices = StoreNotices(store)
+        elif self.places.prefix:
+            self._notices = RingNotices(self.places.prefix)
+        self._here = RingsOfHost(self.places, self.lease_s)
+        self._mapped_source = MappedSource(max_deliveries, self._here.brought)
+        self._closed = threading.Event()
+        self._process = os.getpid()
+        self._networks: dict[Carrier | None, NetworkSource] = {}  # of each user; the one without a client is this one's
+        # Of this user:
+        wires = configuration().wires
+        self._maps = not wires or "mapped" in wires
+        self._carries = not wires or set(wires) != {"mapped"}
+        self._schemas: frozenset[str] = frozenset()
+        self._network = self._networks[None] = NetworkSource(
+            self._served, max_deliveries, self._mapped_source.bell.ring
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self._look_at = 0.0
+        self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
+        self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
+
+    def __repr__(self) -> str:
+        return f"<FoundRings {self.places!r}, {self._here!r}, {self._network!r}>"
+
+    # --- who uses it ----------------------------------------------------------------------------------
+    def hand_out(self, ring: SharedRingBuffer) -> None:
+        """A writer of this process: the payloads of its ring are this queue's, too. The ring stays its own."""
+        self._here.add(ring)
+
+    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> FoundRings:
+        """See `TicketQueue.connect`: payloads from elsewhere come through this client."""
+        self._check_open()
+        own = copy.copy(self)
+        own._schemas = frozenset(schema.fingerprint for schema in schemas)
+        own._maps, own._carries = client.allows("mapped"), client.carries()
+        own._network = self._networks[client] = NetworkSource(
+            own._served, self._max_deliveries, self._mapped_source.bell.ring, thread, client.claims
+        )
+        own._begin()
+        return own
+
+    def disconnect(self, client: Carrier) -> None:
+        """See `TicketQueue.disconnect`."""
+        network = self._networks.get(client)
+        if network is not None:
+            network.close()
+
+    def _served(self) -> Mapping[str, Place]:
+        return self._here.served(self._schemas, mapped=self._maps)
+
+    # --- publish and claim ----------------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Nothing is stored, the ring has it; see `RingQueue.publish`."""
+        self._check_open()
+        rings = {ring.ring_id: ring for ring in self._here.rings(frozenset())}
+        return _published(rings, tickets, readers, policy_version)
+
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
+        """See `TicketQueue.claim`. Of each ring the oldest come first."""
+        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+        give_up = time.monotonic() + timeout_s
+        while True:
+            here = self._follow(rank, n, oldest_version)
+            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
+            claims: list[Claim] = []
+            try:
+                self._claim(claims, n, slice_s, here, rank=rank, consumer=consumer, oldest_version=oldest_version)
+            except TransportError:
+                if not claims:
+                    raise  # else the next call meets it again: what was claimed is the caller's
+            if claims:
+                return claims
+            if time.monotonic() >= give_up:
+                if self._elsewhere:
+                    self._network.explain(rank, known=bool(here))
+                return claims
+            if not here and not self._elsewhere:
+                self._closed.wait(slice_s)
+
+    def _claim(
+        self,
+        claims: list[Claim],
+        n: int,
+        wait_s: float,
+        here: Sequence[SharedRingBuffer],
+        *,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+    ) -> None:
+        """One round: ``claims`` grows with each half, so that an error in the second one loses nothing of the first."""
+        rung = self._mapped_source.bell.rung if here and self._elsewhere else None
+
+        def of_this_host(wait_s: float) -> None:
+            nonlocal claims
+            claims += self._mapped_source.claim(
+                self._rings_here,
+                n - len(claims),
+                wait_s,
+                rung,
+                rank=rank,
+                consumer=consumer,
+                oldest_version=oldest_version,
+            )
+
+        if here and isinstance(rank, str):
+            for ring in here:
+                ring.rank_of(rank)  # before anything is claimed elsewhere
+        if here and self._elsewhere and next(self._turns) % 2:
+            of_this_host(0.0)
+        if self._elsewhere and len(claims) < n:
+            claims += self._network.claim(
+                n - len(claims),
+                0.0 if here else wait_s,
+                rank=rank,
+                consumer=consumer,
+                oldest_version=oldest_version,
+            )
+        if here and len(claims) < n:
+            of_this_host(0.0 if claims else wait_s)
+
+    def take(self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0) -> TakenBatch | None:
+        """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
+        n = arguments.number(n, "n of take()")
+        seconds(timeout_s, "timeout_s of take()")
+        if not isinstance(rank, str):
+            rank = arguments.number(rank, "rank of take()")
+        arguments.claimable(n, rank)
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self._follow(rank, n, None)
+            left_s = max(0.0, give_up - time.monotonic())
+            if self._elsewhere:
+                batch = self._network.take(n, min(left_s, _SLICE_S), rank)
+                if batch is not None or left_s <= 0:
+                    return batch
+            elif left_s <= 0:
+                return None
+            else:
+                self._closed.wait(min(left_s, _SLICE_S))
+
+    def consume(self, batch: TakenBatch) -> Verdicts:
+        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.
+
+        Asked again the answer is the same.
+        """
+        return self.consume_soon(batch).result()
+
+    def consume_soon(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
+        """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
+
+        ``payloads``: the batch that `in_place` made of it.
+        """
+        self._check_open()
+        return self._network.consume(batch, payloads)
+
+    def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[SharedRingBuffer]:
+        """The rings here. If there are any elsewhere, they have demands from here on."""
+        self._check_open()
+        now = time.monotonic()
+        if now >= self._look_at:
+            if self._maps:
+                self._here.look(self._schemas)
+            self._elsewhere = self._carries and bool(self._served())
+            self._look_at = now + _LOOK_S
+        if self._elsewhere:
+            self._network.want(rank, n, oldest_version)
+        return self._rings_here()
+
+    def _rings_here(self) -> list[SharedRingBuffer]:
+        self._check_open()
+        return self._here.rings(self._schemas) if self._maps else []
+
+    # --- looking --------------------------------------------------------------------------------------
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """See `TicketQueue.depth`, of the rings on this host; of others what this process has claimed."""
+        self._check_open()
+        rank = arguments.number_or_none(rank, "rank of depth()")
+        seen = self._here.seen()
+        but = {ring.ring_id for ring in seen}
+        counts: Counter[str] = Counter()
+        for network in list(self._networks.values()):
+            counts.update(network.depth(rank, but))
+        return depth_of(seen, rank, counts)
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """See `TicketQueue.failures`: what rings on this host remember, and what this process discarded elsewhere."""
+        self._check_open()
+        limit = arguments.number(limit, "limit of failures()")
+        found = failures_of(self._here.seen(), limit)
+        known = {(failure.ticket_id, failure.rank) for failure in found}
+        elsewhere = [each for network in list(self._networks.values()) for each in reversed(list(network.failures))]
+        return [*(each for each in elsewhere if (each.ticket_id, each.rank) not in known), *found][:limit]
+
+    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
+        """See `RingQueue.known`, of the rings on this host."""
+        self._check_open()
+        asked = arguments.asked(ticket_ids)
+        return known_of(self._here.seen({each.partition("/")[0] for each in asked}), asked)
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`, of the rings on this host."""
+        self._check_open()
+        return unfinished_of(self._here.seen(), n)
+
+    def not_counted(self) -> dict[str, Place]:
+        """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
+        self._check_open()
+        seen = {ring.ring_id for ring in self._here.seen()}
+        return {ring: place for ring, place in self.places.served(seen).items() if ring not in seen}
+
+    # --- notices --------------------------------------------------------------------------------------
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """See `TicketQueue.announce`. On one host the notice ends with the process that announced it."""
+        self._check_open()
+        return self._notices.announce(topic, arguments.announced(topic, version, payload), payload)
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """See `TicketQueue.latest`."""
+        self._check_open()
+        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        notice = self._notices.latest(topic, newer_than, timeout_s, self._closed)
+        self._check_open()
+        return notice
+
+    def close(self) -> None:
+        """Leave the rings that were found, and give up what is claimed. Idempotent; nothing in a forked child."""
+        if gone(self._process):
+            return
+        self._closed.set()
+        self._mapped_source.bell.ring()
+        for network in list(self._networks.values()):
+            network.close()
+        self._here.close()
+        self._notices.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _check_open(self) -> None:
+        if gone(self._process):
+            raise ClosedError("a forked child does not have its parent's claims; open the queue in the child")
+        if self._closed.is_set():
+            raise ClosedError("the queue is closed")
