@@ -18,10 +18,11 @@ with warnings.catch_warnings():
     import torch
     from torch.utils.data import DataLoader
 
+from transport.queue.sqlite import SQLiteQueue
+
 from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
-from transport.queue.sqlite import SQLiteQueue
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(64)), step=("int64",))
 

@@ -91,7 +91,7 @@ def of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Sch
                 _check_schemas(part, schema)
     except BaseException:
         for part in parts:
-            part.release()
+            part.release(in_vain=False)
         raise
     return gathered(kind, parts, schema, shape, **rest)
 

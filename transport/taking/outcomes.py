@@ -86,7 +86,7 @@ class Outcomes:
     ) -> list[int]:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
-        Rows whose attempts have `frames.END_ASKED` or `frames.USED_ASKED` are about an END or a USED.
+        Rows whose attempts have `frames.END_ASKED` are about an END.
 
         ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
         writer and listeners were all killed is not served until another writer takes it over.
