@@ -128,7 +128,7 @@ def test_joined_payloads_stand_behind_all_answers_in_their_order() -> None:
         Answer(0, 4, 1, None, 0, memoryview(b"c")),
     ]
     message = frame_codec.encode_status(0, answers)
-    assert message[2:4] == b"\x05\0"
+    assert message[10:12] == b"\x05\0"
     assert message[8:12] == b"\x03\0\0\0"  # bytes of payloads
     assert message[-3:] == b"abc"
     assert len(message) == frame_codec.status_bytes(answers=5, joined=3) == 16 + 5 * 32 + 3
@@ -138,11 +138,11 @@ def test_joined_payloads_stand_behind_all_answers_in_their_order() -> None:
 def test_sizes_that_both_sides_post_receives_for() -> None:
     assert (frames.PREFIX_BYTES, frame_codec.HEADER_BYTES, frame_codec.RECORD_BYTES, frame_codec.ANSWER_BYTES) == (
         8,
-        16,
+        24,
         32,
         32,
     )
-    assert frame_codec.CONTROL_BYTES == 16 + 63 * 32
+    assert frame_codec.CONTROL_BYTES == 24 + 63 * 32
     assert len(frame_codec.encode_control(0, [Record(Kind.BYE)] * 63)) == frame_codec.CONTROL_BYTES
 
 
