@@ -3,7 +3,7 @@
  *
  * One slot, one rank. Owner M is a mapped trainer, owner L a listener that claims for a client, one connection after the
  * other. A claim is a pin and the claim word (holder, attempts): pin, then the word from nobody to me with one more attempt;
- * finish = the word looked at, then the done bit, then the pin; give back = the word to nobody, then the pin. L notes a
+ * finish = the word marked as ending, then the done bit, then the pin; give back = the word to nobody, then the pin. L notes a
  * finish, looks whether its connection is revoked, sets the done bit with the pin kept, decides the note, unpins.
  *
  * An owner writes that it was heard before it writes the word. The looker (a mapped claimer, or a listener: they run the
@@ -42,6 +42,7 @@ bool V3_stuck;
 
 /* the slot: not published, or READY or READING by its pins, FREE when done and unpinned */
 byte gen, holder, attempts, pins;       /* holder: owner + 1 */
+bool ending;                    /* of the word: its holder is about to set the done bit */
 bool published, done;
 #define FREE (!published || (done && pins == 0))
 #define OPEN (published && !done)
@@ -69,9 +70,7 @@ byte by[MAXGEN + 1];            /* attempt that consumed a generation */
 inline unpin(o) { pins = pins & ~BIT(o) }
 inline accept(o, g, number) {
   assert(by[g] == 0 || T1_consumed_twice);
-#ifndef LEASE
   assert((holder == o + 1 && attempts == number && gen == g) || T6_trained_on_anothers_claim);
-#endif
   by[g] = number; done = true; holds[o] = false;
   printf("owner %d consumes generation %d, attempt %d\n", o, g, number)
 }
@@ -87,7 +86,7 @@ end:
 #endif
        attempts = 0; printf("generation %d is published\n", gen) }
 #ifdef DISCARD
-  :: d_step { OPEN && !calm -> done = true; printf("discarded\n");
+  :: d_step { OPEN && !calm -> done = true; by[gen] = 15; printf("discarded\n");
 #ifdef MUT_FREED_BESIDE_A_PIN
        pins = 0
 #endif
@@ -134,7 +133,7 @@ end:
 
 inline take_word(o) {
   assert(holder == 0 || T2_claimed_by_two);
-  attempts++; number = attempts; holder = o + 1; holds[o] = true; CLAIMED_NOW(o);
+  attempts++; number = attempts; holder = o + 1; ending = false; holds[o] = true; CLAIMED_NOW(o);
   printf("owner %d claims generation %d, attempt %d\n", o, gen, number)
 }
 #define FOR_WHOM(o) if :: o == L -> c = con :: else fi
@@ -167,12 +166,18 @@ inline take_word(o) {
 #endif
 
 /* ------------------------------------------------------------------ the mapped trainer */
+#ifdef MUT_TAKEN_BACK_WHILE_IT_ENDS
+#define MARK skip
+#else
+#define MARK ending = true
+#endif
+
 proctype Mapped() {
   byte at, ticket, number, c;
 end:
   do
   CLAIM(M, !stopped, skip)
-  :: d_step { !dead[M] && !stopped && at == HOLDING && HELD(M) -> heard[M] = true; at = CHECKED }
+  :: d_step { !dead[M] && !stopped && at == HOLDING && HELD(M) -> heard[M] = true; MARK; at = CHECKED }
   :: d_step { !dead[M] && !stopped && at == HOLDING && !HELD(M) -> REFUSE(M) }
   :: d_step { !dead[M] && !stopped && at == CHECKED && NOT_DONE -> accept(M, ticket, number); at = LEAVING }
   :: d_step { !dead[M] && !stopped && at == CHECKED && !NOT_DONE -> REFUSE(M) }
@@ -291,17 +296,17 @@ end:
   :: d_step { silent && seen == 0 -> silent = false; if :: OPEN && holder == M + 1 -> seen = holder; seen_attempts = attempts; seen_gen = gen :: else fi }
 #define TAKEN_BACK seen != 0
 #elif defined(MUT_LOOKERS_LEASE)
-  :: d_step { seen == 0 && OPEN && holder == M + 1 && !dead[M] -> seen = holder; seen_attempts = attempts; seen_gen = gen }
+  :: d_step { seen == 0 && OPEN && !ending && holder == M + 1 && !dead[M] -> seen = holder; seen_attempts = attempts; seen_gen = gen }
 #define TAKEN_BACK seen != 0
 #else
-  :: d_step { seen == 0 && OPEN && holder == M + 1 && !heard[M] && !dead[M] -> seen = holder; seen_attempts = attempts; seen_gen = gen }
+  :: d_step { seen == 0 && OPEN && !ending && holder == M + 1 && !heard[M] && !dead[M] -> seen = holder; seen_attempts = attempts; seen_gen = gen }
   :: d_step { seen != 0 && !silent && heard[M] -> seen = 0; seen_attempts = 0; seen_gen = 0 }
   :: d_step { seen != 0 && !silent && !heard[M] -> silent = true }
 #define TAKEN_BACK seen != 0 && silent
 #endif
   :: d_step { TAKEN_BACK ->
        if
-       :: OPEN && holder == seen && attempts == seen_attempts && gen == seen_gen ->
+       :: OPEN && !ending && holder == seen && attempts == seen_attempts && gen == seen_gen ->
           assert(was_silent[M] || dead[M] || T7_taken_from_a_holder_that_was_heard);
           holder = 0; holds[M] = false; printf("the looker takes M's claim back\n")
        :: else -> skip
@@ -319,7 +324,9 @@ end:
 
 inline tell(what) {
   assert(what != REFUSED || by[claim_gen] != claim_attempts || V1_told_no_and_consumed);
+#ifndef DISCARD                 /* a limit: what is discarded between the note of a listener that dies and its done bit is told so */
   assert(what != ACCEPTED || by[claim_gen] == claim_attempts || V2_told_yes_and_not_consumed);
+#endif
   claim_gen = 0; claim_attempts = 0
 }
 #ifdef MUT_IN_QUESTION_IS_NO
@@ -363,8 +370,8 @@ init {
   timeout;
   assert(claim_gen == 0 || V3_stuck);
   /* Consumed, or claimed as often as is counted here; the pin of a process that is stopped for good stays. */
-  assert(done || !published || attempts >= MAXATTEMPTS || (stopped && holder == 0) || T4_stuck);
+  assert(done || !published || attempts >= MAXATTEMPTS || (stopped && (holder == 0 || ending)) || T4_stuck);
   assert(!(pins & BIT(L)) || T4_stuck);
   assert(!(pins & BIT(M)) || stopped || T4_stuck);
-  assert(holder != M + 1 || done || !stopped || T4_stuck)
+  assert(holder != M + 1 || done || !stopped || ending || T4_stuck)
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from transport import _ring
 from transport.devices.landing import Landing, landing_for
 from transport.errors import BatchTooLargeError, SchemaError
 from transport.ring.batch_shape import Shape, ShapeArguments
@@ -58,27 +58,27 @@ class Plan:
 
 async def taken_in_place(plan: Plan, take: Taker, wait_s: float) -> TakenPayloads:
     """Take until there is a payload in the batch, or the time is over."""
-    give_up = time.monotonic() + wait_s
+    deadline = _ring.Deadline(wait_s)
     dropped = 0
     while True:
-        part = await plan.part(take, max(0.0, give_up - time.monotonic()))
+        part = await plan.part(take, deadline.left_s)
         batch = in_place([part], plan.shape, plan.schema, landing=plan.landing)
         dropped += part.dropped + batch.dropped
-        if len(batch) or time.monotonic() >= give_up:
+        if len(batch) or not deadline.left_s:
             batch.dropped = dropped
             return batch
 
 
 def taken_and_waited_for(plan: Plan, take: Taker, wait_s: float, thread: LoopThread) -> PayloadBatch:
     """The same for a client whose loop runs in a thread. The payloads are copied in the caller's thread."""
-    give_up = time.monotonic() + wait_s
+    deadline = _ring.Deadline(wait_s)
     dropped = 0
     while True:
-        taken = thread.run(plan.part(take, max(0.0, give_up - time.monotonic())))
+        taken = thread.run(plan.part(take, deadline.left_s))
         part = _Waiting(taken, thread)
         batch = of_one_schema(PayloadBatch, [part], plan.shape, plan.schema, landing=plan.landing)
         dropped += part.dropped + batch.dropped
-        if len(batch) or time.monotonic() >= give_up:
+        if len(batch) or not deadline.left_s:
             batch.dropped = dropped
             return batch
 
