@@ -102,7 +102,7 @@ bench: build/peers/few | redis ## under 4 minutes: the job and reads, few sizes,
 bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and peer; the pictures of docs; the ring
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
 	@$(BIN)/transport bench loopback --checksum on,off --peers all --repetitions 3 --json build/bench.json --plot docs/bench.png
-	@$(BIN)/transport bench ring
+	@$(BIN)/python benchmarks/ring.py
 
 # --- checking ---------------------------------------------------------------------------------------------------------
 test: lint native-test model wheel-test site pytest ## the whole suite: all of these, one after the other
@@ -255,7 +255,7 @@ cluster: $(VENV)/installed ## a job on 8 hosts that are namespaces, cut off, rem
 	@$(BIN)/python -P benchmarks/cluster --json build/cluster.json $(CLUSTER_OPTIONS)
 
 .PHONY: misuse
-misuse: $(VENV)/installed ## every public call misused in every way: wrong arguments, ends, forks, cancelled, interrupted at every line
+misuse: $(VENV)/installed ## public calls after their end, from threads, loops and forked children, and cancelled at each await
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
 
 .PHONY: teardown

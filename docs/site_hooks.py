@@ -28,6 +28,7 @@ DOCUMENTED = (
     "transport.config",
     "transport.settings",
 )
+"""Modules of which everything public is described; of others what docs/API.md names."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -60,12 +61,21 @@ def _relinked(text: str, folder: str) -> str:
     return _LINK.sub(link, text)
 
 
+def _further_names() -> list[str]:
+    """Names that docs/API.md lists of modules that are not described as a whole."""
+    found: list[str] = []
+    table = (ROOT / "docs" / "API.md").read_text("utf-8").partition("| what for |")[2]
+    for module, names in re.findall(r"`(transport[\w.]*)`: ((?:`\w+`(?:, )?)+)", table):
+        found += [f"{module}.{name}" for name in re.findall(r"\w+", names) if module not in DOCUMENTED]
+    return found
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that stand outside of docs/."""
     for source, page in PAGES.items():
         text = _relinked((ROOT / source).read_text("utf-8"), str(PurePosixPath(source).parent))
         files.append(File.generated(config, page, content=text))
-    names = "\n\n".join(f"::: {name}" for name in DOCUMENTED)
+    names = "\n\n".join(f"::: {name}" for name in (*DOCUMENTED, *_further_names()))
     files.append(File.generated(config, "reference.md", content=f"# From the docstrings\n\n{names}\n"))
     return files
 

@@ -17,7 +17,7 @@ from transport import SharedRingBuffer
 from transport.bench import registry
 from transport.bench.machine import settings_of
 from transport.bench.processes import Worker, last_line, run_group
-from transport.bench.reads import loopback, scaling, session
+from transport.bench.reads import loopback, session
 from transport.bench.reads.harness import Content, Tally, percentile
 from transport.bench.reads.plot import MOST_LINES, lines, pictures
 from transport.bench.reads.reader import Reader, Reading
@@ -162,11 +162,6 @@ def test_settings_are_those_of_the_wire() -> None:
     assert settings_of("tcp")["TLS"] == "tcp,self"
 
 
-def test_listeners_are_spread_over_rings() -> None:
-    jobs = scaling._writers(scaling.Scale(wire="tcp", size_bytes=4096, clients=1, listeners=64))
-    assert [job.listeners for job in jobs] == [13, 13, 13, 13, 12]
-
-
 # --- wrong usage ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -181,8 +176,6 @@ def test_listeners_are_spread_over_rings() -> None:
         (["loopback", "--plot", "/nowhere/picture.png"], "in an existing folder"),
         (["loopback", "--readers", "15"], "--readers"),
         (["loopback", "--seconds", "0"], "--seconds"),
-        (["scaling", "--wire", "mapped"], "--wire mapped: choose some of shm, tcp, rdma"),
-        (["scaling", "--clients", ""], "--clients : give whole numbers"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from benchmark_programs import benchmark_module
 from helpers import asynchronous
 
 from transport import SharedRingBuffer
-from transport.bench import ring
 from transport.bench.reads.harness import Content
 from transport.bench.reads.reader import ON_DEVICE, Reader, Reading
 from transport.bench.weights import update
@@ -21,7 +20,8 @@ from transport.cli import run
 from transport.runtime.progress import silent
 from transport.weights.versions.layout import weights_checksum
 
-COMMANDS = (["loopback"], ["ring"], ["weights"], ["fetch", "127.0.0.1:1"])
+COMMANDS = (["loopback"], ["weights"], ["fetch", "127.0.0.1:1"])
+ring = benchmark_module("ring")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -55,15 +55,6 @@ def test_the_ring_is_measured_from_and_to_device_memory(cupy: Any, monkeypatch: 
 
     monkeypatch.setattr(SharedRingBuffer, "write", spoilt)
     assert not ring.device_row(4096)["verified"]
-
-
-def test_the_ring_command_prints_its_device_rows(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ring, "measure_device", lambda progress: [ring.device_row(4096)])
-    assert run(["bench", "ring", "--device", "cuda", "--json", "-"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["case"] == "device" and {"write_us", "to_pinned_us", "read_us", "from_pinned_us"} <= row.keys()
 
 
 def test_the_model_on_a_device_is_the_one_on_the_host(cupy: Any) -> None:

@@ -14,7 +14,7 @@ from bench_cases import case
 
 from transport.bench import registry, ring
 from transport.bench.programs import build
-from transport.bench.reads import loopback, scaling, session
+from transport.bench.reads import loopback, session
 from transport.bench.result import Case, Sample
 from transport.bench.weights import trillion
 from transport.bench.weights.links import Links, why_not
@@ -79,18 +79,6 @@ def test_read_many_is_measured_by_batches() -> None:
     measured = loopback.measure(case(case="read_many", concurrency=8, payloads=32), seconds=1e-6)
     assert measured.verified
     assert measured.reads == 1
-
-
-@pytest.mark.ucx
-def test_scaling_counts_endpoints_and_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "_IDLE_S", 0.1)
-    (row,) = scaling.run([scaling.Scale(wire="tcp", size_bytes=1024, clients=3, listeners=1)], 1e-6, 1, silent)
-    assert set(ROW_KEYS) <= {*msgspec.to_builtins(row)}
-    assert (row.case, row.clients, row.listeners, row.concurrency) == ("clients", 3, 1, 8)
-    assert row.endpoints >= 3
-    assert row.client_bytes_per_endpoint > 0
-    assert row.verified
-    assert "1 KiB" in scaling.table([row])
 
 
 def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

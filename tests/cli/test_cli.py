@@ -21,7 +21,7 @@ from transport import Schema, SharedRingBuffer, Ticket, UpTo, _ring
 from transport.cli import output, run
 
 COMMANDS = ("bench", "cooldown", "demo", "doctor", "read", "reclaim", "serve", "size", "top")
-BENCHES = ("bench job", "bench loopback", "bench scaling", "bench serve", "bench fetch", "bench ring")
+BENCHES = ("bench job", "bench loopback", "bench serve", "bench fetch")
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
 
@@ -34,7 +34,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- all commands ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("command", ["reclaim --dry-run", "top --once", "bench ring", "demo", "size --slot-bytes 1KiB"])
+@pytest.mark.parametrize("command", ["reclaim --dry-run", "top --once", "demo", "size --slot-bytes 1KiB"])
 def test_json_into_a_folder_that_is_not_there_is_refused_before_anything_is_done(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,8 +98,8 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
         (["demo", "--juggle"], "transport demo: No such option: --juggle; see `transport demo --help`"),
         (["bench", "juggle"], "transport bench: No such command 'juggle'; see `transport bench --help`"),
         (
-            ["bench", "ring", "--juggle"],
-            "transport bench ring: No such option: --juggle; see `transport bench ring --help`",
+            ["bench", "job", "--juggle"],
+            "transport bench job: No such option: --juggle; see `transport bench job --help`",
         ),
         (["read"], "transport read: Missing argument 'TICKET'; see `transport read --help`"),
         (

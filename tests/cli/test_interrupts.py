@@ -38,7 +38,6 @@ PLACES = ("--destination", "{destination}", "--store", "{store}")
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "demo": (("demo", "--episodes", "1000000"), ("group",), 4.0),
     "bench loopback": (("bench", "loopback", "--sizes", "64KiB,1MiB", *SHORT), BOTH, 3.0),
-    "bench scaling": (("bench", "scaling", "--clients", "1,4", "--listeners", "1,2", *SHORT), ("process",), 2.5),
     "bench weights": (
         ("bench", "weights", "--replicas", "1,2", "--size", "16MiB", "--bucket", "4MiB"),
         ("group",),
@@ -49,15 +48,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
         ("group",),
         3.0,
     ),
-    "bench rendezvous": (("bench", "rendezvous", "--members", "500"), ("process",), 1.5),
-    "bench ring": (("bench", "ring"), ("process",), 2.5),
     "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),
     "bench job": (
         ("bench", "job", "--queue", "rings,sqlite,redis", "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),
         BOTH,
         4.0,
     ),
-    "bench load": (("bench", "load", "--connections", "8", "--sizes", "64KiB", *SHORT), BOTH, 3.0),
     "serve": (("serve", "--slot-bytes", "1MiB", "--ports", "0,0"), BOTH, 1.5),
     "read": (("read", "{ticket}", "--wire", "tcp", "--timeout", "60"), ("process",), 1.5),
     "doctor": (("doctor",), ("process",), 2.0),

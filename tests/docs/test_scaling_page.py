@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+from benchmark_programs import benchmark_module
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| (\d+) \| ([\d.]+) % \| (\d+) \| (\d+) MB \|$", re.MULTILINE)
 KIB_OF_A_LINK = 56  # at the client, the middle of what was measured
 
 
-@pytest.fixture(scope="module")
-def pool_reuse() -> ModuleType:
-    """The program, which is no part of the package."""
-    specification = importlib.util.spec_from_file_location("pool_reuse", ROOT / "benchmarks" / "pool_reuse.py")
-    assert specification is not None and specification.loader is not None
-    module = sys.modules["pool_reuse"] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+pool_reuse = benchmark_module("pool_reuse")
 
 
-def test_the_table_is_the_simulations(pool_reuse: ModuleType) -> None:
+def test_the_table_is_the_simulations() -> None:
     table = (ROOT / "docs" / "SCALING.md").read_text().partition("<!-- pool_reuse -->")[2].partition("<!-- /")[0]
     rows = ROW.findall(table)
     assert len(rows) == 4
@@ -35,5 +25,5 @@ def test_the_table_is_the_simulations(pool_reuse: ModuleType) -> None:
         assert int(megabytes) == round(reuse.open_links * KIB_OF_A_LINK * 1024 / 1e6)
 
 
-def test_few_servers_are_always_connected(pool_reuse: ModuleType) -> None:
+def test_few_servers_are_always_connected() -> None:
     assert pool_reuse.simulate(64, 100.0, 256).share == 1.0

@@ -12,12 +12,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from benchmark_programs import benchmark_module
 from gpu_payloads import busy, bytes_of, to_device, why_not
 from helpers import asynchronous
 from weights_engines import build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
-from transport.bench import ring as ring_bench
 from transport.bench.weights import update as weights_bench
 from transport.errors import UsageError
 from transport.runtime.progress import silent
@@ -185,5 +185,5 @@ def test_updates_between_processes_are_measured_from_device_to_device(device: An
 
 
 def test_the_ring_is_measured_from_and_to_device_memory(device: Any) -> None:
-    for row in ring_bench.measure_device(silent, [1 << 20, 16 << 20]):
+    for row in benchmark_module("ring").measure_device(silent, [1 << 20, 16 << 20]):
         assert row["verified"] and row["write_us"] > 0 and row["read_us"] > 0

@@ -28,13 +28,7 @@ from transport.errors import TransportError
 
 pytestmark = pytest.mark.ucx
 PATIENCE_S = 20.0  # a watchdog
-WITH_END = [
-    *("SharedRingBuffer", "UCXXServer", "BlockingClient", "UCXXClient", "Rollout", "Trainer"),
-    *("transport.queue.SQLiteQueue", "transport.queue.RingQueue", "transport.queue.FoundRings"),
-    *("transport.queue.group.GroupQueue", "transport.testing.MemoryQueue", "transport.testing.LocalTransport"),
-    *("transport.store.SQLiteStore", "transport.cooldown.Destination", "transport.rendezvous.Rendezvous"),
-    *("transport.client.trace.Trace", "transport.observe.metrics.Exporter"),
-]
+WITH_END = list(SCENES)
 GIVES_UP = {"SharedRingBuffer"}  # closing it discards what was not read: its documentation says so
 
 
@@ -159,7 +153,7 @@ def in_a_child(action: Callable[[], list[str]]) -> list[str]:
     return [] if status == 0 and said == b"[]" else [f"status {status}", *json.loads(said or b"[]")]
 
 
-@pytest.mark.parametrize("title", [title for title in SCENES if title not in ("functions", "constructors")])
+@pytest.mark.parametrize("title", SCENES)
 def test_calls_in_a_forked_child(title: str) -> None:
     with quiet(), SCENES[title]() as scene:
         made = prepared(scene)
@@ -170,11 +164,3 @@ def test_calls_in_a_forked_child(title: str) -> None:
         if not inspect.isclass(scene.thing):
             again = {name: arguments for name, arguments in prepared(scene).items() if name not in ENDS}
             assert faults_of(scene, again) == []
-
-
-def test_what_has_an_end_is_ended() -> None:
-    found = []
-    for title, make in SCENES.items():
-        with quiet(), make() as scene:
-            found += [title] if scene.close else []
-    assert sorted(found) == sorted(WITH_END)

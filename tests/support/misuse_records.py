@@ -1,19 +1,15 @@
-"""Scenes of what is made of values, of the mixins, of runs and of the tools; all scenes by the title of their class."""
+"""Scenes of the mixins, of runs and of the tools; the scene of every public class that has an end, by its title."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
-import misuse_further as further
-import misuse_weights as weights
-import numpy as np
-from misuse_constructors import constructors, functions
-from misuse_epochs import a_destination, a_ledger, an_archive, an_epoch_record, keys
 from misuse_scenes import (
     SCHEMA,
     Arguments,
@@ -21,10 +17,10 @@ from misuse_scenes import (
     Make,
     Scene,
     a_ring,
+    any_queue,
     found_rings,
     memory_queue,
     nothing,
-    ring_class,
     ring_queue,
     sqlite_queue,
     sqlite_store,
@@ -35,70 +31,42 @@ from misuse_wire import a_client, a_server, blocking_client, served
 import transport
 from transport import (
     Rollout,
-    Settings,
+    SharedRingBuffer,
     Trainer,
-    UpTo,
 )
 from transport.client import trace
+from transport.client.payload import ClientStatistics
+from transport.cooldown.destinations.folder import Folder
+from transport.observe.metrics import Exporter
+from transport.observe.statistics import PackerStatistics
 from transport.packer.prefetch import FetchedBatch
-from transport.rendezvous import Closing, ExitCodes, Reason, Rendezvous, Rules
-from transport.ring.batches import PayloadBatch
-from transport.ring.claimed import ClaimedPayload
-from transport.ring.leases import ReadLease, WriteLease
+from transport.queue import QueueDepth
+from transport.queue.group import GroupQueue
+from transport.rendezvous import Reason, Rendezvous, Rules
 from transport.store.memory import MemoryStore
-from transport.testing import LocalTransport, MemoryQueue, a_ticket
+from transport.testing import LocalTransport, MemoryQueue
 
 
 # --- values -----------------------------------------------------------------------------------------------
+# --- tools
 @contextlib.contextmanager
-def schemas() -> Iterator[Scene]:
-    calls: Calls = {
-        "of": lambda: {"**tensors": {"tokens": ("int32", UpTo(4), 3)}},
-        "from_arrays": lambda: {"arrays": {"tokens": np.arange(3)}},
-        "layout": lambda: {"lengths": (3,)},
-        "only": lambda: {"fields": ["tokens"]},
-        "encode": nothing,
-        "decode": lambda: {"data": SCHEMA.encode()},
-        "to_json": nothing,
-        "from_json": lambda: {"text": SCHEMA.to_json()},
-    }
-    yield Scene(SCHEMA, calls, close="")
+def a_destination() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory() as text, contextlib.closing(Folder(Path(text))) as folder:
+        folder.put("a/b", b"12")
+        again = itertools.count()
+        calls: Calls = {
+            "names": lambda: {"path": "a"}, "size": lambda: {"path": "a/b"}, "pieces": lambda: {"path": "a/b"},
+            "writer": lambda: {"path": f"a/c{next(again)}", "size": 3}, "put": lambda: {"path": "a/d", "data": b"x"},
+            "delete": lambda: {"path": "a/d"}, "read": lambda: {"path": "a/b", "most": 10},
+            "settle": lambda: {"place": "a"}, "proofs": lambda: {"path": "a/b"},
+            "publish": lambda: {"name": "x", "files": {"b": "a/b"}}, "unpublish": lambda: {"name": "x"},
+            "leftovers": lambda: {"path": "a"}, "remove_leftover": lambda: {"path": "a/d"}, "close": nothing,
+        }  # fmt: skip
 
+        def intact() -> None:
+            assert Folder(Path(text)).read("a/b", 10) == b"12"
 
-@contextlib.contextmanager
-def tickets() -> Iterator[Scene]:
-    ticket = a_ticket(SCHEMA, lengths=(3,))
-    place = (ticket.ring, ticket.host, ticket.schema_fingerprint, ticket.addresses, ticket.ports)
-    calls: Calls = {
-        "check_rank": lambda: {"rank": 0},
-        "layout": lambda: {"schema": SCHEMA}, "fields": lambda: {"schema": SCHEMA},
-        "encode": nothing, "to_text": nothing, "to_json": nothing,
-        "head_of": lambda: {"place": place},
-        "decode": lambda: {"data": ticket.encode()},
-        "from_json": lambda: {"text": ticket.to_json()},
-        "parse": lambda: {"source": ticket.to_text()},
-        "of": lambda: {"source": ticket.to_text()},
-    }  # fmt: skip
-    yield Scene(ticket, calls, close="")
-
-
-@contextlib.contextmanager
-def settings() -> Iterator[Scene]:
-    yield Scene(Settings(), {"read_timeout": lambda: {"size": 10}, "validate": nothing}, close="")
-
-
-@contextlib.contextmanager
-def rules() -> Iterator[Scene]:
-    yield Scene(Rules(), {"host_poll_s": lambda: {"members": 10}, "validate": nothing}, close="")
-
-
-@contextlib.contextmanager
-def exit_codes() -> Iterator[Scene]:
-    yield Scene(
-        ExitCodes(),
-        {"of": lambda: {"closing": Closing(reason=Reason.SUCCESS, round=1, incarnation="i", by="x")}},
-        close="",
-    )
+        yield Scene(folder, calls, intact)
 
 
 # --- the two sides of a job -------------------------------------------------------------------------------
@@ -220,45 +188,40 @@ def a_rendezvous() -> Iterator[Scene]:
             runner.run(member.aclose())
 
 
+@contextlib.contextmanager
+def group_queue() -> Iterator[Scene]:
+    queue = MemoryQueue()
+    with (
+        contextlib.closing(queue),
+        any_queue(GroupQueue(queue, MemoryStore(), "group", 0, 1), queue.another) as scene,
+    ):
+        yield scene._replace(calls={**scene.calls, "in_question": scene.calls["renew"]})
+
+
+@contextlib.contextmanager
+def exporter() -> Iterator[Scene]:
+    with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, Exporter(0) as made:
+        calls: Calls = {
+            "add_ring": lambda: {"ring": ring},
+            "add_client": lambda: {"name": "x", "statistics": lambda: ClientStatistics()},
+            "add_packer": lambda: {"name": "x", "statistics": lambda: PackerStatistics(client=ClientStatistics())},
+            "add_queue": lambda: {"name": "x", "depth": QueueDepth},
+            "close": nothing,
+        }
+        yield Scene(made, calls)
+
+
 SCENES: dict[str, Make] = {
-    "SharedRingBuffer": a_ring, "SharedRingBuffer, the class": ring_class, "UCXXServer": a_server,
+    "SharedRingBuffer": a_ring, "UCXXServer": a_server,
     "BlockingClient": blocking_client, "UCXXClient": a_client, "Rollout": a_rollout, "Trainer": a_trainer,
     "transport.queue.SQLiteQueue": sqlite_queue, "transport.queue.RingQueue": ring_queue,
-    "transport.queue.FoundRings": found_rings, "transport.testing.MemoryQueue": memory_queue,
-    "transport.testing.LocalTransport": local_transport,
-    "transport.store.SQLiteStore": sqlite_store, "transport.cooldown.Ledger": a_ledger,
-    "transport.cooldown.Destination": a_destination, "transport.rendezvous.Archive": an_archive,
+    "transport.queue.FoundRings": found_rings, "transport.queue.group.GroupQueue": group_queue,
+    "transport.testing.MemoryQueue": memory_queue, "transport.testing.LocalTransport": local_transport,
+    "transport.store.SQLiteStore": sqlite_store, "transport.cooldown.Destination": a_destination,
     "transport.rendezvous.Rendezvous": a_rendezvous, "transport.client.trace.Trace": a_trace,
-    "transport.rendezvous.Keys": keys, "transport.cooldown.EpochRecord": an_epoch_record,
-    "Schema": schemas, "Ticket": tickets, "Settings": settings, "transport.rendezvous.Rules": rules,
-    "transport.rendezvous.ExitCodes": exit_codes, "constructors": constructors, "functions": functions,
-    "transport.ring.leases.WriteLease": further.of_a_ring(
-        WriteLease, "transport.ring.leases.WriteLease", lambda ring: ring.reserve({"tokens": 2})
-    ),
-    "transport.ring.leases.ReadLease": further.of_a_ring(
-        ReadLease, "transport.ring.leases.ReadLease", further.read_lease
-    ),
-    "transport.ring.claimed.ClaimedPayload": further.of_a_ring(
-        ClaimedPayload, "transport.ring.claimed.ClaimedPayload", further.claimed,
-        release=lambda: {"delay_s": 0.0},
-        discard=lambda: {"reason": "because", "consumer": "test", "how": "discarded"},
-    ),
-    "transport.ring.batches.PayloadBatch": further.of_a_ring(
-        PayloadBatch, "transport.ring.batches.PayloadBatch", further.claimed_batch
-    ),
-    "transport.joined": further.joined, "transport.packer.consumed_record.ConsumedRecord": further.consumed_record,
-    "transport.queue.group.GroupQueue": further.group_queue, "transport.store.directory.Directory": further.directory,
-    "transport.observe.metrics.Exporter": further.exporter, "transport.adapters": further.adapters,
-    "transport.weights": weights.weights_functions, "transport.weights.Admission": weights.admissions,
-    "transport.weights.Limits": weights.limits, "transport.weights.ReferenceWorker": weights.a_worker,
-    "transport.weights.Taker": weights.a_taker, "transport.weights.WeightUpdate": weights.a_manager,
-    "transport.weights.WeightUpdate, sharded": weights.a_sharded_manager,
-    "transport.weights.sharding.layouts.Layout": weights.layouts,
-    "transport.weights.sharding.shards": weights.shard_functions,
+    "transport.observe.metrics.Exporter": exporter,
 }  # fmt: skip
-LOOPS = {title for title in SCENES if title.startswith("transport.weights.WeightUpdate")} | {
-    "UCXXClient", "transport.rendezvous.Rendezvous",
-}  # fmt: skip
+LOOPS = {"UCXXClient", "transport.rendezvous.Rendezvous"}
 """What belongs to a loop."""
 
 ENDS = {"close", "end", "aclose", "cleanup_ucxx", "cleanup_ucxx_packer"}

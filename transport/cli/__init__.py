@@ -6,7 +6,7 @@ Exit status: 0 success, 1 failed, 2 wrong usage. An error is one line on standar
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, cast
 
 import typer
@@ -14,7 +14,7 @@ import typer
 from transport.cli import bench, cooldown, demo, doctor, queue, read, reclaim, serve, size, top
 from transport.errors import TransportError, UsageError
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "run_program"]
 
 # The base of every complaint about arguments. Named through its subclass, because it is click's, and typer has come
 # with a copy of click since 0.2x.
@@ -61,9 +61,19 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status. No command, or a group's name alone, is a request for its help."""
     if _is_group(arguments):
         arguments = [*arguments, "--help"]
-    command = " ".join(["transport", *_named(arguments)])
+    return _run(app, "transport", " ".join(["transport", *_named(arguments)]), arguments)
+
+
+def run_program(name: str, command: Callable[..., int | None]) -> int:
+    """Run a benchmark that is a program of its own, with the arguments of this process, as `run` runs a command."""
+    program = typer.Typer(pretty_exceptions_enable=False)
+    program.command()(command)
+    return _run(program, name, name, sys.argv[1:])
+
+
+def _run(program: typer.Typer, name: str, command: str, arguments: Sequence[str]) -> int:
     try:
-        status = app(list(arguments), prog_name="transport", standalone_mode=False)
+        status = program(list(arguments), prog_name=name, standalone_mode=False)
     except _ArgumentError as error:
         return _failed(2, command, f"{error.format_message().rstrip('.')}; see `{command} --help`")
     except UsageError as error:

@@ -11,8 +11,6 @@ import typer
 
 from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
-from transport.cli.bench_load import EXAMPLE as _LOAD_EXAMPLE
-from transport.cli.bench_load import load
 from transport.cli.bench_options import check_device as _check_device
 from transport.cli.bench_options import counts as _counts
 from transport.cli.bench_weights import EXAMPLE as _WEIGHTS_EXAMPLE
@@ -24,21 +22,17 @@ if TYPE_CHECKING:
     from transport.runtime.progress import Progress
 
 app = typer.Typer(
-    help="Measure the whole job, reads, scaling, the ring and rendezvous on this host.",
+    help="Measure the whole job, and reads, on this host or between two.",
     epilog="Example: transport bench job --peers all --plot job.png",
     pretty_exceptions_enable=False,
 )
 
 _LOOPBACK_EXAMPLE = "Example: transport bench loopback --sizes 64KiB,1MiB --peers all --plot bench.png"
-_SCALING_EXAMPLE = "Example: transport bench scaling --clients 1,16 --listeners 1,2 --json -"
 _SERVE_EXAMPLE = "Example: transport bench serve --port 7100"
 _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listeners 4 --json rdma.json"
-_RING_EXAMPLE = "Example: transport bench ring --json ring.json"
 
-_RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --store redis://localhost/0?run=bench"
 
 app.command("job", epilog=_JOB_EXAMPLE)(job)
-app.command("load", epilog=_LOAD_EXAMPLE)(load)
 app.command("weights", epilog=_WEIGHTS_EXAMPLE)(weights)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
@@ -91,7 +85,7 @@ def loopback(
         _check_device(device)
     sizes_bytes = parse_sizes(sizes)
     concurrencies = _counts("--concurrency", concurrency)
-    wires = _wires(wire)
+    wires = wires_of(wire)
     others = chosen(peers) if peers is not None else []
     if plot is not None:
         check(plot)
@@ -109,37 +103,6 @@ def loopback(
     if outcome.failed:
         print(f"transport bench loopback: {'; '.join(causes(outcome.failed))}", file=sys.stderr)
     return 1 if outcome.failed else 0
-
-
-@app.command("scaling", epilog=_SCALING_EXAMPLE)
-def scaling(
-    clients: Annotated[str, typer.Option(metavar="N,…", help="Numbers of clients of one listener, in one process.")] = (
-        "1,4,16,64"
-    ),
-    listeners: Annotated[str, typer.Option(metavar="N,…", help="Numbers of listeners that one client reads from.")] = (
-        "1,2,4,64"
-    ),
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = "1MiB",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
-    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of shm, tcp, rdma.")] = "tcp",
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
-    ] = 5,
-    json_target: JsonTarget = None,
-) -> None:
-    """Measure many clients and many listeners: throughput, memory for each endpoint, and the CPU use when idle."""
-    from transport.bench.machine import machine, settings_of
-    from transport.bench.reads import scaling as measuring
-    from transport.bench.result import Report
-    from transport.bench.units import parse_sizes
-
-    wires = _wires(wire, among=_WIRES[1:])
-    work = measuring.cases(_counts("--clients", clients), _counts("--listeners", listeners), parse_sizes(sizes), wires)
-    where = machine()
-    with _bar("measuring") as progress:
-        rows = measuring.run(work, seconds, repetitions, progress)
-    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, rows=rows)
-    emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
 
 
 @app.command("serve", epilog=_SERVE_EXAMPLE)
@@ -253,60 +216,11 @@ def fetch(
 def _one_wire(name: str) -> list[str]:
     if name not in ("tcp", "rdma"):
         raise UsageError(f"--wire {name}: choose tcp or rdma; within one host use transport bench loopback")
-    return _wires(name, among=("tcp", "rdma"))
+    return wires_of(name, among=("tcp", "rdma"))
 
 
-@app.command("ring", epilog=_RING_EXAMPLE)
-def ring(
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cuda", help="Measure between device memory and the ring; needs CuPy. Default: host memory."
-        ),
-    ] = None,
-    json_target: JsonTarget = None,
-) -> None:
-    """Measure ring operations per second from C++, and writes and copies against memcpy, on one core."""
-    from transport.bench import ring as measuring
-    from transport.bench.machine import machine
-    from transport.bench.result import Report
-
-    if device is not None:
-        _check_device(device)
-    where = machine()
-    with _bar("measuring") as progress:
-        rows = measuring.measure(progress) if device is None else measuring.measure_device(progress)
-    report = Report(machine=where, settings={}, rows=rows)
-    emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
-
-
-@app.command("rendezvous", epilog=_RENDEZVOUS_EXAMPLE)
-def rendezvous(
-    members: Annotated[str, typer.Option(metavar="N,…", help="Numbers of members of a round.")] = "1000,3000,10000",
-    store: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Store to use: sqlite:///… or redis://…. Default: a temporary SQLite file."),
-    ] = None,
-    json_target: JsonTarget = None,
-) -> int:
-    """Measure one round with simulated members: store operations, and the host's read of all members.
-
-    Exit status 1 when the members did not get the ranks 0 to N-1, each once.
-    """
-    from transport.bench import rendezvous as measuring
-    from transport.bench.machine import machine
-    from transport.bench.result import Report
-
-    counts = _counts("--members", members, most=100_000)
-    where = machine()
-    with _bar("measuring") as progress:
-        rows = measuring.measure(counts, store, progress)
-    report = Report(machine=where, settings={}, rows=rows)
-    emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
-    return 0 if all(row["verified"] for row in rows) else 1
-
-
-def _wires(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:
+def wires_of(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:
+    """The wires of a list, in the order of ``among``. UsageError for others, and for rdma without a device."""
     wanted = {name.strip() for name in names.split(",")}
     if not wanted <= set(among):
         raise UsageError(f"--wire {names}: choose some of {', '.join(among)}, separated by commas")

@@ -1,4 +1,6 @@
-"""`bench scaling`: many clients on one listener, one client on many listeners.
+"""Many clients on one listener, and one client on many listeners.
+
+    python benchmarks/scaling.py --clients 1,16 --listeners 1,2 --json -
 
 Clients are objects of one process, each with its own UCX worker and connections; listeners are processes. Memory per
 endpoint is what the resident memory of the processes at that end grows by from one connection to all of them, divided
@@ -9,21 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+import typer
 
+from transport.bench.machine import machine, settings_of
 from transport.bench.observe import processor_s, resident_bytes, wake_ups
 from transport.bench.processes import Worker
 from transport.bench.reads.harness import Tally
 from transport.bench.reads.loopback import slots_for
 from transport.bench.reads.reader import Look, Portion, Reading, Timed
 from transport.bench.reads.writer import Batch, Writing
-from transport.bench.result import OURS, aligned
-from transport.bench.units import show_size
+from transport.bench.result import OURS, Report, aligned
+from transport.bench.units import parse_sizes, show_size
+from transport.cli import run_program
+from transport.cli.bench import wires_of
+from transport.cli.bench_options import counts
+from transport.cli.output import JsonTarget, about, emit
 from transport.runtime.interruption import segment_prefix
-from transport.runtime.progress import Progress
+from transport.runtime.progress import Progress, bar_with_time_left
 from transport.server.server import MAX_PORTS
 
 _LEAST_IN_FLIGHT = 8
@@ -266,3 +276,32 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.client_idle_percent:.1f}",
         f"{row.client_idle_wakeups_per_s:.0f}",
     )
+
+
+def scaling(
+    clients: Annotated[str, typer.Option(metavar="N,…", help="Numbers of clients of one listener, in one process.")] = (
+        "1,4,16,64"
+    ),
+    listeners: Annotated[str, typer.Option(metavar="N,…", help="Numbers of listeners that one client reads from.")] = (
+        "1,2,4,64"
+    ),
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = "1MiB",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
+    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of shm, tcp, rdma.")] = "tcp",
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
+    ] = 5,
+    json_target: JsonTarget = None,
+) -> None:
+    """Measure many clients and many listeners: throughput, memory for each endpoint, and the CPU use when idle."""
+    wires = wires_of(wire, among=("shm", "tcp", "rdma"))
+    work = cases(counts("--clients", clients), counts("--listeners", listeners), parse_sizes(sizes), wires)
+    where = machine()
+    with bar_with_time_left("measuring") as progress:
+        rows = run(work, seconds, repetitions, progress)
+    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, rows=rows)
+    emit(report, "\n".join([about(report), "", table(rows)]), json_target)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("benchmarks/scaling.py", scaling))

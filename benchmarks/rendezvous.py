@@ -1,5 +1,7 @@
 """One round of a run with many simulated members: what it costs the store, and how long the host's read takes.
 
+    python benchmarks/rendezvous.py --members 10000 --store redis://localhost/0?run=bench
+
 Every member is a real `Session`, stepped by one thread; the store is a real one. So the counts are those of a real run,
 and the times are those of one client that does all members' work in turn. Between rounds a real member makes one call
 per poll, and one per beat.
@@ -10,17 +12,24 @@ from __future__ import annotations
 import contextlib
 import secrets
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from transport.bench.result import aligned
+import typer
+
+from transport.bench.machine import machine
+from transport.bench.result import Report, aligned
+from transport.cli import run_program
+from transport.cli.bench_options import counts
+from transport.cli.output import JsonTarget, about, emit
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Keys
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
 from transport.runtime.interruption import temporary_folder
-from transport.runtime.progress import Progress
+from transport.runtime.progress import Progress, bar_with_time_left
 from transport.store.base import Change, Entry, Store
 from transport.store.open import open_store
 
@@ -163,3 +172,28 @@ def table(rows: Sequence[Row]) -> str:
     names = [name for name in rows[0] if name != "case"] if rows else []
     cells = [[name.replace("_", " ") for name in names], *([str(row[name]) for name in names] for row in rows)]
     return "\n".join(aligned(cells, right=frozenset(range(1, len(names)))))
+
+
+def rendezvous(
+    members: Annotated[str, typer.Option(metavar="N,…", help="Numbers of members of a round.")] = "1000,3000,10000",
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Store to use: sqlite:///… or redis://…. Default: a temporary SQLite file."),
+    ] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """Measure one round with simulated members: store operations, and the host's read of all members.
+
+    Exit status 1 when the members did not get the ranks 0 to N-1, each once.
+    """
+    numbers = counts("--members", members, most=100_000)
+    where = machine()
+    with bar_with_time_left("measuring") as progress:
+        rows = measure(numbers, store, progress)
+    report = Report(machine=where, settings={}, rows=rows)
+    emit(report, "\n".join([about(report), "", table(rows)]), json_target)
+    return 0 if all(row["verified"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("benchmarks/rendezvous.py", rendezvous))

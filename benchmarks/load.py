@@ -1,4 +1,6 @@
-"""`bench load`: many trainers on one listener, with or without one that is stopped in the middle of its reads.
+"""Many trainers on one listener, with or without one that is stopped in the middle of its reads.
+
+    python benchmarks/load.py --connections 8,64 --sizes 1MiB --json load.json
 
 A writer keeps the ring full. Each trainer is a client with a worker and one connection of its own, and takes one
 payload at a time: asked for, received, verified, consumed. Up to eight processes share the trainers. A row has what all
@@ -10,32 +12,167 @@ and must finish, too.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from typing import Annotated, cast
 
 import msgspec
+import numpy as np
+import typer
+import uvloop
 
+from transport.bench.machine import machine, settings_of
 from transport.bench.observe import resident_bytes
 from transport.bench.processes import Worker
-from transport.bench.reads.filler import Filled, Filling
-from transport.bench.reads.harness import percentile
-from transport.bench.reads.trainers import Ready, Share, Trainers
-from transport.bench.result import OURS, aligned
-from transport.bench.units import show_size
-from transport.errors import LinkError
+from transport.bench.reads.harness import Content, percentile
+from transport.bench.result import OURS, Report, aligned
+from transport.bench.units import parse_sizes, show_size
+from transport.cli import run_program
+from transport.cli.bench_options import counts
+from transport.cli.output import JsonTarget, about, emit
+from transport.client.client import UCXXClient
+from transport.errors import ChecksumError, LinkError, TransportError, UsageError
+from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
-from transport.runtime.progress import Progress
+from transport.runtime.progress import Progress, bar_with_time_left
+from transport.schema import Schema
+from transport.server.server import UCXXServer
+from transport.wire.addresses import LOOPBACK
 
 MOST_PROCESSES = 8
 _FEWEST_SLOTS = 64
 _WARM_UP_S = 0.2
 _UNTIL_STOPPED_S = 0.1
+_AT_ONCE_BYTES = 256 << 10
+_PAUSE_S = 0.2
+_WAIT_S = 30.0
 
 
+# --- the writing process: a ring with one listener that is kept full until standard input ends ----------------------
+class Filling(msgspec.Struct, frozen=True, kw_only=True):
+    """``prefix``: of the segment's name, so that another process can remove a killed writer's segment."""
+
+    size_bytes: int
+    slots: int
+    prefix: str = ""
+
+
+class Filled(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ring is served, and by which processes."""
+
+    address: str
+    listeners: list[int]
+
+
+def fill(job: Filling) -> None:
+    """Write until standard input ends."""
+    content = Content(job.size_bytes)
+    at_once = max(1, min(job.slots // 2, _AT_ONCE_BYTES // job.size_bytes))
+    schema = Schema.of(data=("uint8", job.size_bytes))
+    ended = threading.Event()
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    with contextlib.ExitStack() as stack:
+        ring = stack.enter_context(SharedRingBuffer.create(schema, slots=job.slots, prefix=job.prefix))
+        server = stack.enter_context(UCXXServer(ring, (0,), addresses=(LOOPBACK,), log_level="ERROR"))
+        listeners = [owner.pid for owner in ring.native.owners() if owner.alive and owner.port]
+        filled = Filled(address=f"{LOOPBACK}:{server.ports[0]}", listeners=listeners)
+        print(msgspec.json.encode(filled).decode(), flush=True)
+        number = 0
+        while not ended.is_set():
+            payloads = [{"data": content.payload(number + each)} for each in range(at_once)]
+            numbers = [{"number": number + each} for each in range(at_once)]
+            while not ended.is_set():
+                try:
+                    ring.write_many(payloads, metadata=numbers, timeout_s=_PAUSE_S)
+                except TransportError:  # full: none was taken for a while
+                    continue
+                number += at_once
+                break
+
+
+# --- a process of trainers, each with one connection ------------------------------
+class Trainers(msgspec.Struct, frozen=True, kw_only=True):
+    """How many trainers take what is served at ``address``."""
+
+    wire: str
+    size_bytes: int
+    address: str
+    trainers: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """All trainers are connected."""
+
+    connections: int
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer got; a turn is one payload, asked for, received, verified and consumed.
+
+    Attributes:
+        refused: payloads that were not this trainer's any more when it consumed them.
+    """
+
+    turns: int
+    refused: int
+    busy_s: float
+    us_p50: float
+    us_p99: float
+    us_p999: float
+
+
+async def _train(client: UCXXClient, address: str, content: Content, until: float) -> Share:
+    """Take until then; the last payload is compared with what was written, the others by their checksums."""
+    times: list[float] = []
+    refused = 0
+    begun = now = time.perf_counter()
+    last = None
+    while now < until:
+        taken = await client.take(address, 1, most_bytes=content.size, wait_s=_WAIT_S)
+        if not len(taken):
+            raise LinkError(f"no payload within {_WAIT_S:.0f} s")
+        refused += int(not (await taken.consume()).all())
+        after = time.perf_counter()
+        times.append(after - now)
+        now, last = after, taken[0]
+    assert last is not None
+    try:
+        content.verify(cast(int, last.ticket.metadata["number"]), np.frombuffer(last.data, np.uint8))
+    except ValueError as error:
+        raise ChecksumError(str(error)) from error
+    times.sort()
+    p50, p99, p999 = (percentile(times, share) * 1e6 for share in (0.5, 0.99, 0.999))
+    return Share(turns=len(times), refused=refused, busy_s=now - begun, us_p50=p50, us_p99=p99, us_p999=p999)
+
+
+async def train(job: Trainers) -> None:
+    """Connect, then take for as many seconds as each line says."""
+    content = Content(job.size_bytes)
+    clients = [UCXXClient(wire={job.wire}) for _ in range(job.trainers)]  # type: ignore[arg-type]
+    for client in clients:
+        await (await client.take(job.address, 1, most_bytes=job.size_bytes, wait_s=_WAIT_S)).consume()
+    print(msgspec.json.encode(Ready(connections=len(clients))).decode(), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+        until = time.perf_counter() + float(line)
+        shares = await asyncio.gather(*(_train(client, job.address, content, until) for client in clients))
+        print(msgspec.json.encode(shares).decode(), flush=True)
+    for client in clients:
+        await client.close()
+
+
+# --- the measurement ------------------------------
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """How many trainers read what. ``stopped``: one more of them is stopped."""
 
@@ -122,12 +259,9 @@ def measure(load: Load, seconds: float) -> Measured:
     """One repetition, in fresh processes."""
     filling = Filling(size_bytes=load.size_bytes, slots=load.slots, prefix=segment_prefix("bench"))
     with contextlib.ExitStack() as stack:
-        filled = msgspec.convert(stack.enter_context(Worker("transport.bench.reads.filler", filling)).answer(), Filled)
+        filled = msgspec.convert(stack.enter_context(_process("fill", filling)).answer(), Filled)
         counts = [*shared(load.connections), *([1] if load.stopped else [])]
-        processes = [
-            stack.enter_context(Worker("transport.bench.reads.trainers", _trainers(load, filled, count)))
-            for count in counts
-        ]
+        processes = [stack.enter_context(_process("train", _trainers(load, filled, count))) for count in counts]
         for process in processes:
             msgspec.convert(process.answer(), Ready)
         others = processes[: len(processes) - load.stopped]
@@ -147,6 +281,10 @@ def measure(load: Load, seconds: float) -> Measured:
     if refused := sum(share.refused for group in [*groups, late] for share in group):
         raise LinkError(f"{refused} payloads were refused when they were consumed")
     return judged(load, groups, grown)
+
+
+def _process(part: str, job: object) -> Worker:
+    return Worker(part, job, [sys.executable, "-P", __file__, part])
 
 
 def _trainers(load: Load, filled: Filled, count: int) -> Trainers:
@@ -237,3 +375,40 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.fairness_in_process:.2f}",
         f"{row.listener_bytes_grown / 1e6:+.1f}",
     )
+
+
+def load(
+    connections: Annotated[str, typer.Option(metavar="N,…", help="Numbers of trainers, one connection each.")] = (
+        "1,8,64,256"
+    ),
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = "4KiB,1MiB",
+    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of shm, tcp.")] = "tcp",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 3.0,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
+    ] = 3,
+    json_target: JsonTarget = None,
+) -> None:
+    """Measure many trainers on one listener, each row also with one more trainer that is stopped.
+
+    Every payload is verified by its checksum.
+    """
+    wires = list(dict.fromkeys(name.strip() for name in wire.split(",")))
+    if not set(wires) <= {"shm", "tcp"}:
+        raise UsageError(f"--wire {wire}: choose some of shm, tcp, separated by commas")
+    work = cases(counts("--connections", connections), parse_sizes(sizes), wires)
+    where = machine()
+    with bar_with_time_left("measuring") as progress:
+        rows = run(work, seconds, repetitions, progress)
+    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, rows=rows)
+    emit(report, "\n".join([about(report), "", table(rows)]), json_target)
+
+
+if __name__ == "__main__":
+    part = sys.argv[1] if len(sys.argv) == 2 else ""
+    if part == "fill":
+        fill(msgspec.json.decode(sys.stdin.buffer.readline(), type=Filling))
+    elif part == "train":
+        uvloop.run(train(msgspec.json.decode(sys.stdin.buffer.readline(), type=Trainers)))
+    else:
+        sys.exit(run_program("benchmarks/load.py", load))

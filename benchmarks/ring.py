@@ -1,4 +1,6 @@
-"""`bench ring`: the ring on one core, from C++ and from Python, and copies against memcpy.
+"""The ring on one core, from C++ and from Python, and copies against memcpy.
+
+    python benchmarks/ring.py [--device cuda] [--json ring.json]
 
 The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points. With a
 device the rows are writes from its memory and reads into it instead, beside plain copies from and to pinned memory.
@@ -8,25 +10,31 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from transport import _ring
+from transport.bench.machine import machine
 from transport.bench.processes import run_group
 from transport.bench.programs import ROOT, build
-from transport.bench.result import aligned
+from transport.bench.result import Report, aligned
 from transport.bench.units import show_size
+from transport.cli import run_program
+from transport.cli.bench_options import check_device
+from transport.cli.output import JsonTarget, about, emit
 from transport.devices.arrays import require_cupy
 from transport.devices.libraries import CUPY
 from transport.devices.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
 from transport.ring.attachment import remove_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
-from transport.runtime.progress import Progress
+from transport.runtime.progress import Progress, bar_with_time_left
 from transport.schema import Schema
 from transport.ticket import Ticket
 
@@ -181,3 +189,26 @@ def _cell(name: str, value: Any) -> str:
     if name == "bytes":
         return show_size(value)
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def ring(
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda", help="Measure between device memory and the ring; needs CuPy. Default: host memory."
+        ),
+    ] = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Measure ring operations per second from C++, and writes and copies against memcpy, on one core."""
+    if device is not None:
+        check_device(device)
+    where = machine()
+    with bar_with_time_left("measuring") as progress:
+        rows = measure(progress) if device is None else measure_device(progress)
+    report = Report(machine=where, settings={}, rows=rows)
+    emit(report, "\n".join([about(report), "", table(rows)]), json_target)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program("benchmarks/ring.py", ring))
