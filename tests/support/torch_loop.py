@@ -17,6 +17,8 @@ with warnings.catch_warnings():
     import torch
     from torch.utils.data import DataLoader
 
+from transport.queue.sqlite import SQLiteQueue
+
 from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
