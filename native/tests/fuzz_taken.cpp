@@ -1,5 +1,5 @@
 // libFuzzer: any bytes in the place of the answer to a TAKE are refused, or every ticket and every payload of it lies
-// within the message, where transport/taking/batch.py looks for it. The message lies in memory of exactly its size, so
+// within the message, where transport/claims/batch.py looks for it. The message lies in memory of exactly its size, so
 // that the address sanitizer sees a look beyond it.
 //
 // Input: the demand (how many payloads, for which rank, a byte for how many bytes), and the message.
