@@ -172,9 +172,9 @@ def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
 
 def queue_samples(name: str, depth: QueueDepth) -> Iterator[Sample]:
     """Samples of a queue."""
-    for state in ("ready", "claimed", "arrived"):
+    for state in ("ready", "claimed"):
         yield "transport_queue_deliveries", (name, state), getattr(depth, state)
-    for outcome in ("done", "discarded", "dead", "lost"):
+    for outcome in ("done", "discarded", "dead"):
         yield "transport_queue_finished_total", (name, outcome), getattr(depth, outcome)
     yield "transport_queue_retried_total", (name,), depth.retried
     yield "transport_queue_expired_total", (name,), depth.expired
