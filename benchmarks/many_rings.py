@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from transport.claims.takers import Open, Takers
 from transport.store.base import Change, Store
 from transport.store.directory import Directory, Serving
 from transport.store.open import open_store
-from transport.claims.takers import Open, Takers
 
 PLACES = (10, 100, 1000, 10_000)
 LOOKS = 20

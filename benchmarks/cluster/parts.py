@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 from queues import SaidRings
 
+from transport.claims.places import AtAddresses, InDirectory
 from transport.queue import RedisQueue
 from transport.queue.base import TicketQueue
-from transport.claims.places import AtAddresses, InDirectory
 from transport.settings import DEFAULTS, Settings
 from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory

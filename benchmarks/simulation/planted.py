@@ -11,28 +11,28 @@ import members
 import numpy as np
 import ring_trainers
 from plans import Plan
+from transport.queue.arrivals import Arrivals
+from transport.queue.ends import Answers
+from transport.queue.questions import Questions
+from transport.taking.finishing import Finishing
 
+from transport.claims.connection import TakeLink
+from transport.claims.outcomes import Outcomes
+from transport.claims.takers import Takers
 from transport.client.attempts import RemoteReads
 from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
-from transport.claims.connection import TakeLink
 from transport.cooldown.epochs.coordinator import TABLE, Superseded
 from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
 from transport.errors import RetriesExhaustedError
 from transport.queue import ends
-from transport.queue.arrivals import Arrivals
-from transport.queue.ends import Answers
-from transport.queue.questions import Questions
 from transport.rendezvous import decisions, placement
 from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Whereabouts
 from transport.store.memory import MemoryStore
-from transport.taking.finishing import Finishing
-from transport.claims.outcomes import Outcomes
-from transport.claims.takers import Takers
 from transport.testing import MemoryQueue, memory_queue
 from transport.wire.frames import END_ASKED, UNKNOWN
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from accounts import Violation
-
 from transport.queue.arrivals import Arrivals
-from transport.queue.base import Claim
-from transport.claims.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Held, Said
 from transport.queue.questions import Question, Questions
+
+from transport.claims.demands import Brought
+from transport.queue.base import Claim
 from transport.wire import frames
 
 _INTERRUPTED: Final = 0.25  # of calls

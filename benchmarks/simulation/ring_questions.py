@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from accounts import Violation
+from transport.queue.ends import Held
 
 from transport.claims.demands import Brought
-from transport.queue.ends import Held
 
 _AGAIN_S: Final = 15.0
 _AT_ONCE: Final = 0.3  # of calls are made while another one asks

@@ -12,10 +12,10 @@ from accounts import Violation
 from ring_ends import Ends, asked_about
 from ring_questions import AskedAgain
 from trainer_process import TrainerProcess
+from transport.queue.ends import UNTRAINED, End
 
 from transport import UCXXClient
 from transport.claims.demands import Brought, Demands
-from transport.queue.ends import UNTRAINED, End
 from transport.claims.places import InDirectory
 from transport.store.directory import Directory
 

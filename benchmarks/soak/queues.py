@@ -16,10 +16,10 @@ from pathlib import Path
 from plan import MAX_DELIVERIES, Plan
 
 from transport._ring import MAX_ATTEMPTS
+from transport.claims.places import OnThisHost
 from transport.errors import QueueError
 from transport.queue import FoundRings, RedisQueue, SQLiteQueue
 from transport.queue.base import Claim, DeliveryState, TicketQueue
-from transport.claims.places import OnThisHost
 from transport.storage.urls import SQLiteURL, parse_url
 
 _FIRST_PORT = 6379  # below what the kernel gives away: nobody has it while the server is down

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from helpers import eventually, free
 from takes import broken_between
+from transport.bench.job.placing import placed
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
-from transport.bench.job.placing import placed
+from transport.claims.outcomes import Outcomes
 from transport.queue import FoundRings, open_queue
 from transport.ring.batch_shape import Shape
-from transport.claims.outcomes import Outcomes
 
 pytestmark = pytest.mark.ucx
 LONG_S = 30.0

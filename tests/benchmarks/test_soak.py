@@ -15,13 +15,13 @@ import pytest
 from found_rings import ring_of, some
 from helpers import eventually
 from redis_server import needs_redis, redis_server
+from transport.queue.found_elsewhere import FoundElsewhere
 
 from transport import SharedRingBuffer
+from transport.claims.places import OnThisHost
 from transport.packer.rollout import ticket_id
 from transport.queue import FoundRings, RedisQueue, SQLiteQueue, found_elsewhere
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
-from transport.queue.found_elsewhere import FoundElsewhere
-from transport.claims.places import OnThisHost
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 ROOT = Path(__file__).resolve().parents[2]

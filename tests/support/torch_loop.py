@@ -17,7 +17,6 @@ with warnings.catch_warnings():
     import torch
     from torch.utils.data import DataLoader
 
-from transport.queue.sqlite import SQLiteQueue
 
 from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader

@@ -132,9 +132,7 @@ def hello(oldest: int, newest: int) -> Hello:
     return Hello(oldest=oldest, newest=newest, ring="", tag_base=0, nonce=NONCE)
 
 
-@pytest.mark.parametrize(
-    ("oldest", "newest", "agreed"), [(5, 5, 5), (1, 5, 5), (5, 6, 5), (-5, 2**63, 5)]
-)
+@pytest.mark.parametrize(("oldest", "newest", "agreed"), [(5, 5, 5), (1, 5, 5), (5, 6, 5), (-5, 2**63, 5)])
 def test_the_newest_common_version_is_agreed(oldest: int, newest: int, agreed: int) -> None:
     assert frames.agree_version(hello(oldest, newest)) == agreed
 

@@ -19,7 +19,6 @@ import numpy as np
 from transport.devices.arrays import to_host
 from transport.errors import ProtocolError, UsageError
 from transport.runtime.arguments import expect, whole
-from transport.runtime.explaining import explained
 from transport.weights.meeting import Meeting, Member, described
 
 
@@ -48,7 +47,6 @@ def address(meeting: Meeting, shards: str, version: int, **options: Any) -> np.n
     return np.frombuffer(text, np.uint8).copy()
 
 
-@explained
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """What SGLang calls. Raises ProtocolError for what is not our address, and what `Meeting.update` raises."""
     if len(named_tensors) != 1:

@@ -25,7 +25,6 @@ from transport import _ring
 from transport.errors import ProtocolError, TicketError, UsageError
 from transport.ring.packing import looked_at
 from transport.runtime.arguments import seconds, whole
-from transport.runtime.explaining import explained
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
@@ -369,7 +368,6 @@ class TakenBatch:
         found: npt.NDArray[np.int8] = self.claims.verdicts[self.first : self.first + len(self)]
         return found
 
-    @explained
     async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
@@ -381,7 +379,6 @@ class TakenBatch:
         """
         return await self._ended(which, CONSUME)
 
-    @explained
     async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """Give the claims up: other trainers may take the payloads, after the delay. False: it had ended already."""
         seconds(delay_s, "delay_s of give_back()")

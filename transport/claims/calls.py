@@ -14,7 +14,6 @@ from transport.client.connections.pool import port_of
 from transport.errors import ClosedError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
-from transport.runtime.explaining import explained
 from transport.schema import Schema
 
 
@@ -73,7 +72,6 @@ class TakeCalls(ABC):
             fields=fields,
         )
 
-    @explained
     async def take_batch(
         self,
         address: str,
@@ -117,7 +115,6 @@ class TakeCalls(ABC):
         )
         return await taken_in_place(plan, take)
 
-    @explained
     def _batch_plan(
         self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, wait_s: float, **demand: Any
     ) -> tuple[Plan, Taker]:

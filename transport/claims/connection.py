@@ -54,7 +54,6 @@ from transport.errors import (
 from transport.ring.consumers import consumers_of, rank_of
 from transport.ring.parts import field_names
 from transport.runtime import hurry
-from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.wire import frames
@@ -132,7 +131,6 @@ class ClaimConnection:
             self._client.end(self.link)
 
     # --- taking -------------------------------------------------------------------------------------
-    @explained
     async def take(self, n: int, **demand: Any) -> TakenBatch:
         """As `demand`. What is cancelled loses nothing: what it brings goes back, and other claims stay."""
         number = 0

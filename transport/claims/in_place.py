@@ -11,7 +11,6 @@ while its checksum is taken. Payloads of a list stay in that buffer.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -223,18 +222,18 @@ class Plan:
         self.shape = msgspec.structs.replace(wanted, verify=verified and not as_they_come, fields=None)
         self.schema = wanted.part(self.whole)  # what arrives has these fields only
         self.landing: Landing = landing_for(wanted.memory, wanted.out, wanted.most_memory)
-        self._give_up = time.monotonic() + wait_s
+        self._deadline = _ring.Deadline(wait_s)
         self._dropped = 0
 
     async def part(self, take: Taker) -> TakenPart:
         """The next claims."""
-        return TakenPart(await take(max(0.0, self._give_up - time.monotonic()), self.joined_verify))
+        return TakenPart(await take(self._deadline.left_s, self.joined_verify))
 
     def batch(self, kind: type[B], part: Any) -> B | None:
         """The batch of a part; None: it is empty, and there is time left to take another."""
         batch = _of_one_schema(kind, [part], self.shape, self.schema, landing=self.landing)
         self._dropped += part.dropped + batch.dropped
-        if not len(batch) and time.monotonic() < self._give_up:
+        if not len(batch) and self._deadline.left_s:
             return None
         batch.dropped = self._dropped
         return batch

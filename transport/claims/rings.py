@@ -54,7 +54,6 @@ from transport.queue.base import (
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import expect, seconds
-from transport.runtime.explaining import explained_calls
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
@@ -146,7 +145,6 @@ def _consumer(claim: Claim) -> str:
     return claim.token.split(" ", 3)[-1]
 
 
-@explained_calls
 class RingQueue(ClaimsOfRings):
     """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
 
@@ -259,7 +257,6 @@ class RingQueue(ClaimsOfRings):
         return [ring for ring in self._rings.values() if not ring.native.closed]
 
 
-@explained_calls
 class FoundRings(ClaimsOfRings):
     """The rings of a run as its queue. `open_queue` makes one; thread-safe, and blocking as every queue.
 

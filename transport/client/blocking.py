@@ -17,7 +17,6 @@ from transport.client.trace import Trace
 from transport.errors import ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
-from transport.runtime.explaining import explained
 from transport.runtime.loop_thread import AtExit, LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -116,7 +115,6 @@ class BlockingClient:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
 
-    @explained
     def take_batch(
         self,
         address: str,
@@ -174,12 +172,10 @@ class BlockingClient:
             )
         )
 
-    @explained
     def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
         """See `TakenBatch.consume`."""
         return self._thread.run(batch.consume(which))
 
-    @explained
     def give_back(self, batch: TakenBatch, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """See `TakenBatch.give_back`."""
         return self._thread.run(batch.give_back(which, delay_s))

@@ -33,7 +33,6 @@ from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import UsageError
 from transport.runtime.arguments import expect, several
-from transport.runtime.explaining import explained
 from transport.runtime.needs_loop import NeedsLoop, check_place, running_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -209,7 +208,6 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         expect(ticket, Ticket, "schema_of(ticket)", "a Ticket")
         return self._deliveries.schema_of(ticket)
 
-    @explained
     def allows(self, wire: Wire) -> bool:
         """Whether the policy lets this wire carry payloads."""
         return self._allows(wire)
@@ -218,7 +216,6 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         """Whether the policy lets anything but the mapping carry payloads."""
         return self._wires is None or bool(self._wires - {"mapped"})
 
-    @explained
     def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
         """A payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
         begun = time.monotonic()

@@ -21,7 +21,6 @@ from typing import Any, Final, Self, TextIO
 import msgspec
 
 from transport.errors import UsageError
-from transport.runtime.explaining import explained, explained_calls
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ def key_of(ticket: Ticket) -> str:
     return "/".join(map(str, ticket.identity))
 
 
-@explained_calls
 class Trace:
     """Writes spans to a file as they end. Any thread may call it. What a killed process had written remains readable.
 
@@ -116,7 +114,6 @@ def events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-@explained
 def merge(paths: Iterable[Path], target: Path) -> int:
     """One complete JSON document from the files of several processes, in the order of time; how many events."""
     merged = [event for path in paths for event in events(path)]

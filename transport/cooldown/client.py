@@ -33,14 +33,12 @@ from transport.cooldown.following import (
 from transport.cooldown.upload import upload
 from transport.errors import ConfigurationError, UsageError
 from transport.runtime.blocking_calls import in_thread, settled
-from transport.runtime.explaining import explained_calls
 from transport.runtime.progress import Progress, silent
 from transport.store.base import Store
 
 log = logging.getLogger(__name__)
 
 
-@explained_calls
 class CooldownClient(Follower):
     """One client of a run. One loop; one cooldown at a time.
 

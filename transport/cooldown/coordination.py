@@ -58,7 +58,6 @@ from transport.errors import (
     UsageError,
 )
 from transport.runtime.blocking_calls import in_thread, retry_store, settled
-from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -177,7 +176,6 @@ class StoredCoordinator:
             self._note(self.machine.handle(event))
 
 
-@explained_calls
 class CooldownHost:
     """The coordinator: opens epochs and runs the cooldown of each. One loop.
 

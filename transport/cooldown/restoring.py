@@ -35,7 +35,6 @@ from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
 from transport.runtime.blocking_calls import in_parallel
-from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ class Restored(NamedTuple):
     manifest: Manifest
 
 
-@explained
 def restore(
     record: EpochRecord,
     destination: Destination,
@@ -218,7 +216,6 @@ def epochs_at(url: str, run: str) -> set[int]:
     return {int(found[1]) for found in (*folders, *outcomes) if found is not None}
 
 
-@explained
 def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
     """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
 

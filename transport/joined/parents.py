@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 from transport.errors import PayloadDamagedError, RankError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
-from transport.runtime.explaining import explained
 from transport.schema import UpTo
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
 
@@ -35,7 +34,6 @@ class Parent(NamedTuple):
     first: int = 0
 
 
-@explained
 def with_parents(values: Mapping[str, Any], parents: Sequence[Ticket | Parent]) -> dict[str, Any]:
     """The values of a child: its new fields, and the field that names its parents.
 
@@ -75,7 +73,6 @@ def parents_of(found: Any, child: Ticket) -> list[Parent]:
     return parents
 
 
-@explained
 def write_group(
     ring: SharedRingBuffer,
     common: Mapping[str, Any],

@@ -20,7 +20,6 @@ from transport.client.payload import ReceivedPayload
 from transport.errors import InternalError, PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
-from transport.runtime.explaining import explained
 from transport.schema import Layout
 from transport.ticket import Ticket
 
@@ -291,7 +290,6 @@ async def join_to(client: UCXXClient, payload: ReceivedPayload, timeout: float |
         raise
 
 
-@explained
 def read_joined(
     client: BlockingClient,
     ticket: Ticket | str | bytes,
@@ -330,7 +328,6 @@ def read_joined(
         raise
 
 
-@explained
 async def join(
     client: UCXXClient,
     ticket: Ticket | str | bytes,

@@ -24,7 +24,6 @@ from transport.errors import BusyPortError, MissingDependencyError, TransportErr
 from transport.observe.statistics import PackerStatistics
 from transport.queue.base import QueueDepth
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.explaining import explained_calls
 from transport.runtime.installing import install
 
 if TYPE_CHECKING:
@@ -225,7 +224,6 @@ class Collector:
         yield from families.values()
 
 
-@explained_calls
 class Exporter:
     """An HTTP port that serves the metrics of the sources added to it.
 

@@ -12,7 +12,6 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.runtime.decoders import ready
-from transport.runtime.explaining import explained_calls
 from transport.settings import DEFAULTS, Settings
 
 GENERATION_BITS = 30
@@ -32,7 +31,6 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ready(_Stored)
 
 
-@explained_calls
 class ConsumedRecord:
     """(ring, slot, rank) → highest generation consumed.
 

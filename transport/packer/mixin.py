@@ -36,7 +36,6 @@ from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import expect, several, text, waiting, whole
-from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
@@ -55,7 +54,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     """
 
     # --- life ---------------------------------------------------------------------------------------
-    @explained
     def setup_ucxx_packer(
         self,
         *,
@@ -176,13 +174,11 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
 
     # --- prefetch -----------------------------------------------------------------------------------
-    @explained
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background. Raises UsageError if the previous one is not collected."""
         packer = self._packer
         packer.prefetch.start(packer.fetchable(items, "start_prefetch"))
 
-    @explained
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background as soon as the previous one is collected; now if there is none."""
         packer = self._packer
@@ -245,7 +241,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         fetched.handed, packer.alone = True, None
         return given
 
-    @explained
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
         """The policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)

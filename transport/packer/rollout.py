@@ -30,7 +30,6 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.runtime import hurry
 from transport.runtime.arguments import whole
-from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.server.after_writer import AfterWriter
 from transport.server.server import UCXXServer
@@ -53,7 +52,6 @@ class UCXXRolloutMixin(Writing, WithBlock):
     _ucxx_exporter: Exporter | None = None
     _ucxx_told_s: float | None = None  # how long a drain goes on once a signal ends the program; None: all of it
 
-    @explained
     def setup_ucxx(
         self,
         schema: Schema | None = None,

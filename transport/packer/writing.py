@@ -19,7 +19,6 @@ from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.writes import Tickets, metadata_of
 from transport.runtime.arguments import seconds
-from transport.runtime.explaining import explained
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,6 @@ class Writing:
             raise ClosedError("call setup_ucxx() first")
         return self._ucxx_ring
 
-    @explained
     def write_to_buffer(
         self,
         trajectory: Mapping[str, Any],
@@ -90,7 +88,6 @@ class Writing:
         self._ucxx_unsure = False
         return ticket
 
-    @explained
     def write_many_to_buffer(
         self,
         trajectories: Iterable[Mapping[str, Any]],

@@ -31,7 +31,6 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.runtime.decoders import hiding, ready
-from transport.runtime.explaining import explained
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -152,7 +151,6 @@ class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     options: dict[str, int | float | str | None] = {}
 
 
-@explained
 def finished(states: Sequence[DeliveryState]) -> bool:
     """Whether a ticket with these states (from ``known``) no longer needs its payload."""
     return all(state.final for state in states)

@@ -40,7 +40,6 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.runtime.decoders import ready
-from transport.runtime.explaining import checked, explained_calls
 from transport.store.base import ABSENT, Change, Store, check_key
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ def decide(votes: Sequence[_Vote | None]) -> _Vote:
     return next((vote for vote in noes if vote.final), noes[0]) if noes else _Vote(True)
 
 
-@explained_calls
 class GroupQueue(TicketQueue):
     """A queue as one rank of a group sees it. Every rank makes one; `claim`, `ack_many` and the rest as of any queue.
 
@@ -130,7 +128,6 @@ class GroupQueue(TicketQueue):
         return self._rank == LEADER
 
     # --- claiming ------------------------------------------------------------------------------
-    @checked
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
@@ -179,7 +176,6 @@ class GroupQueue(TicketQueue):
         return self._queue.renew(claims) if self.leads else list(claims)
 
     # --- consuming -----------------------------------------------------------------------------
-    @checked
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """Consume what every rank could; returns the same claims at every rank. Waits for the other ranks.
 
@@ -287,13 +283,11 @@ class GroupQueue(TicketQueue):
         return accepted
 
     # --- giving up -----------------------------------------------------------------------------
-    @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """This rank can never read it: no rank will train on it, and the leader discards it."""
         arguments.given_back(claim, 0.0, reason, "discard")
         return self._refuse(claim, _Vote(False, final=True, reason=self._said(reason)))
 
-    @checked
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """This rank could not read it: no rank trains on it now, and the leader gives it back."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")

@@ -44,7 +44,6 @@ from transport.queue.base import (
 from transport.queue.statements.redis_looks import ANNOUNCE, DEPTH, FAILURES, KNOWN, LATEST, UNFINISHED
 from transport.queue.statements.redis_moves import CLAIM, KEYS, MOVE, NEXT_DUE, PUBLISH, RENEW, REQUEUE
 from transport.runtime.arguments import at_least, expect
-from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.redis_connection import RedisConnection
 from transport.storage.redis_script import Script
@@ -57,7 +56,6 @@ _IDS_PER_QUERY = 1000
 _WORDS = Words("queue", QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
 
 
-@explained_calls
 class RedisQueue(TicketQueue):
     """The queue of one run on a server.
 

@@ -11,10 +11,8 @@ import msgspec
 
 from transport.errors import StoreUnsuitableError
 from transport.rendezvous.records import Closing
-from transport.runtime.explaining import explained_calls
 
 
-@explained_calls
 class Archive:
     """The file of one run, on a disk that does not depend on the store, best shared by all members. Thread-safe.
 

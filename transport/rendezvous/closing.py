@@ -10,7 +10,6 @@ from transport.errors import RunLostError, StaleRoundError, StoreUnsuitableError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.member_states import Member
 from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
-from transport.runtime.explaining import explained
 from transport.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ def closed(run: str, current: Round, reason: Reason, by: str, message: str) -> R
     return msgspec.structs.replace(current, phase=Phase.CLOSED, closing=closing)
 
 
-@explained
 def close_run(
     store: Store, keys: Keys, reason: Reason, by: str, message: str = "", *, member: Member | None = None
 ) -> Closing:

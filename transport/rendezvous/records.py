@@ -23,7 +23,6 @@ import msgspec
 
 from transport.errors import StoreUnsuitableError, UsageError
 from transport.runtime.decoders import ready
-from transport.runtime.explaining import explained_calls
 from transport.store.base import Entry
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
@@ -157,7 +156,6 @@ def check_name(what: str, name: str) -> str:
     return name
 
 
-@explained_calls
 class Keys:
     """Keys of one run."""
 

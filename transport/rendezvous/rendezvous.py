@@ -29,7 +29,6 @@ from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
 from transport.runtime.blocking_calls import in_thread
-from transport.runtime.explaining import explained_calls
 from transport.runtime.needs_loop import check_place
 from transport.store.base import Store
 
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@explained_calls
 class Rendezvous:
     """One member of a run. Belongs to the loop that it is entered in.
 

@@ -34,7 +34,6 @@ from transport.ring.reading import MAX_READERS, RingReading
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
-from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.ticket import Ticket
 
@@ -111,7 +110,6 @@ class SharedRingBuffer(RingReading):
             lease.checksum = pack_into(layout, arrays, lease.memory, checksum=True)
         return lease.ticket
 
-    @explained
     def write_many(
         self,
         payloads: Iterable[Mapping[str, Any]],
@@ -182,7 +180,6 @@ class SharedRingBuffer(RingReading):
             written.append(ticket.encode())
         return Tickets(written)
 
-    @explained
     def write_raw(
         self,
         data: Any,
@@ -329,7 +326,6 @@ class SharedRingBuffer(RingReading):
                     )
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
 
-    @explained
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
         return self._call(self._overflowing.discard_expired, time.time() if now is None else now)

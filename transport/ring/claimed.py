@@ -9,7 +9,6 @@ from transport import _ring
 from transport.errors import ChecksumError, StaleSlotError
 from transport.ring.packing import looked_at
 from transport.ring.states import named
-from transport.runtime.explaining import explained
 from transport.schema import Layout
 from transport.ticket import Ticket
 
@@ -115,12 +114,10 @@ class ClaimedPayload:
         """Release the memory that `SharedRingBuffer.consume` kept (``keep_memory``)."""
         self._call(self.native.let_go)
 
-    @explained
     def release(self, delay_s: float = 0.0) -> bool:
         """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""
         return self._call(self.native.give_back, delay_s)
 
-    @explained
     def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:
         """End this rank's delivery unread; the ring's log keeps the reason. False: it was not held any more."""
         return self._call(self.native.end, how, reason, consumer)

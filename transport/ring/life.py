@@ -14,7 +14,6 @@ from transport.ring.consumers import Consumers, consumers_of, consumers_text, ra
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.states import named
 from transport.runtime.arguments import expect, whole
-from transport.runtime.explaining import explained
 from transport.runtime.logs import Seldom
 from transport.schema import Schema
 
@@ -57,7 +56,6 @@ class RingLife(Attachment):
 
     # --- making one ---------------------------------------------------------------------------------
     @classmethod
-    @explained
     def create(
         cls,
         schema: Schema | None = None,
@@ -132,7 +130,6 @@ class RingLife(Attachment):
             raise
 
     @classmethod
-    @explained
     def attach(
         cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
     ) -> Self:
@@ -230,7 +227,6 @@ class RingLife(Attachment):
         if self.native.closed and not self.native.lent:
             self._pages.release()
 
-    @explained
     def register(self, slot: int, device: int) -> bool:
         """Register a slot's pages with CUDA, once, so that copies between them and a device run at the bus's speed.
 

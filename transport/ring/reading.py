@@ -22,7 +22,6 @@ from transport.ring.leases import ReadLease
 from transport.ring.life import RingLife
 from transport.ring.states import named
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,6 @@ class RingReading(RingLife):
         if ticket.key != self.key(ticket.slot, ticket.generation):
             raise WrongKeyError(f"ticket {ticket.name}: key mismatch for this slot and generation")
 
-    @explained
     def key(self, slot: int, generation: int) -> int:
         """The key that a ticket for this slot and generation carries."""
         return _ring.slot_key(self._secret, slot, generation)
@@ -129,7 +127,6 @@ class RingReading(RingLife):
         return self._call(self.native.discard, ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
-    @explained
     def claim(
         self,
         n: int = 1,
@@ -171,7 +168,6 @@ class RingReading(RingLife):
         )
         return [ClaimedPayload(self, claim) for claim in claims]
 
-    @explained
     def set_lease(self, lease_s: float | None) -> None:
         """Let claims of this attachment end when it is silent for so long, as when its process is stopped.
 
@@ -182,7 +178,6 @@ class RingReading(RingLife):
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
         self._call(self.native.set_lease, lease_s)
 
-    @explained
     def claim_batch(
         self,
         n: int,
@@ -248,7 +243,6 @@ class RingReading(RingLife):
             consumer=consumer,
         )
 
-    @explained
     def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
         """Say that these were used; returns those that were still this attachment's, and only those count.
 

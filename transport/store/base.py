@@ -21,7 +21,6 @@ from typing import NamedTuple, Self
 
 from transport.errors import UsageError
 from transport.runtime.decoders import hiding
-from transport.runtime.explaining import explained
 
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20
@@ -68,14 +67,12 @@ class Store(abc.ABC):
     def scan(self, prefix: str) -> Mapping[str, Entry]:
         """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
 
-    @explained
     def put(self, key: str, value: bytes, *, lease_s: float | None = None) -> int:
         """Write whatever was there before; returns the new version. Without ``lease_s`` the record stays for good."""
         versions = self.put_many([Change(key, value, None, lease_s)])
         assert versions is not None  # nothing was expected
         return versions[0]
 
-    @explained
     def compare_and_set(
         self, key: str, value: bytes | None, expected: int, *, lease_s: float | None = None
     ) -> int | None:
@@ -86,7 +83,6 @@ class Store(abc.ABC):
         versions = self.put_many([Change(key, value, expected, lease_s)])
         return None if versions is None else versions[0]
 
-    @explained
     def delete(self, key: str) -> None:
         """Remove the record if it is there."""
         self.put_many([Change(key, None)])

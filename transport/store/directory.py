@@ -36,7 +36,6 @@ from transport.errors import (
     UsageError,
 )
 from transport.runtime.decoders import ready
-from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Store
 from transport.ticket import Ticket, host_identity
 
@@ -74,7 +73,6 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 ready(Serving)
 
 
-@explained_calls
 class Directory:
     """Servers by ring, in a store that all members of the run share. Thread-safe; blocks while the store does.
 

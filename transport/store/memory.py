@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from transport.errors import ClosedError, UsageError
-from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
 
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
@@ -47,7 +46,6 @@ class _Memory:
         return self.version
 
 
-@explained_calls
 class MemoryStore(Store):
     """Records of this process; they end with it.
 

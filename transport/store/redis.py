@@ -20,7 +20,6 @@ import msgspec
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.redis_connection import RedisConnection
 from transport.storage.redis_script import Script
@@ -162,7 +161,6 @@ return kept
 )
 
 
-@explained_calls
 class RedisStore(Store):
     """A store of one run on a server.
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.shared_file import SharedFile
 from transport.storage.sqlite_file import Synchronous, Words
@@ -66,7 +65,6 @@ _DELETE = "DELETE FROM records WHERE key = ?"
 _RENEW = "UPDATE records SET lease_ends = ? WHERE key = ? AND version = ? AND lease_ends IS NOT NULL"
 
 
-@explained_calls
 class SQLiteStore(SharedFile, Store):
     """A store in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
 

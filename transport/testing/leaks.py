@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import uvloop
 
-from transport.runtime.explaining import explained
-
 __all__ = ["ResourceSnapshot", "mark_descendants", "run"]
 
 Result = TypeVar("Result")
@@ -97,7 +95,6 @@ def mark_descendants() -> None:
     os.environ.setdefault(_MARK, secrets.token_hex(16))  # inherited through any number of starts
 
 
-@explained
 def run(coroutine: Coroutine[Any, Any, Result], timeout_s: float = 30.0) -> Result:
     """Run a coroutine to its end in a new uvloop loop, as the body of a test.
 

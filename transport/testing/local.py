@@ -11,13 +11,11 @@ from typing import Any, Self
 from transport.client.blocking import BlockingClient
 from transport.packer.rollout import queued
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.explaining import explained, explained_calls
 from transport.schema import Schema
 from transport.testing.memory_queue import MemoryQueue
 from transport.ticket import Ticket
 
 
-@explained_calls
 class LocalTransport:
     """A ring, a client that maps it, and a queue in memory. Closing it removes everything.
 
@@ -76,7 +74,6 @@ class LocalTransport:
         self.close()
 
 
-@explained
 def a_ticket(schema: Schema | None = None, **fields: Any) -> Ticket:
     """A valid ticket of a payload that is nowhere, for tests of code that stores, sorts or forwards tickets.
 

@@ -27,7 +27,6 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
-from transport.runtime.explaining import explained_calls
 from transport.testing.memory_contents import Contents, Delivery
 
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
@@ -37,7 +36,6 @@ Found = TypeVar("Found")
 _FAILED: Final = (DeliveryState.DISCARDED, DeliveryState.DEAD)
 
 
-@explained_calls
 class MemoryQueue(TicketQueue):
     """A queue in this process's memory.
 

@@ -23,7 +23,6 @@ from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
 from transport.errors import SchemaError, UsageError
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
@@ -107,7 +106,6 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         UsageError, SchemaError: sizes that make no sense, or tensors that do not fit the layout.
     """
 
-    @explained
     def __init__(
         self,
         name: str,
@@ -433,7 +431,6 @@ class RingEngine(ShardEngine):
         MissingDependencyError: ``device`` without CuPy, torch or CUDA.
     """
 
-    @explained
     def __init__(
         self,
         name: str,

@@ -20,7 +20,6 @@ import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
 from transport.runtime.arguments import named_kind
-from transport.runtime.explaining import explained_calls
 from transport.weights.engine import RingEngine
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.engine import WeightEngine
@@ -61,7 +60,6 @@ class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     replicas_by_state: dict[str, int]
 
 
-@explained_calls
 class WeightUpdate:
     """The manager of one run. Belongs to one loop; one update at a time.
 

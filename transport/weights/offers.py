@@ -20,7 +20,6 @@ import numpy as np
 from transport.client.blocking import BlockingClient
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.runtime.decoders import hiding
-from transport.runtime.explaining import explained, explained_calls
 from transport.ticket import Ticket
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import RolloutWorker, check
@@ -35,7 +34,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     ticket: bytes
 
 
-@explained
 def offer(ticket: Ticket, weights: Mapping[str, Any], version: int) -> bytes:
     """Describe a version whose tensors were written under this ticket."""
     return msgspec.msgpack.encode(Offer(version, weights_checksum(weights), ticket.encode()))
@@ -44,7 +42,6 @@ def offer(ticket: Ticket, weights: Mapping[str, Any], version: int) -> bytes:
 _decode = msgspec.msgpack.Decoder(Offer).decode
 
 
-@explained_calls
 class Taker:
     """A worker that takes versions on offer. One thread.
 

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError
-from transport.runtime.explaining import explained_calls
 from transport.weights.plan.engine import Metadata
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.threads import in_thread, settled
@@ -69,7 +68,6 @@ class RolloutWorker(abc.ABC):
         return None
 
 
-@explained_calls
 class ReferenceWorker(RolloutWorker):
     """A worker on numpy, for tests, the demo and the benchmark. Serves whatever `weights` holds.
 
@@ -163,7 +161,6 @@ class ReplicaEngine(Protocol):
     def statistics(self) -> Any: ...
 
 
-@explained_calls
 class Replica:
     """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's.
 
@@ -309,7 +306,6 @@ class TrainerEngine(Protocol):
     def statistics(self) -> Any: ...
 
 
-@explained_calls
 class Trainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 

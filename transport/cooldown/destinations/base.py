@@ -20,7 +20,6 @@ from urllib.parse import unquote, urlsplit
 
 from transport.errors import DestinationDeniedError, DestinationError, UsageError
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained
 
 PROBE: Final = ".probe-"  # what names of test files begin with
 PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
@@ -118,7 +117,6 @@ class Destination(abc.ABC):
     def close(self) -> None:
         """Close connections. Idempotent."""
 
-    @explained
     def read(self, path: str, most: int) -> bytes | None:
         """A small file's content; None if it does not exist. DestinationError for more than ``most`` bytes."""
         size = self.size(path)
@@ -138,7 +136,6 @@ class Destination(abc.ABC):
         self.close()
 
 
-@explained
 def check_permissions(destination: Destination) -> None:
     """Prove that this process can list, create, read and delete at the destination. Called before a client joins.
 

@@ -16,14 +16,12 @@ from transport.cooldown.destinations.base import PIECE, Destination, Writer, wit
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained_calls
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DRAFT = re.compile(r"\.[0-9a-f]{16}\.tmp$")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-@explained_calls
 class Folder(Destination):
     """Files below ``root``, which must exist: nothing is written to the mount point of a share that is not mounted."""
 

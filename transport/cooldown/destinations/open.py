@@ -7,10 +7,8 @@ from transport.cooldown.destinations.bucket import Bucket
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.destinations.hub import Hub
 from transport.cooldown.destinations.s3 import S3
-from transport.runtime.explaining import explained
 
 
-@explained
 def open_destination(url: str) -> Destination:
     """Open the destination of a URL. Nothing is read or written yet, except by a service's package when it starts.
 

@@ -37,7 +37,6 @@ from transport.cooldown.epochs.records import (
 from transport.cooldown.epochs.shares import Saved, Share
 from transport.errors import NoCheckpointError, StoreUnsuitableError
 from transport.runtime.arguments import at_least
-from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Store
 from transport.store.decision import decide
 
@@ -47,7 +46,6 @@ PREFIX: Final = "cooldown/"
 _AT_ONCE: Final = 1000  # keys deleted in one call
 
 
-@explained_calls
 class Ledger:
     """One run's epochs. Raises the store's errors, and StoreUnsuitableError for values that are not these records."""
 

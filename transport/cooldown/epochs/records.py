@@ -14,7 +14,6 @@ import msgspec
 from transport.cooldown.epochs.election import ALGORITHM, elect
 from transport.errors import StoreUnsuitableError, UsageError
 from transport.runtime.decoders import ready
-from transport.runtime.explaining import explained
 
 LAYOUT: Final = 1
 SHARDED_LAYOUT: Final = 2  # of an epoch with hosts: a build that does not know them must not lead it
@@ -129,12 +128,10 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
             return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
         return tuple(name for host in sorted(set(self.hosts.values())) for name in self.elected_of(host))
 
-    @explained
     def elected_of(self, host: str) -> tuple[str, ...]:
         """The members of one host that upload its files: the election among these members alone."""
         return elect(self.members_of(host), seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
 
-    @explained
     def members_of(self, host: str) -> tuple[str, ...]:
         """The members on one host, in order of their names."""
         return tuple(sorted(name for name, its in self.hosts.items() if its == host))
@@ -144,7 +141,6 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds after which a cooldown ends even if something is still being verified."""
         return self.cooldown_s + (self.verify_s or self.cooldown_s)
 
-    @explained
     def accepts(self, client: str, kind: ReportKind) -> bool:
         """Whether this client's report of this kind counts. What members upload counts as one set only."""
         if not self.hosts:

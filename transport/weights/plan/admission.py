@@ -12,7 +12,6 @@ import enum
 import msgspec
 
 from transport.errors import InvalidAdmission
-from transport.runtime.explaining import explained_calls
 
 
 class State(enum.StrEnum):
@@ -49,7 +48,6 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 }
 
 
-@explained_calls
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """State of one replica. A new one is pending: it has proven nothing.
 

@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Event
 
 Policy = Literal["restore", "exclude", "fail_job"]
@@ -48,7 +47,6 @@ STAGE = (Step.PREPARE, Step.TOPOLOGY, Step.CONNECT, Step.PAUSE_IN_PLACE, Step.TR
 DROPS_ONE = frozenset({Step.PREPARE, Step.TRANSFER})  # the others can go on without a replica that fails here
 
 
-@explained_calls
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits in seconds of each step, and of the stage as a whole (``total``)."""
 

@@ -20,7 +20,6 @@ import msgspec
 
 from transport import _ring
 from transport.errors import SchemaError
-from transport.runtime.explaining import explained_calls
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.sharding.boxes import Box, BoxIndex, Numbers, left_over
 
@@ -108,7 +107,6 @@ def fitted(size: Numbers, dims: int, what: str) -> Numbers:
     return size[len(size) - dims :]
 
 
-@explained_calls
 class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """All local tensors of one rank, in its order. `of` checks it; SchemaError names the tensor."""
 

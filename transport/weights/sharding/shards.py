@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from transport.errors import SchemaError, UsageError
-from transport.runtime.explaining import explained
 from transport.schema import TensorSpec
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
 
 
-@explained
 def whole(spec: TensorSpec, name: str | None = None) -> LocalTensor:
     """All of a tensor, as a rank has it that replicates it."""
     return box(spec, Box((0,) * len(spec.shape), spec.shape), name)
@@ -32,20 +30,17 @@ def whole_model(specs: tuple[TensorSpec, ...]) -> Layout:
     return Layout.of(whole(spec) for spec in specs)
 
 
-@explained
 def box(spec: TensorSpec, part: Box, name: str | None = None) -> LocalTensor:
     """Any box of a tensor."""
     piece = Piece(spec.name, spec.shape, part.start, part.size, (0,) * len(part.start))
     return LocalTensor(name or spec.name, spec.dtype, part.size, (piece,))
 
 
-@explained
 def rows(spec: TensorSpec, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """FSDP's rows, divided as torch's ``chunk`` does: the last ranks have fewer, or none."""
     return chunk(spec, 0, rank, world, name)
 
 
-@explained
 def chunk(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """Rank's chunk of one dimension: ``ceil(length / world)``, and what is left for the last ones."""
     _check(spec, dim, rank, world)
@@ -55,13 +50,11 @@ def chunk(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = 
     return _range(spec, dim, start, min(step, length - start), name)
 
 
-@explained
 def columns(spec: TensorSpec, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """Even columns (dimension 1): inputs of a row-parallel layer. UsageError if they do not divide evenly."""
     return even(spec, 1, rank, world, name)
 
 
-@explained
 def even(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """An even share of one dimension. UsageError if the dimension does not divide evenly."""
     _check(spec, dim, rank, world)
@@ -71,7 +64,6 @@ def even(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = N
     return _range(spec, dim, rank * step, step, name)
 
 
-@explained
 def fused(name: str, parts: Sequence[LocalTensor], dim: int = 0) -> LocalTensor:
     """One local tensor made of others, one behind another along ``dim``; their other dimensions are equal."""
     first = _first(name, parts)
@@ -94,13 +86,11 @@ def fused(name: str, parts: Sequence[LocalTensor], dim: int = 0) -> LocalTensor:
     return LocalTensor(name, first.dtype, shape, tuple(pieces))
 
 
-@explained
 def gate_up(name: str, gate: TensorSpec, up: TensorSpec, rank: int, world: int) -> LocalTensor:
     """Rank's rows of the gate, then its rows of the up projection, in one tensor."""
     return fused(name, [even(gate, 0, rank, world), even(up, 0, rank, world)])
 
 
-@explained
 def qkv(
     name: str,
     q: TensorSpec,
@@ -146,7 +136,6 @@ def qkv(
     return fused(name, parts)
 
 
-@explained
 def stacked(name: str, parts: Sequence[LocalTensor]) -> LocalTensor:
     """Local tensors of one shape in a new first dimension: the experts of a rank, each a global tensor of its own."""
     first = _first(name, parts)
@@ -161,7 +150,6 @@ def stacked(name: str, parts: Sequence[LocalTensor]) -> LocalTensor:
     return LocalTensor(name, first.dtype, (len(parts), *first.shape), tuple(pieces))
 
 
-@explained
 def experts(spec: TensorSpec, numbers: Sequence[int], name: str | None = None) -> LocalTensor:
     """Some experts of a global tensor whose first dimension is the expert's number, in any order."""
     _check(spec, 0, 0, 1)

@@ -20,7 +20,6 @@ import numpy as np
 
 from transport import _ring
 from transport.errors import SchemaError
-from transport.runtime.explaining import explained
 from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, TensorSpec
 from transport.weights.versions.tensors import Bytes, Tensor, Window, bytes_of, tensor_of
 
@@ -142,7 +141,6 @@ class Cursor:
             raise SchemaError(f"tensor {missing.spec.name} is missing: every tensor of the layout is needed")
 
 
-@explained
 def weights_checksum(weights: Mapping[str, Any]) -> int:
     """The checksum of the version that these arrays are, in their order: what proves which version is served.
 
