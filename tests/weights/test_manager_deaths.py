@@ -137,7 +137,7 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
     row = bytearray(layout.total)
     for name, array in layout.arrays(row, writable=True).items():
         array[...] = version_of(1)[name]
-    async with group_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires}) as group:
+    async with group_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires, "bucket_bytes": 131072}) as group:
 
         def stop(step: Step, _: tuple[str, ...]) -> None:
             if step is Step.TRANSFER:  # the bucket waits for the replica, filled and hashed

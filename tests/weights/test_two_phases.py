@@ -118,11 +118,12 @@ class Slow(ReferenceWorker):
 @asynchronous
 async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_later() -> None:
     worker, quick = Slow(), ReferenceWorker()
-    async with group(worker, quick, limits=Limits(load=0.3)) as (manager, _, _):
+    async with group(worker, quick, limits=Limits(load=0.3)) as (manager, replicas, _):
         await manager.update(1)
         with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
             await manager.update(2)
         assert manager.admitted == {"replica 1": 2}
+        assert await replicas[0].prove() is None
         with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
             await manager.update(3)  # the first load is still under way
         assert manager.admitted == {"replica 1": 3}
