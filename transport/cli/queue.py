@@ -106,6 +106,6 @@ def _text(report: Report, requeue: bool) -> str:
         by = f" by {each.consumer}" if each.consumer else ""
         tries = count(each.attempts, "claim")
         lines.append(f"{each.state.value:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
-    if depth.discarded + depth.dead + depth.lost > len(report.failures):
+    if depth.discarded + depth.dead > len(report.failures):
         lines.append("older failures are not listed; raise --limit, up to what the queue remembers")
     return "\n".join(lines)
