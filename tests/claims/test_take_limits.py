@@ -86,8 +86,10 @@ async def test_a_holder_that_lives_is_not_reported_as_late(
 @asynchronous
 async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads_again(ring: SharedRingBuffer) -> None:
     first = ring.write_raw(b"claimed by the silent peer")
-    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, tcp() as other:
-        peer = await stage.connected()
+    async with Stage(ring, heartbeat_s=0.1) as stage, tcp() as other:
+        peer = await stage.peer()
+        assert (await peer.greet(lease_ms=500)).code == 0
+        await peer.settled()
         await received(peer, peer.tell(demand()))
         peer.tell(demand(wait_ms=LONG_MS))
         service = stage.listener._service

@@ -70,7 +70,8 @@ async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(rin
         address, service = f"127.0.0.1:{stage.port}", stage.listener._service
         assert service is not None
         async with tcp() as client:
-            assert len(await client.take(address, 1)) == 1
+            held = await client.take(address, 1)
+            assert len(held) == 1
             waiting = asyncio.create_task(client.take(address, 1, wait_s=LONG_S))
             await until(lambda: service.waiting == 1, "it waits")
         with pytest.raises((LinkError, ClosedError)):

@@ -194,7 +194,7 @@ class Side:
         buffer = bytearray(b"\xcc" * (frame_codec.CONTROL_BYTES + 8))
         await self.endpoint.receive(buffer, frames.tag(self.base, self.number))
         self.number += 1
-        count = int.from_bytes(buffer[2:4], "little")
+        count = int.from_bytes(buffer[10:12], "little")
         end = frame_codec.HEADER_BYTES + count * frame_codec.RECORD_BYTES
         assert buffer[end:] == b"\xcc" * (len(buffer) - end)
         return bytes(buffer[:end])

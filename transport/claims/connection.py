@@ -145,8 +145,11 @@ class ClaimConnection:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if number and not task.done():
+            if not number:
+                task.cancel()  # nothing is asked yet
+            elif not task.done():
                 self.take_back(number)
+            task.add_done_callback(_returned)  # the caller's error keeps this task, and with it what comes
             raise
 
     def _taken(self, task: asyncio.Task[TakenBatch]) -> None:
@@ -487,3 +490,10 @@ class ClaimConnection:
         except TransportError:
             self.abort()
             raise
+
+
+def _returned(task: asyncio.Task[TakenBatch]) -> None:
+    """Give back what nobody waits for any more."""
+    if not task.cancelled() and task.exception() is None:
+        batch = task.result()
+        batch.claims.return_soon(batch.positions)
