@@ -74,6 +74,15 @@ class Bell:
     def ring(self) -> None: ...
 
 @final
+class Deadline:
+    """A point of the monotonic clock. Every timeout of this package becomes one: below zero and NaN are over at once,
+    and what is longer than 30 years never is."""
+
+    def __init__(self, timeout_s: float) -> None: ...
+    @property
+    def left_s(self) -> float: ...
+
+@final
 class SlotInfo:
     """One consistent look at a slot (re-read until the word was the same before and after).
 

@@ -197,6 +197,9 @@ void bind_claim_types(nb::module_& module) {
       .def(nb::init<>())
       .def_prop_ro("rung", &Bell::rung)
       .def("ring", &Bell::ring);
+  nb::class_<Deadline>(module, "Deadline", nb::is_final(), "A point of the monotonic clock.")
+      .def(nb::init<double>(), "timeout_s"_a)
+      .def_prop_ro("left_s", [](const Deadline& deadline) { return static_cast<double>(deadline.left_ns()) * 1e-9; });
   module.attr("NO_VERSION") = kNoVersion;
   module.attr("MAX_ATTEMPTS") = kMostAttemptsAsked;
 

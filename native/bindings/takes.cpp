@@ -1,4 +1,4 @@
-// TAKE and the end of claims, for transport/client/takes/link.py and held.py.
+// TAKE and the end of claims, for transport/claims/connection.py.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
 

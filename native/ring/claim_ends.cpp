@@ -68,10 +68,21 @@ Ring::Hold Ring::hold_of(const ClaimId& claim) const {
   return held.held_by(static_cast<unsigned>(me_)) && held.attempts() == claim.attempts ? Hold::held : Hold::lapsed;
 }
 
+// The claim is held, and nobody takes it back any more: a holder that is stopped before it sets the done bit would set
+// that of a rank which another holder has claimed by then.
+bool Ring::begin_end(const ClaimId& claim) {
+  std::atomic<std::uint32_t>& word = claims(claim.slot).claims[claim.rank];
+  std::uint32_t expected = word.load(std::memory_order_acquire);
+  const ClaimWord held{expected};
+  return held.held_by(static_cast<unsigned>(me_)) && held.attempts() == claim.attempts &&
+         word.compare_exchange_strong(expected, held.to_end().bits, std::memory_order_acq_rel, std::memory_order_relaxed);
+}
+
 // True if the claim is held. One that lapsed is given up here with its pin; either way the rest is refused.
-bool Ring::resolve_lapsed(const ClaimId& claim) {
+bool Ring::resolve_lapsed(const ClaimId& claim, bool ends) {
   heard();
-  const Hold hold = hold_of(claim);
+  Hold hold = hold_of(claim);
+  if (hold == Hold::held && ends && !begin_end(claim)) hold = Hold::lapsed;
   if (hold == Hold::held) return true;
   row().count(Counter::late_finalises);
   if (hold == Hold::lapsed) {
@@ -108,7 +119,7 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, int taker) {
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
-  if (!resolve_lapsed(claim)) return false;
+  if (!resolve_lapsed(claim, true)) return false;
   std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::finish);
   if (taker >= 0 && note == nullptr) {  // its consumer has asked already, and was told that it is refused
     row().count(Counter::late_finalises);
@@ -147,7 +158,7 @@ bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns, Return how) {
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
-  return resolve_lapsed(claim) && give_back_held(claim, delay_ns, how);
+  return resolve_lapsed(claim, false) && give_back_held(claim, delay_ns, how);
 }
 
 bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, Return how) {
@@ -173,7 +184,7 @@ bool Ring::end(const ClaimId& claim, Ended how, std::string_view reason, std::st
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
-  if (!resolve_lapsed(claim)) return false;
+  if (!resolve_lapsed(claim, true)) return false;
   std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::end);
   if (taker >= 0 && note == nullptr) {  // as in `finish`
     row().count(Counter::late_finalises);

@@ -8,7 +8,8 @@
 //   claim       none                 me, attempts + 1          an owner whose pin stands in the slot's word
 //   hold        none                 me                        the same; to end the delivery, which is no attempt
 //   drop        holder               none                      the process that clears the holder's pin, before it
-//   lapse       holder               none                      any owner, of a holder silent for longer than its lease
+//   end         me                   me, ending                the holder, before it sets the rank's done bit
+//   lapse       holder, not ending   none                      any owner, of a holder silent for longer than its lease
 //   (publish)   anything             none, 0                   the writer, before the slot is READY
 //
 // So a claim is a pin and this word, and a rank that is not done and held by an owner has that owner's pin beside it:
@@ -49,10 +50,12 @@ struct ClaimWord {
   constexpr unsigned attempts() const { return bits >> kAttemptShift; }
   constexpr unsigned in_vain() const { return bits >> kVainShift & kMostInVain; }
   constexpr bool delayed() const { return (bits & kDelayed) != 0; }
+  constexpr bool ending() const { return held() && delayed(); }  // the same bit, of a claim
   constexpr bool held() const { return holder() != 0; }
   constexpr bool held_by(unsigned owner) const { return holder() == owner + 1; }
 
   constexpr ClaimWord claimed(unsigned me) const { return of(attempts() % kMostAttempts + 1, in_vain(), me + 1); }
+  constexpr ClaimWord to_end() const { return of(attempts(), in_vain(), holder(), true); }
   constexpr ClaimWord ended_by(unsigned me) const { return of(attempts(), in_vain(), me + 1); }
   constexpr ClaimWord dropped(bool counts, bool delayed = false) const {
     return of(attempts(), std::min(in_vain() + counts, kMostInVain), 0, delayed);

@@ -120,7 +120,7 @@ void Ring::drop_silent(std::uint64_t now_ns) {
       std::atomic<std::uint32_t>& claim = claims(slot).claims[rank];
       std::uint32_t expected = claim.load(std::memory_order_acquire);
       const ClaimWord held{expected};
-      if (!held.held() || (suspects & slot_word::bit(held.holder() - 1)) == 0 || !silent(held.holder() - 1, now_ns))
+      if (!held.held() || held.ending() || (suspects & slot_word::bit(held.holder() - 1)) == 0 || !silent(held.holder() - 1, now_ns))
         continue;
       if (!claim.compare_exchange_strong(expected, held.dropped(true).bits, std::memory_order_acq_rel,
                                          std::memory_order_relaxed))

@@ -236,7 +236,8 @@ class Ring {
                 std::atomic<std::uint64_t>* note = nullptr);
   enum class Hold { none, lapsed, held };
   Hold hold_of(const ClaimId& claim) const;
-  bool resolve_lapsed(const ClaimId& claim);
+  bool resolve_lapsed(const ClaimId& claim, bool ends);
+  bool begin_end(const ClaimId& claim);
   bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, Return how);
   TakerEntry& taker(unsigned index) const;
   std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim, Asking asking);

@@ -1,7 +1,11 @@
 // The ring as the queue: what claimers of one process see. Deaths are in crash_test.cpp, threads in ring_fuzz.cpp.
+#include <cstdlib>
 #include <cstring>
 #include <set>
 #include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "check.hpp"
 #include "common/clock.hpp"
@@ -310,6 +314,44 @@ TEST(a_holder_that_is_heard_keeps_its_claims_and_one_without_a_lease_need_not_be
     CHECK(claim(*other, 1).empty());
   }
   CHECK(holder->finish(held[0].id) && mute->finish(kept[0].id));
+}
+
+TEST(what_goes_back_unread_does_not_count_in_vain) {
+  Fixture f("unread");
+  f.publish();
+  const auto once = [&] { return claim(*f.ring, 1, {.most_attempts = 2}); };
+  for (unsigned attempt = 1; attempt <= 5; ++attempt) {
+    const auto claimed = once();
+    CHECK(claimed.size() == 1 && claimed[0].id.attempts == attempt && claimed[0].in_vain == 0);
+    CHECK(f.ring->give_back(claimed[0].id, 0, Return::unread));
+  }
+  for (unsigned before = 0; before < 2; ++before) {
+    const auto claimed = once();
+    CHECK(claimed.size() == 1 && claimed[0].in_vain == before && f.ring->give_back(claimed[0].id));
+  }
+  CHECK(once().empty() && tallied(*f.ring, 0, Tally::dead) == 1);
+  CHECK(f.ring->failures()[0].reason == "claimed 2 times in vain");
+}
+
+TEST(dead_holders_lose_their_claims_while_there_is_always_something_newer) {
+  Fixture f("newer");
+  const Lease oldest = f.publish();
+  const pid_t child = fork();
+  if (child == 0) {  // ends with its claim in hand
+    const auto reader = Ring::attach(f.guard.name, Role::reader, false);
+    std::_Exit(claim(*reader, 1).size() == 1 ? 0 : 1);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+  bool found = false;
+  for (const Deadline patience(20); !found && patience.left_ns() > 0;) {
+    f.publish();
+    for (const Claimed& one : claim(*f.ring, 1)) {
+      found = found || same(one, oldest);
+      CHECK(f.ring->finish(one.id));
+    }
+  }
+  CHECK(found);
 }
 
 TEST(the_longest_lease_that_was_asked_for_counts) {

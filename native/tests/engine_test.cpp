@@ -188,8 +188,11 @@ TEST(what_is_no_message_ends_the_connection_and_nothing_else) {
     scene.connect();
     std::vector<std::byte> bytes(random() % 200);
     for (std::byte& each : bytes) each = static_cast<std::byte>(random());
-    if (bytes.size() >= sizeof(ucp::Header))  // so that some have a right header
-      store(bytes.data(), ucp::Header{kVersion, static_cast<std::uint8_t>(Kind::control), static_cast<std::uint16_t>(random() % 4), 0, 0, 0});
+    if (bytes.size() >= sizeof(ucp::Header)) {  // so that some have a right header, and some of these a right checksum
+      store(bytes.data(), ucp::Header{0, kVersion, static_cast<std::uint8_t>(Kind::control),
+                                      static_cast<std::uint16_t>(random() % 4), 0, 0, 0});
+      if (random() % 2 == 0) ucp::seal(bytes.data(), bytes.size());
+    }
     scene.send(bytes, round % 3 == 0 ? 5 : 0);
     End how{};
     CHECK(scene.reached([&] { return scene.served.ended(how); }));

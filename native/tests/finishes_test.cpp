@@ -28,7 +28,7 @@ ClaimId first_claim_of(const Lease& lease) { return {lease.slot, lease.generatio
 
 // As OUTCOME asks about what is no FINISH.
 ClaimId about(ClaimId claim, Asking asking) {
-  claim.attempts |= static_cast<unsigned>(asking) << FinishNote::kAskingShift;
+  if (asking == Asking::end) claim.attempts |= kEndAsked;
   return claim;
 }
 
@@ -49,7 +49,7 @@ TEST(a_finish_is_told_by_its_token_and_claim_also_when_its_slot_is_used_anew) {
   CHECK(entry >= 0);
   const Lease lease = published(*s.ring, 1);
   const ClaimId claim = claimed(*taker);
-  CHECK(taker->finish(claim, false, entry) && !taker->finish(claim, false, false, entry));
+  CHECK(taker->finish(claim, false, entry) && !taker->finish(claim, false, entry));
   use_anew(*s.ring, lease);
   CHECK(s.ring->outcome(kToken, claim) == Outcome::accepted);
   CHECK(s.ring->outcome(kToken, {claim.slot, claim.generation, 0, 2}) == Outcome::refused);
@@ -99,7 +99,7 @@ TEST(a_listener_killed_at_any_point_of_a_finish_leaves_one_answer_and_it_is_true
         const int entry = taker->open_taker(kToken);
         claimed(*taker);
         fault::set(index_of(point), SIGKILL, 0);
-        taker->finish(claim, keep, false, entry);
+        taker->finish(claim, keep, entry);
         fault::set(index_of(point), 0, 0);
         raise(SIGKILL);
       });
@@ -165,21 +165,6 @@ TEST(an_end_that_was_asked_about_is_refused_afterwards_and_the_payload_can_be_cl
   const ClaimId again = claimed(*taker);
   CHECK(again.attempts == 2 && taker->end(again, Ended::dead, "without a note", {}));
   CHECK(s.ring->failures().size() == 1);
-}
-
-TEST(payloads_that_were_used_are_noted_by_the_number_of_the_message) {
-  Shared s("used");
-  const auto taker = s.ring->attach_again(Role::listener);
-  const int entry = taker->open_taker(kToken);
-  const auto asked = [](std::uint32_t number, unsigned rank) { return about({0, number, rank, 0}, Asking::used); };
-  CHECK(taker->note_used(entry, 0, 1) && taker->note_used(entry, 3, 2));
-  CHECK(s.ring->outcome(kToken, asked(1, 0)) == Outcome::accepted);
-  CHECK(s.ring->outcome(kToken, asked(2, 3)) == Outcome::accepted);
-  CHECK(s.ring->outcome(kToken, asked(1, 3)) == Outcome::refused && s.ring->outcome(kToken, asked(3, 0)) == Outcome::refused);
-  CHECK(s.ring->outcome(kToken, {0, 1, 0, 0}) == Outcome::refused);
-  CHECK(!taker->note_used(entry, 0, 3));  // it was asked about
-  CHECK(s.ring->outcome(kToken, asked(3, 0)) == Outcome::refused);
-  CHECK(s.ring->outcome(kToken, {0, 1, 0, 1u << 13}) == Outcome::unknown);
 }
 
 TEST(a_reclaimer_killed_in_between_leaves_the_answer_to_the_next_one) {

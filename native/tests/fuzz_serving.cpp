@@ -112,11 +112,12 @@ struct Scene {
   void send_records(Input& input) {
     const std::uint8_t count = 1 + input.byte() % 4;
     std::vector<std::byte> message(sizeof(ucp::Header) + count * sizeof(Record));
-    store(message.data(), ucp::Header{kVersion, static_cast<std::uint8_t>(Kind::control), count, number, 0, 0});
+    store(message.data(), ucp::Header{0, kVersion, static_cast<std::uint8_t>(Kind::control), count, number, 0, 0});
     for (std::size_t each = 0; each < count; ++each)
       store(message.data() + sizeof(ucp::Header) + each * sizeof(Record), record(input));
     const std::vector<std::byte> behind = input.bytes(input.byte() % 250);
     message.insert(message.end(), behind.begin(), behind.end());
+    ucp::seal(message.data(), message.size());
     send(std::move(message), number++);
   }
 

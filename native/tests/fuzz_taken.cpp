@@ -1,5 +1,5 @@
 // libFuzzer: any bytes in the place of the answer to a TAKE are refused, or every ticket and every payload of it lies
-// within the message, where transport/taking/batch.py looks for it. The message lies in memory of exactly its size, so
+// within the message, where transport/claims/batch.py looks for it. The message lies in memory of exactly its size, so
 // that the address sanitizer sees a look beyond it.
 //
 // Input: the demand (how many payloads, for which rank, a byte for how many bytes), and the message.
@@ -34,7 +34,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::memcpy(message.get(), data, size);
   std::uint32_t due = 0;
   if (size >= sizeof(Header)) due = load<Header>(message.get()).number & 0xff;  // so that numbers can be right
-  if (taken_fault(message.get(), size, kTakingVersion, due, terms) != nullptr) return 0;
+  if (size >= sizeof(Header) && load<Header>(message.get()).joined_bytes <= size - sizeof(Header))
+    seal(message.get(), size - load<Header>(message.get()).joined_bytes);
+  if (taken_fault(message.get(), size, 5, due, terms) != nullptr) return 0;
 
   const auto header = load<Header>(message.get());
   if (header.count > terms.most || size > taken_room(terms.most, terms.most_bytes, transport::kNoteCapacity)) std::abort();

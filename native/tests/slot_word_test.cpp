@@ -179,16 +179,18 @@ TEST(every_result_is_a_valid_word_of_the_same_or_next_generation) {
 TEST(claim_words_count_attempts_and_name_their_holder) {
   ClaimWord word;
   for (unsigned attempt = 1; attempt <= ClaimWord::kMostAttempts + 2; ++attempt) {
-    const unsigned owner = attempt % kMaxOwners;
+    const unsigned owner = attempt % kMaxOwners, before = word.in_vain();
     word = word.claimed(owner);
-    CHECK(word.held() && word.attempts() == std::min(attempt, ClaimWord::kMostAttempts));
+    CHECK(word.held() && word.attempts() == (attempt - 1) % ClaimWord::kMostAttempts + 1 && !word.delayed());
     for (unsigned any = 0; any < kMaxOwners; ++any) CHECK(word.held_by(any) == (any == owner));
-    word = word.dropped();
-    CHECK(!word.held() && word.attempts() == std::min(attempt, ClaimWord::kMostAttempts));
+    const bool counts = attempt % 2 != 0, delayed = attempt % 3 == 0;
+    word = word.dropped(counts, delayed);
+    CHECK(!word.held() && word.delayed() == delayed);
+    CHECK(word.in_vain() == std::min(before + counts, ClaimWord::kMostInVain));
     for (unsigned any = 0; any < kMaxOwners; ++any) CHECK(!word.held_by(any));
   }
-  const ClaimWord ended = ClaimWord::of(5, 0).ended_by(15);
-  CHECK(ended.held_by(15) && ended.attempts() == 5);
+  const ClaimWord ended = ClaimWord::of(5, 3, 0).ended_by(15);
+  CHECK(ended.held_by(15) && ended.attempts() == 5 && ended.in_vain() == 3);
 }
 
 int main(int argc, char** argv) { return transport::test::run_all(argc, argv); }

@@ -59,7 +59,8 @@ unsigned Engine::run_deferred() {
       }
     }
   }
-  for (std::size_t at = 0; at < deferred_.size(); ++at) {  // grows while it runs
+  const std::size_t due = deferred_.size();  // what is deferred meanwhile has its turn after others' progress
+  for (std::size_t at = 0; at < due; ++at) {
     Deferred* const work = deferred_[at];
     if (work == nullptr) continue;
     deferred_[at] = nullptr;
@@ -67,7 +68,7 @@ unsigned Engine::run_deferred() {
     work->run();
     ++done;
   }
-  deferred_.clear();
+  deferred_.erase(deferred_.begin(), deferred_.begin() + static_cast<std::ptrdiff_t>(due));
   return done;
 }
 

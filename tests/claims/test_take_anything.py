@@ -9,6 +9,7 @@ import random
 import struct
 
 import pytest
+from frame_codec import sealed
 from helpers import asynchronous, until
 from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
@@ -41,18 +42,20 @@ def answered(
     rows, notes, payloads = b"", b"", b""
     for at, (note, data, joined) in enumerate(items):
         length = (lengths or {}).get(at, len(data))
-        rows += struct.pack("<IIBBHIQQQq", at, 7, 0, JOINED if joined else 0, 1, len(note), length, 5, at, 0)
+        rows += struct.pack("<IIBBHHHQQQq", at, 7, 0, JOINED if joined else 0, 1, len(note), 0, length, 5, at, 0)
         notes += note
         if joined:
             payloads = payloads.ljust(aligned(len(payloads)), b"\0") + data
-    head = struct.pack("<BBHIII", frames.VERSION, Kind.STATUS, len(items), number, len(payloads), 0) + rows + notes
-    return (head.ljust(aligned(len(head)), b"\0") if payloads else head) + payloads
+    head = bytes(8) + struct.pack("<BBHIII", frames.VERSION, Kind.STATUS, len(items), number, len(payloads), 0)
+    head += rows + notes
+    return bytes(sealed(bytearray(head.ljust(aligned(len(head)), b"\0") if payloads else head))) + payloads
 
 
 async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> TakenBatch:
     """What a client makes of this answer. A listener that is asked for more goes away."""
     link, side = await listener.linked()
-    takes = ClaimConnection(link, ClaimConnections(listener, DEFAULTS, BufferPool(), {}))
+    connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
+    takes = ClaimConnection(link, connections)
 
     async def listen(side: Side) -> None:
         number, _ = await side.asked()
@@ -65,6 +68,7 @@ async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> Ta
         return await takes.take(most, most_bytes=200, verify=False)
     finally:
         takes.abort()
+        connections.close()
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
         side.endpoint.abort()
@@ -129,7 +133,6 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
             Kind.RENEW,
             Kind.OUTCOME,
             Kind.END,
-            Kind.USED,
             Kind.STATE,
         )
     )
@@ -145,8 +148,6 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
         )
     if kind is Kind.UNTAKE:
         return Record(kind, slot=rng.choice(numbers or [0]))
-    if kind is Kind.USED:
-        return Record(kind, rank=rng.choice((0, 0, 1)), length=rng.choice((0, 1, (1 << 64) - 1)))
     return Record(
         kind,
         joined_most=rng.choice((0, 1, 2)) if kind is Kind.END else rng.choice((0, 1)),

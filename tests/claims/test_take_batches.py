@@ -78,8 +78,8 @@ async def test_a_batch_over_the_wire_is_the_one_from_the_mapped_ring(ring: Share
                 same(batch.lengths[name], lengths)
             for name, ends in wanted["ends"].items():
                 same(batch.cu_seqlens[name], ends)
-            assert (await batch.consume()).tolist() == [True] * 12
-            assert (await batch.consume()).tolist() == [False] * 12
+            for _ in range(2):
+                assert (await batch.consume()).tolist() == [True] * 12
     assert ring.native.state_counts() == (SLOTS, 0, 0, 0)
 
 

@@ -34,7 +34,7 @@ async def taken(client: UCXXClient, stage: Stage, n: int) -> TakenBatch:
 def end(number: int, ticket: Ticket, *, texts: bytes = b"", **fields: Any) -> bytes:
     """An END message; ``key`` is the lengths of its texts."""
     record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1)._replace(**fields)
-    return bytes(frame_codec.encode_control(number, [record])) + texts
+    return bytes(frame_codec.sealed(frame_codec.encode_control(number, [record]) + texts))
 
 
 # --- END --------------------------------------------------------------------------------------------

@@ -50,7 +50,10 @@ RECORDS: dict[str, tuple[Record, str]] = {
         Record(Kind.END, slot=17, generation=42, rank=3, attempts=2, joined_most=1, key=5 << 32 | 7),
         "2b 03 0200 11000000 2a000000 01000000 0700000005000000 0000000000000000",
     ),
-    "used": (Record(Kind.USED, rank=3, length=32), "2c 03" + "00" * 22 + "2000000000000000"),
+    "give back unread": (
+        Record(Kind.GIVE_BACK, slot=17, generation=42, rank=3, attempts=2, joined_most=1),
+        "27 03 0200 11000000 2a000000 01000000 0000000000000000 0000000000000000",
+    ),
 }
 
 u32 = st.integers(0, 2**32 - 1)

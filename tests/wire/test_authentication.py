@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from transport.wire import authentication
-from transport.wire.authentication import NONCE_BYTES, listener_nonce, newest_known, nonce, proof, same
+from transport.wire.authentication import NONCE_BYTES, nonce, proof, same
 
 CLIENT_NONCE = bytes(16)
 LISTENER_NONCE = bytes(range(16))
@@ -32,15 +32,6 @@ def test_proof_golden() -> None:
     #               openssl dgst -sha256 -hmac secret
     assert made().hex() == "92a644fbf3cfe06ad147af112b55c3af0791ec025b57d043fb0dc37bb42192aa"
     assert made(side="listener").hex() == "549d1aa90acb6ad1b4e65dd9e1adef7ffacf017c71dc274762071e87a3b9590a"
-
-
-def test_proof_golden_of_the_first_version_which_does_not_cover_hello() -> None:
-    # Checked with: printf 'transport-1 client\0…' | openssl dgst -sha256 -hmac secret
-    for hello in (b"hello", b"another"):
-        first = made(version=1, hello=hello)
-        assert first.hex() == "03536f293f9223712cbbff8282afa75aefdd85d69a30d4c2fd0bbcc010ad5cfd"
-        listener = made(version=1, hello=hello, side="listener")
-        assert listener.hex() == "615a4e5f728592bf8356c875ee51fe56e5a5bb7829e7223d702431399655015f"
 
 
 def test_proof_depends_on_secret_side_both_nonces_version_and_hello() -> None:
@@ -73,20 +64,6 @@ def test_nonces_differ_and_have_their_length() -> None:
     nonces = [nonce() for _ in range(100)]
     assert {len(each) for each in nonces} == {NONCE_BYTES} == {16}
     assert len(set(nonces)) == 100
-
-
-def test_a_listener_that_chooses_an_older_version_says_so_in_its_nonce() -> None:
-    nonces = [listener_nonce(1, 2) for _ in range(100)]
-    assert {len(each) for each in nonces} == {NONCE_BYTES}
-    assert len({each[:10] for each in nonces}) == 100
-    assert {newest_known(each) for each in nonces} == {2}
-    assert newest_known(listener_nonce(2, 3)) == 3
-
-
-def test_a_nonce_of_a_listener_that_chooses_its_newest_version_says_nothing() -> None:
-    nonces = {listener_nonce(2, 2) for _ in range(100)}
-    assert len({each[-1] for each in nonces}) > 10  # random to the last byte
-    assert {newest_known(each) for each in nonces} == {0}
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -38,8 +38,9 @@ from transport.claims.batch import (
     parsed,
 )
 from transport.claims.fields import WantedFields
-from transport.claims.outcomes import Served
+from transport.claims.outcomes import Outcomes, Served
 from transport.client.connections.connection import Link, Want, refusal
+from transport.devices.buffers import BufferPool
 from transport.errors import (
     BatchTooLargeError,
     BusyError,
@@ -54,12 +55,10 @@ from transport.ring.consumers import consumers_of, rank_of
 from transport.ring.parts import field_names
 from transport.runtime.explaining import explained
 from transport.schema import Schema
+from transport.settings import Settings
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
 from transport.wire.library import engine
-
-if TYPE_CHECKING:
-    from transport.claims.connections import ClaimConnections
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +67,20 @@ _LONGEST_WAIT_S: Final = 3600.0
 _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _REFUSED: Final = 1
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
+
+
+class Client(Protocol):
+    """What a connection uses of its client's others (`ClaimConnections`)."""
+
+    settings: Settings
+    buffers: BufferPool
+    known: Mapping[str, Schema]
+    outcomes: Outcomes
+    checksum_failures: int
+
+    def hold(self, connection: ClaimConnection, rows: Rows) -> tuple[ClaimedRows, _ring.OwnedClaims]: ...
+
+    def end(self, link: Link) -> None: ...
 
 
 class ClaimConnection:
@@ -82,7 +95,7 @@ class ClaimConnection:
         served: where the ring is at the moment, for who follows it; its ports may change.
     """
 
-    def __init__(self, link: Link, client: ClaimConnections) -> None:
+    def __init__(self, link: Link, client: Client) -> None:
         self.link = link
         self.ring = link.ring
         self.served: Callable[[], Served] = Served

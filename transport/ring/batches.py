@@ -10,7 +10,6 @@ their slots until the batch is released or gone. `transport.ring.batch` says wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol, Unpack
 
@@ -102,13 +101,13 @@ def claim_batch(
     wanted.fills(schema)
     landing = landing_for(wanted.memory, wanted.out, wanted.most_memory)
     assert schema is not None
-    give_up = time.monotonic() + timeout_s
+    deadline = _ring.Deadline(timeout_s)
     dropped = 0
     while True:
         parts = claim_any(
             rings,
             n,
-            max(give_up - time.monotonic(), 0.0),
+            deadline.left_s,
             first=first,
             rank=rank,
             most_bytes=most_bytes,
@@ -120,6 +119,6 @@ def claim_batch(
             PayloadBatch, parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer
         )
         dropped += batch.dropped
-        if len(batch) or time.monotonic() >= give_up:
+        if len(batch) or not deadline.left_s:
             batch.dropped = dropped
             return batch

@@ -141,10 +141,10 @@ class SharedRingBuffer(RingReading):
         batch = list(payloads)
         each = metadata_of(metadata, len(batch))
         terms = terms_of(self.readers_of(readers), deadline_s, policy_version)
-        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else _ring.Deadline(timeout_s)
 
         def left_s() -> float | None:
-            return None if give_up is None else max(give_up - time.monotonic(), 0.0)
+            return None if deadline is None else deadline.left_s
 
         plan = self._call(Batch, self.native, self.schema, casting)
         on_host = [plan.add(values, note) for values, note in zip(batch, each, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -45,7 +44,7 @@ def claim_any(
         raise UsageError(f"{len(rings)} rings; 1 to {_ring.MAX_WAITED} can be waited for")
     version = _ring.NO_VERSION if oldest_version is None else oldest_version
     attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
-    give_up = time.monotonic() + timeout_s
+    deadline = _ring.Deadline(timeout_s)
     while True:
         opened = [ring for ring in rings if not ring.native.closed]
         if not opened:
@@ -60,7 +59,7 @@ def claim_any(
                 seen.append((native, native.published_event()))
                 part = native.claim_batch(
                     left,
-                    max(give_up - time.monotonic(), 0.0) if alone else 0.0,
+                    deadline.left_s if alone else 0.0,
                     rank=rank,
                     most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
                     oldest_version=version,
@@ -76,7 +75,7 @@ def claim_any(
                 left -= len(part)
                 if not left:
                     break
-        left_s = give_up - time.monotonic()
+        left_s = deadline.left_s
         if parts or left_s <= 0:
             return parts
         _wait(seen, rank, left_s)

@@ -183,7 +183,7 @@ pieces = pieces | st.builds(
 @example(wire.encode_handshake(welcome()), None)
 @example(wire.encode_handshake(welcome(ring="another")), None)
 @example(wire.encode_handshake(welcome()), b"secret")
-@example(wire.encode_handshake(Challenge(bytes(16), b"")) + wire.encode_handshake(welcome()), b"secret")
+@example(wire.encode_handshake(Challenge(bytes(16), b"", 5)) + wire.encode_handshake(welcome()), b"secret")
 def test_whatever_a_listener_says_the_handshake_ends_by_name_or_with_a_sound_welcome(
     said: bytes, secret: bytes | None
 ) -> None:
