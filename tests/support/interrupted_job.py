@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from interrupted_plants import plant
+
 from transport import RingOptions, Rollout, Trainer
 from transport.errors import UsageError
-from transport.packer.mixin import UCXXDataPackerMixin
 from transport.queue import Claim, open_queue
 from transport.wires import Wire
 
@@ -138,8 +139,9 @@ class Job:
         if how == "abandon":
             self.interrupts.repeated(lambda: self.trainer.abandon(batch))
         else:
-            payloads = self.interrupts.repeated(lambda: self.trainer.consume(batch))
-            self.trained += [int(payload["number"]) for payload in payloads]
+            with contextlib.suppress(UsageError):  # it was consumed, and nobody has its payloads: the accounts show it
+                payloads = self.interrupts.repeated(lambda: self.trainer.consume(batch))
+                self.trained += [int(payload["number"]) for payload in payloads]
             batch.release()
 
     # --- from beginning to end --------------------------------------------------------------------------
@@ -165,30 +167,6 @@ class Job:
         self.queue.close()
         self.rollout.close()
         self.rollout_queue.close()
-
-
-# --- planted faults, which the accounts have to show ------------------------------------------------------
-def plant(name: str) -> None:
-    if name == "consumed too early":
-        consume = UCXXDataPackerMixin.consume
-
-        def early(self: Any, batch: Any) -> Any:
-            if hasattr(self, "_begun") and self._begun is batch:
-                raise UsageError("this batch was already consumed")
-            self._begun = batch
-            return consume(self, batch)
-
-        UCXXDataPackerMixin.consume = early  # type: ignore[method-assign]
-    elif name == "claims kept":
-        kept: list[Any] = []
-        claim = UCXXDataPackerMixin.claim_tickets
-
-        def keeping(self: Any, *arguments: Any, **named: Any) -> Any:
-            claims = claim(self, *arguments, **named)
-            kept.extend(claims)  # nobody ends those of a call whose result is lost
-            return claims
-
-        UCXXDataPackerMixin.claim_tickets = keeping  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
