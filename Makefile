@@ -118,14 +118,13 @@ test: $(VENV)/installed ## lint, native-test, site and pytest, one after the oth
 	  begun=$$SECONDS; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; took="$$took$$part $$((SECONDS - begun)) s, "; done; \
 	  echo "$${took%, }"; [ -z "$$failed" ] || { printf '\033[31m%s\033[0m\n' "failed:$$failed" >&2; exit 1; }
 
-.PHONY: nightly
 nightly: $(BY_SOURCES) lint-pythons $(if $(filter 1,$(SHORT)),,constraints-check)
 
 # FRESH=trixie: Debian 13. What was fetched stays in build/debian.
 FRESH ?= bookworm
 .PHONY: fresh
 fresh: ## README's commands as a new user in a Debian of its own, with what README names alone; as root, with debootstrap
-	@$(PYTHON) tests/support/fresh.py --suite $(FRESH)
+	@$(PYTHON) tests/support/fresh.py --suite $(FRESH) $(if $(filter 1,$(TRY_AGAIN)),"make demo" "make test TRY_AGAIN=1")
 
 # Tests of Redis start servers of their own; without the program they skip, and say so in red.
 .PHONY: redis
