@@ -28,8 +28,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--payloads", type=int, default=50_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--queue", choices=("sqlite", "redis", "rings"), default="sqlite", help="redis: its own server")
-    parser.add_argument("--ack", choices=("on_consumed", "on_arrival"), default="on_consumed")
+    parser.add_argument("--queue", choices=("rings", "redis"), default="rings", help="redis: its own server")
     parser.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed (default kills/20)")
     parser.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
     parser.add_argument("--build", type=Path, default=None, help="of native modules with fault points (make faults)")
@@ -57,7 +56,6 @@ def main() -> int:
             build=chosen.build.resolve() if chosen.build is not None else None,
             isolated=os.environ[ISOLATED] == "1",
             queue=chosen.queue,
-            ack=chosen.ack,
             lapses=chosen.kills // 20 if chosen.lapses is None else chosen.lapses,
             plant=chosen.plant,
         )

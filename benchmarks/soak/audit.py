@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,10 +11,9 @@ import msgspec
 from transport import SharedRingBuffer
 from transport._ring import segments
 from transport.errors import MissingDependencyError, TransportError
-from transport.storage.urls import RedisURL, SQLiteURL, parse_url
+from transport.storage.urls import RedisURL, parse_url
 
 Question = tuple[int, str]  # rank, token of the claim
-_HELD = ("claimed", "arrived")  # by the claim, until its lease ends: what was asked for may still be on its way
 _PATIENCE_S = 1.0
 
 
@@ -56,31 +53,16 @@ def _has_ended(rings: Mapping[str, SharedRingBuffer], rank: int, token: str) -> 
 def fates(queue: str, questions: Iterable[Question]) -> dict[Question, bool]:
     """Whether the queue has accepted each claim, as far as that is decided; empty while the queue is away."""
     url = parse_url(queue)
-    ask = _of_sqlite if isinstance(url, SQLiteURL) else _of_redis
+    assert isinstance(url, RedisURL)
     decided: dict[Question, bool] = {}
-    for question, row in ask(url, list(questions)).items():  # type: ignore[arg-type]
+    for question, row in _rows(url, list(questions)).items():
         mine = row is not None and row.token == question[1]
-        if row is None or not (mine and row.state in _HELD):
+        if row is None or not mine or row.state != "claimed":  # else it may be accepted yet, until its lease ends
             decided[question] = mine and row is not None and row.state == "done"
     return decided
 
 
-def _of_sqlite(url: SQLiteURL, questions: list[Question]) -> dict[Question, Row | None]:
-    found: dict[Question, Row | None] = {}
-    connection = sqlite3.connect(f"file:{Path(url.path)}?mode=ro", uri=True, timeout=30.0, isolation_level=None)
-    try:
-        for rank, token in questions:
-            seq = int(token.partition(":")[0])
-            row = connection.execute(
-                "SELECT state, attempts FROM deliveries WHERE seq = ? AND rank = ?", (seq, rank)
-            ).fetchone()
-            found[rank, token] = None if row is None else Row(row[0], f"{seq}:{row[1]}")
-    finally:
-        connection.close()
-    return found
-
-
-def _of_redis(url: RedisURL, questions: list[Question]) -> dict[Question, Row | None]:
+def _rows(url: RedisURL, questions: list[Question]) -> dict[Question, Row | None]:
     try:
         import redis
     except ImportError as error:

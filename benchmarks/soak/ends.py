@@ -25,7 +25,6 @@ from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap
 
 from transport import SharedRingBuffer
 from transport.errors import TransportError
-from transport.storage.urls import SQLiteURL
 
 WRITERS, TRAINERS = 3, 2
 SHM = Path("/dev/shm")
@@ -47,7 +46,7 @@ class Run:
         self._stopped: dict[int, float] = {}
         self._plan = Plan(
             folder=str(folder),
-            queue=SQLiteURL(folder / "queue.sqlite3").text,
+            queue=f"rings:soak-{self.name}-",
             deadlines=False,
             run=self.name,
             seed=seed,

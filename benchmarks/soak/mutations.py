@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of planted faults, by commas")
     parser.add_argument("--json", type=Path)
     chosen, options = parser.parse_known_args()
-    queue = options[options.index("--queue") + 1] if "--queue" in options else "sqlite"
+    queue = options[options.index("--queue") + 1] if "--queue" in options else "rings"
     names = chosen.only.split(",") if chosen.only else [_NOTHING, *planted_into(queue)]
     rows = []
     print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -41,7 +40,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     queue: str  # a place, as the package takes it
-    ack: Literal["on_consumed", "on_arrival"] = "on_consumed"
     deadlines: bool = True  # some payloads have one (payloads.py)
     run: str
     seed: int

@@ -50,8 +50,8 @@ _LOSE_EVERY = 3  # answers to FINISH, in the faults that need one to be lost
 
 def finishes_are_lost(module: ModuleType) -> None:
     """The connection ends before what was to be consumed is sent: the ring says that it has not been."""
-    link: Any = module.TakeLink
-    original = link._settle
+    connection: Any = module.ClaimConnection
+    original = connection._settle
     turns = itertools.count()
 
     def settle(self: Any, kind: Any, *arguments: Any) -> Any:
@@ -59,23 +59,23 @@ def finishes_are_lost(module: ModuleType) -> None:
             self.link.abort()
         return original(self, kind, *arguments)
 
-    link._settle = settle
+    connection._settle = settle
 
 
 def answers_are_lost(module: ModuleType) -> None:
     """The connection ends before the trainer knows that the ring has consumed it: the ring says that it has."""
-    link: Any = module.TakeLink
-    original = link._codes
+    connection: Any = module.ClaimConnection
+    original = connection._answer
     turns = itertools.count()
 
-    async def codes(self: Any, future: Any) -> Any:
-        answer = await original(self, future)
+    async def answer(self: Any, future: Any) -> Any:
+        codes = await original(self, future)
         if next(turns) % _LOSE_EVERY != 1:
-            return answer
+            return codes
         self.abort()
         return None
 
-    link._codes = codes
+    connection._answer = answer
 
 
 def outcomes_are(accepted: bool) -> Change:
@@ -92,31 +92,36 @@ def outcomes_are(accepted: bool) -> Change:
 
 def dead_connections_hold(module: ModuleType) -> None:
     """What came through a connection that is dead by now is consumed, whatever the ring has answered."""
-    from transport.queue.ends import Said
+    finishes_are_lost(module)
+    connection: Any = module.ClaimConnection
+    original = connection.end
 
-    elsewhere: Any = module.FoundElsewhere
-    original = elsewhere._settle
+    async def end(self: Any, *arguments: Any) -> Any:
+        codes = await original(self, *arguments)
+        return module.np.full(len(codes), module.ACCEPTED) if self.lost else codes
 
-    def settle(self: Any, groups: Any, end: Any, consumer: str) -> None:
-        dead = [module.Held(brought, at) for brought, claims in groups if brought.link.lost for at in claims]
-        original(self, groups, end, consumer)
-        self._answers.put_back({held: Said(end, True, held.brought) for held in dead})
-
-    elsewhere._settle = settle
+    connection.end = end
 
 
 def nothing_is_given_back(module: ModuleType) -> None:
-    link: Any = module.TakeLink
+    async def give_back(self: Any, rows: Any, delay_s: float) -> Any:
+        return module.np.full(len(rows), module.ACCEPTED)
 
-    async def give_back(self: Any, rows: Any, delay_s: float = 0.0) -> Any:
-        return module.np.ones(len(rows), module.np.bool_)
-
-    link.give_back = give_back
+    module.ClaimConnection._give_back = give_back
 
 
 def nothing_is_given_back_here(module: ModuleType) -> None:
-    rings: Any = module.RingQueue
-    rings.retry = lambda self, claim, delay_s=0.0, reason="": True
+    source: Any = module.MappedSource
+    original = source.end
+    kept: list[Any] = []  # a claim that nothing refers to goes back by itself
+
+    def end(self: Any, claims: Any, how: Any) -> Any:
+        if how.verdict is not module.Verdict.GIVEN_BACK:
+            return original(self, claims, how)
+        kept.extend(claims)
+        return list(claims)
+
+    source.end = end
 
 
 def no_ring_lingers(module: ModuleType) -> None:
@@ -130,13 +135,13 @@ def no_ring_lingers(module: ModuleType) -> None:
 
 
 def takes_are_not_verified(module: ModuleType) -> None:
-    link: Any = module.TakeLink
-    original = link.take
+    connection: Any = module.ClaimConnection
+    original = connection.demand
 
-    async def take(self: Any, n: int, **named: Any) -> Any:
+    async def demand(self: Any, n: int, **named: Any) -> Any:
         return await original(self, n, **named | {"verify": False})
 
-    link.take = take
+    connection.demand = demand
 
 
 # --- the ring -----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Plant(NamedTuple):
     shows: str  # the figure of the report that must not be 0 (or empty)
     changes: dict[str, Change]  # by module
     hides: str = ""  # a figure that must stay 0: what else guards against it still does
-    queues: tuple[str, ...] = ("sqlite", "redis", "rings")  # with which it is a fault
+    queues: tuple[str, ...] = ("rings", "redis")  # with which it is a fault
     calm: bool = False  # without kills and stops, which would undo it
 
 
@@ -52,9 +52,8 @@ PLANTS = {
         "the queue accepts acknowledgements of claims that are another trainer's by now",
         "duplicated",
         {
-            "transport.queue.sqlite": lambda module: unfenced(module.SQLiteQueue),
             "transport.queue.redis": lambda module: unfenced(module.RedisQueue),
-            "transport.queue.found": lambda module: unfenced(module.FoundRings),
+            "transport.claims.rings": lambda module: unfenced(module.FoundRings),
         },
     ),
     "finished-twice": Plant(
@@ -81,8 +80,7 @@ PLANTS = {
         "the claims of a dead connection are its trainer's",
         "duplicated",
         {
-            "transport.claims.connection": finishes_are_lost,
-            "transport.queue.found_elsewhere": dead_connections_hold,
+            "transport.claims.connection": dead_connections_hold,
             "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
@@ -101,7 +99,7 @@ PLANTS = {
         "what is given back is not, in a mapped ring",
         "lost",
         {
-            "transport.claims.rings": nothing_is_given_back_here,
+            "transport.claims.mapped": nothing_is_given_back_here,
             "transport.packer.mixin": lambda module: only_over(module, "mapped"),
         },
         queues=("rings",),
@@ -124,7 +122,7 @@ PLANTS = {
         "a slot is acknowledged when its payload has arrived, not when it was consumed",
         "lost",
         {"transport.packer.mixin": freed_on_arrival},
-        queues=("sqlite", "redis"),  # with the rings as the queue the claim keeps it
+        queues=("redis",),  # with the rings as the queue the claim keeps it
     ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
@@ -140,7 +138,7 @@ PLANTS = {
         "a ticket names a slot and no generation",
         "wrong",
         {"transport.client.client": generations_are_not_compared},
-        queues=("sqlite", "redis"),
+        queues=("redis",),
     ),
     "flipped": Plant(
         "bytes change in the ring; over wires, the checksum keeps them from being consumed",

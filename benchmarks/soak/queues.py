@@ -1,4 +1,4 @@
-"""The soak's queue: the rings themselves, an SQLite file, or a Redis server that the soak starts and kills."""
+"""The soak's queue: the rings themselves, or a Redis server that the soak starts and kills."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from plan import MAX_DELIVERIES, Plan
 from transport._ring import MAX_ATTEMPTS
 from transport.claims.places import OnThisHost
 from transport.errors import QueueError
-from transport.queue import FoundRings, RedisQueue, SQLiteQueue
+from transport.queue import FoundRings, RedisQueue
 from transport.queue.base import Claim, DeliveryState, TicketQueue
-from transport.storage.urls import SQLiteURL, parse_url
+from transport.storage.urls import RedisURL, parse_url
 
 _FIRST_PORT = 6379  # below what the kernel gives away: nobody has it while the server is down
 _PAUSE_S = 0.2  # between two starts of a server that does not stay, as on a full disk
@@ -52,16 +52,6 @@ class SaidRings(FoundRings):
         self.ended([claim], good)
         return good
 
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """See `TicketQueue.ack_many`."""
-        if self.ending is None or trained:
-            return super().ack_many(claims, trained=trained)
-        self.ending(claims, DeliveryState.LOST, "in the memory of a trainer that was killed")
-        arrived = super().ack_many(claims, trained=False)  # which ends with their consumption, or with this process
-        known = {claim.token for claim in arrived}
-        self.ended([claim for claim in claims if claim.token not in known], False)
-        return arrived
-
 
 def open_queue(plan: Plan, patience_s: float = 10.0) -> TicketQueue:
     """The queue of the plan. QueueError if it cannot be had within ``patience_s``."""
@@ -69,10 +59,9 @@ def open_queue(plan: Plan, patience_s: float = 10.0) -> TicketQueue:
     scheme, _, prefix = plan.queue.partition(":")
     if scheme == "rings":
         return SaidRings(OnThisHost(prefix), lease_s=lease_s, max_deliveries=min(MAX_DELIVERIES, MAX_ATTEMPTS))
-    parsed = parse_url(plan.queue)
-    if isinstance(parsed, SQLiteURL):
-        return SQLiteQueue(parsed.path, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, busy_timeout_s=patience_s)
-    return RedisQueue(parsed, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, patience_s=patience_s)
+    url = parse_url(plan.queue)
+    assert isinstance(url, RedisURL)
+    return RedisQueue(url, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, patience_s=patience_s)
 
 
 def opened_in_time(plan: Plan, said: Callable[[str], object]) -> TicketQueue:

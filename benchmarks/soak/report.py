@@ -12,7 +12,6 @@ from plan import Plan
 from transport.queue.base import DeliveryState, Failure, QueueDepth
 
 _MOST_FAILURES = 20
-LOST_ON_ARRIVAL = "lost on arrival"
 _LATE = ("StaleSlotError", "its deadline has passed")  # of a trainer, of a ring
 
 
@@ -38,8 +37,7 @@ def perishes(plan: Plan, writer: int, number: int) -> bool:
 
 def allowed(plan: Plan) -> tuple[str, ...]:
     """Kinds of reports for which a delivery may end without consumption, in a run with this plan."""
-    arrival = (LOST_ON_ARRIVAL,) if plan.ack == "on_arrival" else ()
-    return ((EXPIRED,) if plan.deadlines else ()) + arrival
+    return (EXPIRED,) if plan.deadlines else ()
 
 
 def reason_of(failure: Failure, writer: int, number: int, plan: Plan) -> str:
@@ -48,8 +46,6 @@ def reason_of(failure: Failure, writer: int, number: int, plan: Plan) -> str:
     has_deadline = plan.deadlines and payloads.deadline_s(writer, number) is not None
     if failure.state is DeliveryState.DISCARDED and has_deadline and failure.reason.startswith(_LATE):
         return f"{EXPIRED}: {failure.reason}"
-    if failure.state is DeliveryState.LOST and plan.ack == "on_arrival":
-        return f"{LOST_ON_ARRIVAL}: {failure.reason}"
     return said
 
 
@@ -61,7 +57,6 @@ def report(plan: Plan, end: End) -> dict[str, Any]:
     return {
         "passed": not bad,
         "queue": plan.queue.partition(":")[0],
-        "ack": plan.ack,
         "payloads": verdict.payloads,
         "deliveries": verdict.deliveries,
         "kills": end.kills,

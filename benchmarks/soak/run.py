@@ -32,7 +32,6 @@ from traps import Points
 from transport import SharedRingBuffer
 from transport.errors import QueueError, TransportError
 from transport.queue.base import QueueDepth
-from transport.storage.urls import SQLiteURL
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
@@ -66,8 +65,7 @@ class Options(NamedTuple):
     stuck_s: float
     isolated: bool
     build: Path | None  # of native modules with fault points
-    queue: Literal["sqlite", "redis", "rings"] = "sqlite"
-    ack: Literal["on_consumed", "on_arrival"] = "on_consumed"
+    queue: Literal["rings", "redis"] = "rings"
     lapses: int = 0
     plant: str = ""
 
@@ -88,15 +86,13 @@ class Soak:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
         self._server = RedisServer(disk, folder / "redis.log") if options.queue == "redis" else None
         run = secrets.token_hex(4)
-        place = SQLiteURL(disk / "queue.sqlite3").text
+        place = f"rings:soak-{run}-"
         if self._server is not None:
             place = f"redis://127.0.0.1:{self._server.port}/0?run={run}"
-        elif options.queue == "rings":
-            place = f"rings:soak-{run}-"
-        self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)
+        self._plan = Plan(folder=str(folder), queue=place, run=run, seed=options.seed)
         self._allowed = allowed(self._plan)
         self._lapse_s = lapse_s(self._plan)
-        has_disk = options.isolated and options.queue != "rings"
+        has_disk = options.isolated and self._server is not None
         self._injector = FaultInjector(disk if has_disk else None, options.isolated, self._server)
         self._accounts = Accounts(READERS, partial(perishes, self._plan))
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}

@@ -21,6 +21,7 @@ from transport.queue.base import Claim, DeliveryState, Failure
 from transport.ticket import Ticket
 
 ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
+DROP_EVERY = 16  # the claims of one batch in so many are dropped without a word
 
 
 class Trainer(SayingTrainer):
@@ -38,7 +39,6 @@ class Trainer(SayingTrainer):
             queue=queue,
             rank=part.rank,
             consumer=f"trainer-{part.number}",
-            ack=part.plan.ack,
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
             settings=part.plan.settings,
         )
@@ -58,7 +58,7 @@ class Trainer(SayingTrainer):
         words = []
         for claim in claims:
             ticket = Ticket.decode(claim.data)
-            if ticket.deadline is not None or self.part.plan.ack == "on_arrival":
+            if ticket.deadline is not None:
                 words.append(f"{claim.ticket_id}={ticket.metadata['w']}={ticket.metadata['n']}")
         if words:
             self.journal.say("N", self.rank, *words)
@@ -71,9 +71,12 @@ def main() -> None:
     logging.basicConfig(level="WARNING", format="%(asctime)s trainer %(process)d %(levelname)s %(message)s")
     part = msgspec.json.decode(sys.argv[1], type=TrainerPlan)
     trainer = Trainer(part)
-    fetching = collected = 0
+    fetching = collected = claimed = 0
     while True:
         claims = trainer.claimed(part.batch, 0.0 if fetching else 0.3)
+        claimed += bool(claims)
+        if claims and claimed % DROP_EVERY == 0:
+            continue
         if claims:
             trainer.defer_prefetch(claims)
             fetching += 1
@@ -81,7 +84,7 @@ def main() -> None:
             batch: FetchedBatch = trainer.collect_prefetch()  # type: ignore[assignment]
             fetching -= 1
             collected += 1
-            if collected % ABANDON_EVERY == 1 and part.plan.ack == "on_consumed":
+            if collected % ABANDON_EVERY == 1:
                 patiently(partial(trainer.abandon, batch), trainer.complain)
             else:
                 trainer.train(batch)

@@ -9,20 +9,21 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from found_rings import ring_of, some
 from helpers import eventually
 from redis_server import needs_redis, redis_server
-from transport.queue.found_elsewhere import FoundElsewhere
 
 from transport import SharedRingBuffer
+from transport.claims import connection
+from transport.claims.connection import ClaimConnection
+from transport.claims.network import NetworkClaim
 from transport.claims.places import OnThisHost
 from transport.packer.rollout import ticket_id
-from transport.queue import FoundRings, RedisQueue, SQLiteQueue, found_elsewhere
+from transport.queue import FoundRings, RedisQueue
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
-from transport.storage.urls import RedisURL, SQLiteURL, parse_url
+from transport.storage.urls import RedisURL, parse_url
 
 ROOT = Path(__file__).resolve().parents[2]
 SOAK = ROOT / "benchmarks" / "soak"
@@ -202,22 +203,19 @@ def numbers(with_deadline: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "with_deadline", "ack", "excused"),
+    ("state", "reason", "with_deadline", "excused"),
     [
-        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", True, "on_consumed", True),
-        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", False, "on_consumed", False),
-        (DeliveryState.DISCARDED, "its deadline has passed", True, "on_consumed", True),
-        (DeliveryState.DISCARDED, "PayloadLostError: nobody serves it", True, "on_consumed", False),
-        (DeliveryState.DEAD, "StaleSlotError: gone", True, "on_consumed", False),
-        (DeliveryState.LOST, "the lease of t0 ended", False, "on_arrival", True),
-        (DeliveryState.LOST, "the lease of t0 ended", False, "on_consumed", False),
-        (DeliveryState.DISCARDED, "StaleSlotError: gone", False, "on_arrival", False),
+        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", True, True),
+        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", False, False),
+        (DeliveryState.DISCARDED, "its deadline has passed", True, True),
+        (DeliveryState.DISCARDED, "PayloadLostError: nobody serves it", True, False),
+        (DeliveryState.DEAD, "StaleSlotError: gone", True, False),
     ],
 )
-def test_only_a_deadline_or_an_arrival_excuses_a_delivery(
-    state: DeliveryState, reason: str, with_deadline: bool, ack: Any, excused: bool
+def test_only_a_deadline_excuses_a_delivery(
+    state: DeliveryState, reason: str, with_deadline: bool, excused: bool
 ) -> None:
-    plan = Plan(folder="", queue="", run="", seed=1, ack=ack)
+    plan = Plan(folder="", queue="", run="", seed=1)
     failure = Failure("id", 0, state, 1, "t0", reason)
     said = reason_of(failure, 0, numbers(with_deadline), plan)
     assert (said.partition(":")[0] in allowed(plan)) == excused
@@ -237,12 +235,6 @@ def asks(queue: TicketQueue, place: str) -> None:
     [again] = queue.claim(1, consumer="t1")
     assert queue.ack(again)
     assert audit.fates(place, questions[1:2]) == {questions[1]: False}  # done, and by another
-
-
-def test_the_auditor_finds_in_a_file_what_was_accepted(tmp_path: Path) -> None:
-    place = SQLiteURL(tmp_path / "queue.sqlite3")
-    with SQLiteQueue(place.path) as queue:
-        asks(queue, place.text)
 
 
 @needs_redis
@@ -281,16 +273,17 @@ def test_every_planted_fault_finds_what_it_changes() -> None:
 @pytest.mark.ucx
 def test_planted_into_the_rings_the_claims_of_a_dead_connection_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    monkeypatch.setattr(FoundElsewhere, "_settle", FoundElsewhere._settle)  # is what it was after the test
+    for name in ("_settle", "end"):
+        monkeypatch.setattr(ClaimConnection, name, getattr(ClaimConnection, name))  # is what it was after the test
     prefix = f"planted-{secrets.token_hex(4)}-"
     with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
-        PLANTS["dead-connection"].changes["transport.queue.found_elsewhere"](found_elsewhere)
+        PLANTS["dead-connection"].changes["transport.claims.connection"](connection)
         ring.write_raw(b"held")
         [claim] = some(queue, 1)
-        link, thread = queue._elsewhere._held[claim.token].brought.link, queue._elsewhere._thread
-        assert thread is not None
-        thread.soon(link.abort)
-        eventually(lambda: link.lost, "its connection is gone")
+        assert isinstance(claim, NetworkClaim)
+        claims = claim.batch.claims
+        claims.soon(claims.connection.link.abort)
+        eventually(lambda: claims.connection.lost, "its connection is gone")
         assert queue.ack(claim)
 
 
@@ -309,7 +302,7 @@ def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
 @pytest.mark.slow
 @needs_redis
 def test_a_soak_finds_a_queue_that_does_not_fence(tmp_path: Path) -> None:
-    """On the queue that the other short soak has not. With every planted fault it is `make soak-planted`."""
+    """With every planted fault it is `make soak-planted`."""
     size = ["--queue", "redis", "--payloads", "1000", "--kills", "0", "--lapses", "5", "--stuck-s", "15"]
     report = mutations.run("unfenced", tmp_path, size)
     assert mutations.found("unfenced", report), json.dumps(report, indent=1)
@@ -354,7 +347,7 @@ def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
 @pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
-@pytest.mark.parametrize("queue", ["rings", "sqlite"])
+@pytest.mark.parametrize("queue", ["rings", pytest.param("redis", marks=needs_redis)])
 def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path, queue: str) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, SOAK, "--payloads", "2500", "--kills", "8", "--seed", "5", "--json", report]

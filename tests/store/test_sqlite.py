@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from store_conformance import StoreConformance
 from store_model import StoreMachine
 
 from transport.errors import StoreFullError, StoreUnavailableError, StoreUnsuitableError
-from transport.queue import SQLiteQueue
 from transport.storage import sqlite_file
 from transport.store import Change, Entry, SQLiteStore, open_store, sqlite
 
@@ -88,8 +88,9 @@ def test_open_store_opens_the_file_of_a_url(path: Path) -> None:
         assert list(store.scan("")) == ["a"]
 
 
-def test_a_queues_file_is_no_store(path: Path) -> None:
-    SQLiteQueue(path).close()
+def test_the_file_of_another_program_is_no_store(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA application_id = 7")
     with pytest.raises(StoreUnsuitableError, match="belongs to another program"):
         SQLiteStore(path)
 
@@ -150,7 +151,7 @@ while True:
         assert store.compare_and_set("x/a", b"mine", one.version)
 
 
-def test_a_process_that_is_stopped_in_a_transaction_keeps_nobody_from_the_store(path: Path) -> None:
+def test_a_process_that_is_stopped_in_a_transaction_is_named_and_not_continued(path: Path) -> None:
     program = f"""
 import os, signal
 from transport.store import SQLiteStore
@@ -161,14 +162,20 @@ with store._database.transaction() as connection:
     os.kill(os.getpid(), signal.SIGSTOP)
 print("over", flush=True)
 """
-    with SQLiteStore(path) as store:
+    with SQLiteStore(path, busy_timeout_s=1.5) as store:
         first = store.put("a", b"1")
         with subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == "in it\n"
             os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-            assert store.put("a", b"2") == first + 101  # after the whole of the stopped transaction
+            with pytest.raises(StoreUnavailableError, match=rf"process {child.pid} ") as raised:
+                store.put("a", b"2")
+            assert raised.value.retryable
+            assert store.get("a") == Entry(b"1", first)  # reading waits for nobody
+            assert not os.waitid(os.P_PID, child.pid, os.WCONTINUED | os.WNOHANG)
+            child.send_signal(signal.SIGCONT)
             assert child.stdout.readline() == "over\n"
+            assert store.put("a", b"2") == first + 101  # after the whole of the stopped transaction
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # what is tested is that it is safe

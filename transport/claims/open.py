@@ -22,7 +22,7 @@ def open_queue(url: str) -> TicketQueue:
 
     Raises:
         ConfigurationError: the text is none of these.
-        QueueUnsuitableError: this file or server cannot hold a queue.
+        QueueUnsuitableError: this server cannot hold a queue.
         QueueUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
@@ -31,7 +31,7 @@ def open_queue(url: str) -> TicketQueue:
     parsed = parse_url(url)
     if not isinstance(parsed, RedisURL):
         raise ConfigurationError(
-            f"{url!r} is a store: a queue in a file is none any more; on one host the rings are the queue (rings:NAME)"
+            f"{url!r} is a store, which holds no queue: on one host the rings are the queue (rings:NAME)"
         )
     return RedisQueue(parsed)
 

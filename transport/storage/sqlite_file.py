@@ -1,4 +1,4 @@
-"""One SQLite file: opening it safely, transactions, and errors of the queue or store that uses it.
+"""One SQLite file: opening it safely, transactions, and errors of the store that uses it.
 
 It handles for its users:
 
@@ -7,8 +7,8 @@ It handles for its users:
   rely on locks that only the parent holds. So it is closed before a fork, and each side opens its own at its next use.
 * Times in the file are from the host's monotonic clock, so changes of the wall clock have no effect. After a reboot
   (another boot id) the statements of ``on_reboot`` may invalidate stored times.
-* A process that is stopped (SIGSTOP, Ctrl-Z) inside a transaction keeps the file locked for all others. Who has waited
-  for it continues it, so that it finishes the transaction; a killed process has no locks.
+* A process that is stopped (SIGSTOP, Ctrl-Z) inside a transaction keeps the file locked for all others, and an operator
+  or a debugger may have stopped it. Writes then raise ``words.busy``, which names it; a killed process has no locks.
 * Processes that have a removed file open would go on among themselves, where no other process finds them. So a write
   looks whether the path still leads to the file, and refuses.
 """
@@ -16,10 +16,8 @@ It handles for its users:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import signal
 import sqlite3
 import threading
 import time
@@ -29,8 +27,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from transport.errors import ClosedError, InternalError, TransportError
-
-log = logging.getLogger(__name__)
 
 Synchronous = Literal["NORMAL", "FULL"]
 
@@ -55,7 +51,6 @@ _NETWORK_FUSE = ("sshfs", "gluster", "ceph", "s3", "gcs", "goofys", "rclone", "j
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOCK_LOOK_FIRST_S, _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S = 0.0001, 1.5, 0.005
-_STOPPED_S = 1.0  # that a lock is waited for before a look whether its holder is stopped
 _WRITERS_LOCK = "120"  # the byte of the -shm file that a writer locks
 _WAL_LIMIT_BYTES = 64 << 20  # size to which SQLite truncates the WAL file after a burst of writes
 
@@ -106,7 +101,7 @@ def _translated(path: Path, words: Words) -> Iterator[None]:
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise words.busy(
-                f"another process keeps the {words.what} {path} locked for longer than the time limit: {error}"
+                f"{_holder(path)} keeps the {words.what} {path} locked for longer than the time limit: {error}"
             ) from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; give another path") from error
@@ -181,7 +176,6 @@ class Database:
         SQLite's own wait sleeps for 1, 2, 5, 10 ms and longer, while most transactions last less than one.
         """
         give_up_at: float | None = None
-        look_at = float("inf")
         pause_s = _LOCK_LOOK_FIRST_S
         connection.execute("PRAGMA busy_timeout = 0")
         try:
@@ -192,31 +186,13 @@ class Database:
                 except sqlite3.OperationalError as error:
                     now = time.monotonic()
                     if give_up_at is None:
-                        give_up_at, look_at = now + self._busy_timeout_s, now + _STOPPED_S
-                    if now >= look_at:
-                        self._continue_holder()
-                        look_at = now + _STOPPED_S
+                        give_up_at = now + self._busy_timeout_s
                     if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or now >= give_up_at:
                         raise
                 time.sleep(pause_s)
                 pause_s = min(pause_s * _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S)
         finally:
             connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_s * 1000)}")
-
-    def _continue_holder(self) -> None:
-        """Continue the process that holds the lock of writers, if it is stopped and belongs to this user."""
-        for holder in _holders(self.path.with_name(self.path.name + "-shm")):
-            with contextlib.suppress(OSError):
-                state = Path(f"/proc/{holder}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2]
-                if state.startswith("T"):
-                    log.warning(
-                        "process %d was stopped inside a transaction of the %s %s and is continued, since it keeps the "
-                        "file locked",
-                        holder,
-                        self._words.what,
-                        self.path,
-                    )
-                    os.kill(holder, signal.SIGCONT)
 
     def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
         # The lock is reentrant; a nested transaction would end the outer one.
@@ -352,20 +328,18 @@ class Database:
         connection.execute("COMMIT")
 
 
-def _holders(shared: Path) -> list[int]:
-    """The processes that hold SQLite's lock of writers, as the kernel lists them; none where it does not."""
+def _holder(path: Path) -> str:
+    """The process that holds SQLite's lock of writers, as the kernel lists it; "another process" where it does not."""
     try:
-        inode = shared.stat().st_ino
+        inode = path.with_name(path.name + "-shm").stat().st_ino
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
-        return []
+        return "another process"
     # 1: POSIX  ADVISORY  WRITE 4711 08:01:1234567 120 120
-    rows = [line.split() for line in lines if "->" not in line]
-    return [
-        int(row[4])
-        for row in rows
-        if len(row) == 8 and row[3] == "WRITE" and row[5].endswith(f":{inode}") and row[6] == row[7] == _WRITERS_LOCK
-    ]
+    for row in (line.split() for line in lines if "->" not in line):
+        if len(row) == 8 and row[3] == "WRITE" and row[5].endswith(f":{inode}") and row[6] == row[7] == _WRITERS_LOCK:
+            return f"process {row[4]}"
+    return "another process"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

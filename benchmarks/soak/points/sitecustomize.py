@@ -20,7 +20,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ _FREEING = ("free.unhinted", "free.unannounced", "event.advanced")
 _READING = ("pin.pinned", "unpin.unpinned", "consume.consumed", "mark_consumed.marked", *_FREEING)
 _RECLAIMING = ("reclaim.proven", "reclaim.cleared", "reclaim.vacated")
 _BOARD = ("board.locked", "board.written")
-_ASKING = ("queue.asked", "queue.changed", "queue.committed")
+_ASKING = ("queue.asked", "queue.answered")
 _CLAIMING = ("claim.pinned", "claim.claimed", "claim.withdrawn")
 _RETURNING = ("give_back.dropped", "return.unhinted", "return.unannounced")
 
@@ -157,25 +157,12 @@ def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) ->
     return marked
 
 
-_CALLED = ("publish", "known", "_try_claim", "renew", "ack_many", "finish", "retry")
-_CALLED_OF_RINGS = ("publish", "known", "claim", "renew", "ack_many", "finish", "retry", "discard", "brought")
+_CALLED = ("publish", "known", "renew", "ack_many", "retry", "discard", "brought")
 
 
-def _mark(trap: _Trap, queue: Any, called: Sequence[str]) -> None:
-    for name in called:
-        setattr(queue, name, _around(trap, getattr(queue, name), "queue.asked", "queue.committed"))
-
-
-def _mark_database(trap: _Trap, module: ModuleType) -> None:
-    original = module.Database.transaction
-
-    @contextlib.contextmanager
-    def transaction(self: Any) -> Iterator[Any]:
-        with original(self) as connection:
-            yield connection
-            trap.passing("queue.changed")  # and not committed
-
-    module.Database.transaction = transaction
+def _mark(trap: _Trap, queue: Any, claim: str) -> None:
+    for name in (*_CALLED, claim):
+        setattr(queue, name, _around(trap, getattr(queue, name), "queue.asked", "queue.answered"))
 
 
 def _mark_session(trap: _Trap, module: ModuleType) -> None:
@@ -187,8 +174,8 @@ def _mark_session(trap: _Trap, module: ModuleType) -> None:
 
 
 def _mark_ends(trap: _Trap, module: ModuleType) -> None:
-    link = module.TakeLink
-    link._settle = _around(trap, link._settle, "", "ends.sent")  # to a listener, which has not answered
+    connection = module.ClaimConnection
+    connection._settle = _around(trap, connection._settle, "", "ends.sent")  # to a listener, which has not answered
 
 
 def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
@@ -207,10 +194,8 @@ def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
 
 CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
     **dict.fromkeys(_NATIVE, _Trap.arm),
-    "transport.storage.sqlite_file": _mark_database,
-    "transport.queue.sqlite": lambda trap, module: _mark(trap, module.SQLiteQueue, _CALLED),
-    "transport.queue.redis": lambda trap, module: _mark(trap, module.RedisQueue, _CALLED),
-    "transport.queue.found": lambda trap, module: _mark(trap, module.FoundRings, _CALLED_OF_RINGS),
+    "transport.queue.redis": lambda trap, module: _mark(trap, module.RedisQueue, "_try_claim"),
+    "transport.claims.rings": lambda trap, module: _mark(trap, module.FoundRings, "claim"),
     "transport.claims.connection": _mark_ends,
     "transport.packer.session": _mark_session,
 }
