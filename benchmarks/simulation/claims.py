@@ -8,7 +8,7 @@ finished is remembered by the ring; and the question for an outcome ends what wa
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from transport import _ring
 from transport.claims.batch import _HEADER, JOINED, TAKEN, Rows
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Kind, Record
+from transport.wire.frames import Kind
 from transport.wire.library import engine
 
 ACCEPTED, REFUSED = 0, 1
@@ -41,8 +41,6 @@ class Claims:
         self.host = host
         self.demands = deque[Demand]()
         self.finished: dict[int, set[tuple[int, int, int]]] = {}  # by connection: slot, generation, attempt and kind
-        self.arrived = Counter[int]()  # by connection: acknowledged on arrival, and not said to be used
-        self.lost = self.used = 0  # of them, with their connections, or found to be used
         self._ready: list[tuple[int, Where]] = []  # by the order of writing
         self._sequence: dict[Where, int] = {}
         self._attempts: dict[Where, int] = {}
@@ -80,7 +78,7 @@ class Claims:
             self._of.setdefault(token, set()).add(where)
             self._attempts[where] += 1
             attempts = self._attempts[where] & 0xFFFF
-            rows.append((*where, 0, JOINED, attempts, 0, 8, 0, self._sequence[where], _ring.NO_VERSION))
+            rows.append((*where, 0, JOINED, attempts, 0, 0, 8, 0, self._sequence[where], _ring.NO_VERSION))
         return np.array(rows, TAKEN)
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -105,11 +103,11 @@ class Claims:
             if demand.link is link and demand.number == number:
                 self.give_up(demand)
 
-    def end(self, kind: Kind, token: int, rows: Rows, delay_s: float, arrived: bool = False) -> list[int]:
+    def end(self, kind: Kind, token: int, rows: Rows, delay_s: float) -> list[int]:
         """FINISH, GIVE_BACK, END: a code for each."""
-        return [self._end(kind, token, row, delay_s, arrived) for row in rows]
+        return [self._end(kind, token, row, delay_s) for row in rows]
 
-    def _end(self, kind: Kind, token: int, row: Any, delay_s: float, arrived: bool) -> int:
+    def _end(self, kind: Kind, token: int, row: Any, delay_s: float) -> int:
         where, attempts = (int(row["slot"]), int(row["generation"])), int(row["attempts"])
         if self._held.get(where) != token or self._attempts[where] & 0xFFFF != attempts:
             return REFUSED
@@ -121,22 +119,7 @@ class Claims:
         self._of[token].discard(where)
         asking = 0 if kind is Kind.FINISH else frames.END_ASKED
         self.finished.setdefault(token, set()).add((*where, attempts | asking))
-        self.arrived[token] += arrived
         self.host.claim_ended(where, trained=kind is Kind.FINISH)
-        return ACCEPTED
-
-    def count_used(self, link: Any, record: Record) -> int:
-        """USED: what this connection does not know of was counted as lost with the one through which it had come."""
-        token = link.number
-        if token in self._ended:
-            return REFUSED
-        link.ends.unconfirmed[self.host.ring] -= record.length
-        self.finished.setdefault(token, set()).add((0, record.generation, frames.USED_ASKED))
-        ours = min(self.arrived[token], record.length)
-        self.arrived[token] -= ours
-        found = min(self.lost, record.length - ours)
-        self.lost -= found
-        self.used += ours + found
         return ACCEPTED
 
     def outcomes(self, token: int, rows: Rows) -> list[int]:
@@ -150,11 +133,17 @@ class Claims:
         ]
 
     def connection_ended(self, token: int) -> None:
-        """Its claims are anybody's, and what had arrived through it is lost."""
-        self.lost += self.arrived.pop(token, 0)
+        """Its claims are anybody's."""
         for where in sorted(self._of.pop(token, ())):
             self._release(where, token)
             self._offer(where)
+
+    def silent(self, link: Any) -> None:
+        """Its holder was not heard for its lease: claims and demands end, the connection stays."""
+        self.connection_ended(link.number)
+        for demand in list(self.demands):
+            if demand.link is link:
+                self.give_up(demand)
 
     def _release(self, where: Where, token: int) -> None:
         if self._held.pop(where, None) != token:
@@ -173,8 +162,6 @@ class Claims:
 
 class SimNative:
     """In the place of the native side of a connection, for what `TakeLink` and `Outcomes` ask of it."""
-
-    version = frames.VERSION
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -195,18 +182,18 @@ class SimNative:
         return int(self._link.demand(future, min(most, engine().MOST_TAKEN), wait_ms / 1000, put))
 
     def settle(
-        self, future: Any, kind: Kind, rows: Any, delay_ms: int = 0, *, key: int = 0, arrived: bool = False
+        self, future: Any, kind: Kind, rows: Any, delay_ms: int = 0, *, key: int = 0, unread: bool = False
     ) -> None:
         claims = np.frombuffer(bytes(rows), TAKEN)
         host = self._link.host
         if kind is Kind.OUTCOME:
             self._link.forward(future, lambda: host.claims.outcomes(key, claims))
         else:
-            self._link.forward(future, lambda: self._ended(kind, claims, delay_ms / 1000, arrived))
+            self._link.forward(future, lambda: self._ended(kind, claims, delay_ms / 1000))
 
-    def _ended(self, kind: Kind, claims: Rows, delay_s: float, arrived: bool = False) -> list[int]:
+    def _ended(self, kind: Kind, claims: Rows, delay_s: float) -> list[int]:
         host = self._link.host
-        codes: list[int] = host.claims.end(kind, self.token, claims, delay_s, arrived)
+        codes: list[int] = host.claims.end(kind, self.token, claims, delay_s)
         if kind in (Kind.FINISH, Kind.END) and host.world.rng.random() < _KILLED:
             host.world.accounts.note(f"killed_listener {host.number}")
             host.world.loop.call_soon(host.break_links, self._link.port[1])

@@ -23,8 +23,8 @@ class Stuck(Exception):
     """Nothing will ever happen again, and the simulation is not over."""
 
 
-class _Clock(selectors.SelectSelector):
-    """Is asked for no events: it only has the time."""
+class _Clock(selectors.DefaultSelector):
+    """Has the time, and what this process wakes itself by."""
 
     now = 0.0
 
@@ -76,6 +76,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        if not ready:
+            self._process_events(self.jump.select(0))
         if not ready:
             first = self._next()
             if first is None:

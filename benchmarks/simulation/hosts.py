@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 import accounts
+from accounts import Violation
 from claims import Claims, Demand, SimNative
 
 from transport.client.connections.acknowledgements import Ack
@@ -137,14 +138,16 @@ class Host:
             self.claims.connection_ended(link.number)
 
     def sweep(self) -> None:
-        """A holder of claims that has been silent for too long loses them with its connection."""
+        """A holder of claims that has been silent for its lease loses them."""
+        lease_s, now = self.world.settings.claim_lease_s, self.world.now
         holders = [link for link in self.links if self.claims.held_by(link.number)] if self.claims.holds else []
         for link in sorted(holders, key=lambda link: link.number):
-            if self.world.now - link.heard_at > self.world.settings.ack_timeout_s:
-                if self.cut:
-                    link.server_gone()
-                else:
-                    link.broken(ConnectionLostError("the listener has ended a silent connection"))
+            if now - link.heard_at > lease_s:
+                trouble = max(self.cut_until, self.troubled_until, link.worker.stopped_until)
+                if link.usable and not link.silent and self.slow == 1.0 and now - trouble > lease_s:
+                    raise Violation(f"the claims of {link.worker.trainer.name} end, which lives")
+                self.world.accounts.note(f"silent {self.number}")
+                self.claims.silent(link)
 
     def die(self) -> None:
         """Without a word: the power went. What its ring held is lost with it."""
@@ -207,8 +210,7 @@ class SimLink:
         self._due: dict[int, asyncio.Future[Any]] = {}
         self._puts: dict[int, Callable[[Any], Any]] = {}  # by demand, what takes its answer
         self.native = SimNative(self)
-        self.ends = getattr(worker.trainer, "ends", None)  # of the process, if it is one that has rings as its queue
-        self.consumers = ""
+        self.consumers = self.schema = ""
         self.heard_at = self.world.now
         host.links.add(self)
         host.most_links = max(host.most_links, len(host.links))
@@ -246,8 +248,6 @@ class SimLink:
         return self._request(acks, lambda: self._read(wants))
 
     def ask(self, record: Record, acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
-        if record.kind is Kind.USED:
-            return self._request(acks, lambda: Answer(self.host.claims.count_used(self, record), 0))
         return self._request(acks, lambda: self._fate(record))
 
     def tell(self, records: Sequence[Record | Ack]) -> int:

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import members
 import numpy as np
-import ring_trainers
 from plans import Plan
-from transport.queue.arrivals import Arrivals
-from transport.queue.ends import Answers
-from transport.queue.questions import Questions
-from transport.taking.finishing import Finishing
 
-from transport.claims.connection import TakeLink
+from transport.claims import batch
+from transport.claims.batch import OUT_OF_REACH, ClaimedRows
+from transport.claims.connection import ClaimConnection
+from transport.claims.connections import ClaimConnections
 from transport.claims.outcomes import Outcomes
 from transport.claims.takers import Takers
 from transport.client.attempts import RemoteReads
@@ -28,7 +26,6 @@ from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
 from transport.errors import RetriesExhaustedError
-from transport.queue import ends
 from transport.rendezvous import decisions, placement
 from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Whereabouts
@@ -179,95 +176,53 @@ def _ended_again() -> None:
     TABLE[EpochState.DECIDED, Superseded] = again  # type: ignore[index]
 
 
-def _answers_forgotten() -> None:
-    Answers.put_back = lambda *_: None  # type: ignore[method-assign]
-
-
 def _question_cancelled() -> None:
-    async def at_once(futures: Any) -> Any:
-        return await futures
+    async def at_once(future: Any) -> Any:
+        return await future
 
-    ends.asyncio = types.SimpleNamespace(  # type: ignore[assignment]
+    batch.asyncio = types.SimpleNamespace(  # type: ignore[assignment]
         shield=at_once, gather=asyncio.gather, get_running_loop=asyncio.get_running_loop, Task=asyncio.Task
     )
 
 
-def _given_up_and_kept() -> None:
-    def give_up(self: Any, held: Any) -> bool:
-        return held.key in self._asking or held.key in self._said
+def _asked_anew() -> None:
+    async def end(self: Any, positions: Any, end: Any) -> None:
+        await asyncio.shield(asyncio.get_running_loop().create_task(self._end(positions, end, False)))
 
-    Answers.give_up = give_up  # type: ignore[method-assign]
-
-
-def _finish_asked_anew() -> None:
-    original = Finishing.finish
-
-    async def finish(self: Any, rows: Any, **named: Any) -> Any:
-        self._left.clear()
-        return await original(self, rows, **named)
-
-    Finishing.finish = finish  # type: ignore[method-assign]
+    ClaimedRows.end = end  # type: ignore[method-assign]
 
 
 def _end_asked_as_finish() -> None:
-    original = TakeLink._done
+    original = ClaimConnection._outcomes_elsewhere
 
-    async def done(self: Any, rows: Any, what: int) -> Any:
-        return await original(self, rows, 0 if what == END_ASKED else what)
+    async def asked(self: Any, rows: Any, again: bool = False) -> Any:
+        rows["attempts"] &= ~np.uint16(END_ASKED)
+        return await original(self, rows, again)
 
-    TakeLink._done = done  # type: ignore[method-assign]
-
-
-def _told_again() -> None:
-    original = Arrivals.tell
-
-    async def tell(self: Any, used: Any) -> None:
-        for each in used.values():
-            each.telling = None
-        await original(self, used)
-
-    Arrivals.tell = tell  # type: ignore[method-assign]
+    ClaimConnection._outcomes_elsewhere = asked  # type: ignore[method-assign]
 
 
-def _mostly_arrive() -> None:
-    ring_trainers._WHOLE, ring_trainers._OFTEN = 0.05, (5, 90, 1, 1, 1, 2)
+def _out_of_reach(code: int, *, when: bool) -> Callable[[], None]:
+    """Of questions that are asked again, or of the first ones."""
+
+    def plant() -> None:
+        original = Outcomes.of
+
+        async def of(self: Any, broken: Any, rows: Any, served: Any, again: bool = False) -> Any:
+            if when and again:
+                return [code] * len(rows)
+            codes = await original(self, broken, rows, served, again)
+            return codes if when else [code if each == OUT_OF_REACH else each for each in codes]
+
+        Outcomes.of = of  # type: ignore[method-assign]
+
+    return plant
 
 
-def _never_told_late() -> None:
-    _mostly_arrive()
+def _never_renewed() -> None:
+    async def renew(self: Any) -> None: ...
 
-    async def tell_late(self: Any, link: Any) -> None: ...
-
-    Arrivals.tell_late = tell_late  # type: ignore[method-assign]
-
-
-def _told_late_again() -> None:
-    _mostly_arrive()
-
-    async def tell_late(self: Any, link: Any) -> None:
-        for (ring, rank), count in list(self._late.items()):
-            if ring == link.ring:
-                await link.used(rank, count)
-
-    Arrivals.tell_late = tell_late  # type: ignore[method-assign]
-
-
-def _questions_dropped() -> None:
-    Questions.note = lambda *_: None  # type: ignore[method-assign]
-
-
-def _question_settled_twice() -> None:
-    async def asked(self: Any, link: Any, group: Any) -> None:
-        verdicts = await link.finish(np.concatenate([each.row for each in group]))
-        for each, accepted in zip(group, verdicts.tolist(), strict=True):
-            if each.row.tobytes() not in link.in_question:
-                first = self._open.pop(each.claim.token, None) is not None
-                if accepted:
-                    self._said[each.claim.token] = each.what
-                    if first:
-                        self._accepted(each)
-
-    Questions._asked = asked  # type: ignore[method-assign]
+    ClaimConnections._renew = renew  # type: ignore[method-assign]
 
 
 def _used_at_once() -> None:
@@ -329,7 +284,6 @@ def _unfenced_epochs() -> None:
 
 
 RINGS = Plan(faults_per_minute=12.0, rings=True, writes_per_s=0.5)
-KILLS = RINGS._replace(hosts=1, trainers=4, slots=30, writes_per_s=4.0, faults_per_minute=20.0, step_s=2.0)
 ASKED = RINGS._replace(hosts=2, trainers=3, writes_per_s=2.0, slots=16, faults_per_minute=20.0)
 MUCH = RINGS._replace(hosts=2, slots=200, writes_per_s=5.0, step_s=5.0, faults_per_minute=1.0)
 
@@ -349,22 +303,19 @@ PLANTS = {
     "unfenced-round": Plant("a round is written over one that was not seen", _unfenced_store, members=True),
     "elected-by-arrival": Plant("who is elected depends on the order of arrival", _elected_by_arrival, members=True),
     "ended-again": Plant("a second coordinator writes over an epoch's end", _ended_again, members=True),
-    "forgotten-answers": Plant(
-        "answers of an interrupted call are not kept for the next one", _answers_forgotten, RINGS
-    ),
     "cancelled-question": Plant("with an interrupted call its question to the ring ends", _question_cancelled, RINGS),
-    "given-up-and-kept": Plant("answers about claims that were given up are kept", _given_up_and_kept, RINGS),
-    "finish-asked-anew": Plant("a FINISH that was cancelled is sent again", _finish_asked_anew, RINGS),
+    "asked-anew": Plant("a call that is repeated asks the ring again, and has another answer", _asked_anew, RINGS),
     "end-asked-as-finish": Plant("of an END without an answer is asked as of a FINISH", _end_asked_as_finish, RINGS),
-    "told-again": Plant("an interrupted call tells its ring again of what was used", _told_again, RINGS),
-    "never-told-late": Plant("what a lost connection could not say the next one does not say", _never_told_late, KILLS),
-    "told-late-again": Plant("each new connection says again what a lost one could not", _told_late_again, KILLS),
+    "out-of-reach-is-refused": Plant(
+        "a claim whose ring is out of reach counts as refused", _out_of_reach(UNKNOWN, when=False), ASKED
+    ),
     "questions-dropped": Plant(
-        "a claim whose ring was out of reach is not asked about again", _questions_dropped, ASKED
+        "a claim whose ring was out of reach is not asked about again", _out_of_reach(OUT_OF_REACH, when=True), ASKED
     ),
-    "question-settled-twice": Plant(
-        "two calls that ask again at once both have the payload", _question_settled_twice, ASKED
+    "dropped-is-held": Plant(
+        "claims that nothing refers to do not go back", _set(ClaimConnections, "_return_dropped", lambda _: None), RINGS
     ),
+    "never-renewed": Plant("a trainer that lives does not say so", _never_renewed, RINGS._replace(step_s=50.0)),
     "used-at-once": Plant("what comes counts as used before the trainer has looked at it", _used_at_once, MUCH),
     "lease-for-ever": Plant("claims of a trainer that died do not end", _lease_for_ever),
     "unreachable-is-forgotten": Plant("acknowledgements that cannot be sent are dropped", _unreachable_is_forgotten),

@@ -1,178 +1,210 @@
-"""Simulated trainers that have the rings themselves as their queue: real demands, takers, take links and outcomes."""
+"""Simulated trainers that have the rings themselves as their queue: the real `NetworkSource` and all that it decides.
+
+What blocks a thread there is awaited here. Calls are interrupted, repeated, and repeated with another end; claims are
+dropped, also while their ring is being asked. A trainer that is killed loses what is in question.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections import deque
+import weakref
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
-import numpy as np
-from accounts import Violation
-from ring_ends import Ends, asked_about
-from ring_questions import AskedAgain
+from accounts import Violation, shown
 from trainer_process import TrainerProcess
-from transport.queue.ends import UNTRAINED, End
 
 from transport import UCXXClient
-from transport.claims.demands import Brought, Demands
+from transport.claims import network
+from transport.claims.batch import CONSUME, ClaimedRows, End, Verdict
+from transport.claims.network import NetworkClaim, NetworkSource
 from transport.claims.places import InDirectory
 from transport.store.directory import Directory
+from transport.wire import frames
 
 BATCH: Final = 8
-_BATCHES: Final = 3  # unused or asked for, as queue/found_elsewhere.py has it
-_LOOK_S: Final = 1.0
-_GIVEN_BACK: Final = 0.02  # of batches
-_WHOLE = 0.4  # or given back
-_CANCELLED: Final = 0.2  # of calls
-_SOME: Final = 0.7  # of the payloads of the others end in one call
-_FORGOTTEN: Final = 0.3  # of claims that were too old, and whose end was interrupted
-_ENDS: Final = ("done", "arrived", "discarded", "dead", "aged", "retried")
-_OFTEN = (60, 25, 3, 1, 4, 3)
+_DROPPED: Final = 0.03  # of groups of claims, without an end
+_SOME: Final = 0.7  # of claims end in one call, the others in the next one
+_INTERRUPTED: Final = 0.25  # of calls
+_ELSE: Final = 0.3  # of interrupted calls are followed by one for another end
+_LEFT: Final = 0.1  # of interrupted calls are not made again, and their claims are dropped
+_AGAIN: Final = 0.1  # of claims that have ended are ended once more
+_AGAIN_S: Final = 15.0  # between two questions about the same claim
+_AT_ONCE: Final = 0.3  # of these are two
+_ENDS: Final = (Verdict.CONSUMED, Verdict.GIVEN_BACK, Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED)
+_OFTEN: Final = (85, 4, 3, 1, 4)
+_UNTRAINED: Final = (Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED)
+_RUNNING: Final = (Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION)
+
+
+class _Thread:
+    """In the place of the client's loop in a thread of its own: everything is on this loop."""
+
+    closed = False
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What waits for nothing but its turn."""
+        while True:
+            try:
+                work.send(None)
+            except StopIteration as done:
+                return done.value
+
+    def soon(self, what: Any, *arguments: Any) -> None:
+        what(*arguments)
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(work)
 
 
 class RingTrainer(TrainerProcess):
-    """One process that takes batches from whatever ring has some, trains on them, and consumes them, until killed."""
+    """One process that claims what any ring has, trains on it, and consumes it, until killed."""
 
     def __init__(self, world: Any, number: int) -> None:
         super().__init__(world, number)
-        self.demands: Demands | None = None
-        self.came = deque[Brought]()
+        self.source: NetworkSource | None = None
+        self.questions: list[NetworkClaim] = []
 
     def start(self) -> None:
         """A new process."""
         with self.new_process():
             self.context = contextvars.copy_context()
             self.client = UCXXClient(wire={"tcp"}, ack="manual", settings=self.world.settings)
-            self.came = deque()
-            self._arrived = asyncio.Event()
-            self.ends = Ends(self)
-            self.again = AskedAgain(self)
-            self.demands = Demands(
-                self.client.taking,
-                self._find(InDirectory(Directory(self.world.store))),
-                self._comes,
-                rank=0,
-                most_bytes=1024,
-                most_attempts=0,
-                look_s=_LOOK_S,
-                opened=self.ends.arrivals.tell_late,
+            places = InDirectory(Directory(self.world.store))
+            self._came = asyncio.Event()
+            self._settled = weakref.WeakKeyDictionary[ClaimedRows, set[int]]()
+            self.questions = []
+            self.source = NetworkSource(
+                lambda: places.served(()), 1000, self._came.set, _Thread(), self.client.claims  # type: ignore[arg-type]
             )
-            self.demands.want(_BATCHES, BATCH, None)
-            self.tasks = [asyncio.get_running_loop().create_task(self._work())]
-
-    @staticmethod
-    def _find(places: InDirectory) -> Any:
-        return lambda: places.served(())
-
-    def _comes(self, brought: Brought) -> None:
-        self.came.append(brought)
-        self._arrived.set()
-
-    @property
-    def unknown(self) -> int:
-        """Questions about its claims that no port of their ring has answered in time."""
-        if self.client is None:
-            return 0
-        outcomes = self.client.taking.outcomes
-        return outcomes.unknown + outcomes.questions
+            count, self.source._settled = self.source._settled, self._count  # type: ignore[method-assign]
+            self._count_there = count
+            loop = asyncio.get_running_loop()
+            self.tasks = [loop.create_task(self._work()), loop.create_task(self._ask_again())]
 
     def end(self) -> None:
-        """End the demands."""
-        if self.demands is not None:
-            self.ends.close()
-            self.again.close()
-            self.demands.close()
-        self.world.unknown += self.unknown
-        self.demands = None
+        """The process is no more."""
+        for claim in self.questions:
+            if self._ended(claim, CONSUME):
+                self.world.accounts.note(f"question_lost {shown(_payload(claim))}")
+        self.questions = []
+        if self.source is not None:
+            self.source.close()
+        self.source = None
 
+    def left(self) -> NetworkClaim | None:
+        """What is in question although its ring is there, and could have answered."""
+        rings = self.world.host_of
+        return next((each for each in self.questions if _ring(each) == rings[_ring(each)].ring), None)
+
+    def _count(self, claims: ClaimedRows, positions: Any, end: End) -> None:
+        """As the source counts it; each claim has one end."""
+        self._count_there(claims, positions, end)
+        settled = self._settled.setdefault(claims, set())
+        for at in positions.tolist():
+            if at in settled:
+                self.world.failures.append(Violation(f"{self.name} counts the end of a claim twice: {claims.rows[at]}"))
+            if claims.verdicts[at] not in _RUNNING:
+                settled.add(at)
+
+    # --- work -------------------------------------------------------------------------------------------
     async def _work(self) -> None:
+        while (source := self.source) is not None:
+            source.want(0, BATCH, None)
+            self._came.clear()
+            if not await self._batch(source):
+                await self._came.wait()
+            self.world.check_ring_trainer(self)
+
+    async def _batch(self, source: NetworkSource) -> bool:
+        """Claim, train, end; False: nothing had come. What it leaves without an end goes back when it returns."""
         world = self.world
-        while True:
-            while not self.came:
-                self._arrived.clear()
-                await self._arrived.wait()
-            brought = self.came.popleft()
-            if brought.link.lost:
-                continue
-            brought.demands.used(brought, len(brought.batch))
-            await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
-            await asyncio.sleep(max(0.0, self.stopped_until - world.now))
-            await self._settle(brought)
-            self.ends.check()
-            world.check_ring_trainer(self)
+        claims = self._claimed(source)
+        if not claims:
+            return False
+        await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
+        await asyncio.sleep(max(0.0, self.stopped_until - world.now))
+        some = [each for each in claims if world.rng.random() < _SOME]
+        for group in (some, [each for each in claims if each not in some]):
+            if group and world.rng.random() >= _DROPPED:
+                await self._settle(group)
+        return True
 
-    async def _settle(self, brought: Brought) -> None:
-        """End a batch in one of the ways that a trainer has."""
-        begun, rows, chance = self.world.now, brought.batch.rows, self.world.rng.random()
-        every = list(range(len(rows)))
-        if chance < _GIVEN_BACK:
-            await brought.demands.give_back(brought, rows, self.world.rng.uniform(0.0, 5.0))
-        elif chance < _WHOLE:
-            self._keep(brought, every, await self._finished(brought), begun, whole=True)
-        else:  # claim by claim, as `FoundElsewhere` does it
-            some = [at for at in every if self.world.rng.random() < _SOME]
-            await self._end(brought, some, begun)
-            await self._end(brought, [at for at in every if at not in some], begun)
+    def _claimed(self, source: NetworkSource) -> list[NetworkClaim]:
+        claims = source.claim(BATCH, 0.0, rank=0, consumer=self.name, oldest_version=None)
+        return [each for each in claims if isinstance(each, NetworkClaim)]
 
-    async def _finished(self, brought: Brought) -> Any:
-        """A whole batch; where the call is cancelled it is asked again, and has the same answer."""
-        loop = asyncio.get_running_loop()
-        while True:
-            asking = loop.create_task(brought.demands.finish(brought, brought.batch.rows), context=self.context)
-            if self.world.rng.random() >= _CANCELLED:
-                return await asking
+    async def _settle(self, claims: list[NetworkClaim]) -> None:
+        """End claims in one of the ways that a trainer has, until the answer is there."""
+        world, rng = self.world, self.world.rng
+        begun = world.now
+        first = self._drawn()
+        end = first
+        while not await self._asked(claims, end):
+            if rng.random() < _LEFT:
+                world.accounts.note(f"left {self.name}")
+                return
+            end = self._drawn() if rng.random() < _ELSE else end
+        if any(claim.verdict == Verdict.OPEN for claim in claims):  # interrupted before anything was asked
+            raise Violation(f"{self.name} has no answer about {claims}")
+        for claim in claims:
+            self._check(claim, first, begun)
+        if rng.random() < _AGAIN:
+            before = [claim.verdict for claim in claims]
+            done = [claim for claim in claims if claim.verdict != Verdict.IN_QUESTION]
+            await self._asked(done, self._drawn())
+            after = [claim.verdict for claim in claims]
+            if any(now != said for now, said in zip(after, before, strict=True) if said != Verdict.IN_QUESTION):
+                raise Violation(f"{self.name} was told {before} and then {after}")
+
+    def _drawn(self) -> End:
+        [verdict] = self.world.rng.choices(_ENDS, _OFTEN)
+        return CONSUME if verdict is Verdict.CONSUMED else End(verdict, "not wanted", self.name, self.world.rng.uniform(0.0, 5.0))
+
+    async def _asked(self, claims: Sequence[NetworkClaim], end: End) -> bool:
+        """One call, as `NetworkSource.end`; False: it was interrupted."""
+        groups: dict[ClaimedRows, list[int]] = {}
+        for claim in claims:
+            if claim.verdict in _RUNNING:
+                groups.setdefault(claim.batch.claims, []).append(claim.position)
+        asking = asyncio.get_running_loop().create_task(network._end_all(groups, end), context=self.context)
+        if self.world.rng.random() < _INTERRUPTED:
             await asyncio.wait((asking,), timeout=self.world.rng.expovariate(1 / 0.003))
             asking.cancel()
             await asyncio.wait((asking,))
-            if not asking.cancelled():
-                return asking.result()
+            self.world.accounts.note(f"interrupted {self.name}")
+            return False
+        await asking
+        return True
 
-    async def _end(self, brought: Brought, positions: list[int], begun: float) -> None:
-        """Together, until the answer is there, however often the call is interrupted."""
-        rng = self.world.rng
-        [what] = rng.choices(_ENDS, _OFTEN)
-        end = End(what, "not wanted", rng.uniform(0.0, 5.0))
-        while positions and (accepted := await self.ends.end(brought, positions, end)) is None:
-            if what == "aged" and rng.random() < _FORGOTTEN:
-                self.ends.forget(brought, positions)
-                return
-        if not positions or what == "retried":
-            return
-        verdicts = np.isin(positions, accepted)
-        self._keep(brought, positions, verdicts, begun, what)
-        if what == "arrived":
-            await asyncio.sleep(rng.expovariate(1.0 / self.world.step_s))
-            await self.ends.used(brought, accepted)
-
-    def _keep(
-        self,
-        brought: Brought,
-        positions: list[int],
-        verdicts: Any,
-        begun: float,
-        what: str = "done",
-        whole: bool = False,
-    ) -> None:
-        """What was accepted is this trainer's, and no other's."""
-        world = self.world
-        token, ring = brought.link.link.native.token, brought.link.ring
-        host = world.host_of[ring]
-        for at, accepted in zip(positions, verdicts.tolist(), strict=True):
-            noted = asked_about(brought.batch.rows[at], what)
-            slot, generation, _ = noted
-            ended = noted in host.finished_by(ring, token)
-            if accepted and not ended:
-                raise Violation(f"{self.name} keeps {ring[:12]}/{slot}@{generation}, which the ring has not {what}")
-            if accepted and what not in UNTRAINED:
-                world.keep((ring, slot, generation), self.name)
+    # --- what must hold ---------------------------------------------------------------------------------
+    def _check(self, claim: NetworkClaim, end: End, begun: float) -> None:
+        """What was accepted is this trainer's, and no other's; ``end``: the first that was asked for."""
+        world, ended = self.world, self._ended(claim, end)
+        payload = _payload(claim)
+        verdict = Verdict(claim.verdict)
+        world.accounts.note(f"{verdict.name.lower()} {shown(payload)}")
+        if verdict is Verdict.IN_QUESTION and end is CONSUME:
+            self.questions.append(claim)
+        elif verdict is Verdict.REFUSED:
+            if ended and not (end.verdict in _UNTRAINED and self._excused(world.host_of[_ring(claim)], begun)):
+                raise Violation(f"lost: {self.name} drops {shown(payload)}, which its ring has as {end.verdict.name}")
+        elif verdict is not end.verdict:
+            raise Violation(f"{self.name} asked for {end.verdict.name} of {shown(payload)}, and got {verdict.name}")
+        elif verdict is not Verdict.GIVEN_BACK:
+            if not ended and world.host_of[_ring(claim)].ring == _ring(claim):
+                raise Violation(f"{self.name} has {shown(payload)} as {verdict.name}, and its ring has not")
+            if verdict is Verdict.CONSUMED:
+                world.keep(payload, self.name)
                 self.last_trained = world.now
-            elif not accepted and what not in UNTRAINED and self.again.note(brought, at, what, whole=whole):
-                pass  # its FINISH may still be on its way
-            elif ended and not accepted and not (what in UNTRAINED and self._excused(host, begun)):
-                raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has {what}")
-            else:
-                world.accounts.note(f"{'discarded' if accepted else 'dropped'} {ring[:12]}/{slot}@{generation}")
+
+    def _ended(self, claim: NetworkClaim, end: End) -> bool:
+        """Whether the ring has ended the claim so."""
+        asking = frames.END_ASKED if end.verdict in _UNTRAINED else 0
+        ring, slot, generation = _payload(claim)
+        token = claim.batch.claims.connection.link.native.token
+        return (slot, generation, claim.attempts | asking) in self.world.host_of[ring].finished_by(ring, token)
 
     def _excused(self, host: Any, begun: float) -> bool:
         """No port of the ring could be asked in time."""
@@ -181,3 +213,28 @@ class RingTrainer(TrainerProcess):
             or max(host.troubled_until, host.cut_until, self.stopped_until) >= begun
             or host.slow > 1000.0
         )
+
+    # --- what is in question ------------------------------------------------------------------------------
+    async def _ask_again(self) -> None:
+        rng = self.world.rng
+        while True:
+            await asyncio.sleep(rng.expovariate(1.0 / _AGAIN_S))
+            await asyncio.sleep(max(0.0, self.stopped_until - self.world.now))
+            asked = list(self.questions)
+            if asked:
+                begun = self.world.now
+                await asyncio.gather(*(self._asked(asked, CONSUME) for _ in range(1 + (rng.random() < _AT_ONCE))))
+                self.questions = [each for each in self.questions if each.verdict in _RUNNING]
+                for claim in asked:
+                    if claim.verdict not in _RUNNING:
+                        self.world.accounts.note(f"late {shown(_payload(claim))}")
+                        self._check(claim, CONSUME, begun)
+
+
+def _ring(claim: NetworkClaim) -> str:
+    return claim.batch.ring
+
+
+def _payload(claim: NetworkClaim) -> tuple[str, int, int]:
+    row = claim.batch.claims.rows[claim.position]
+    return _ring(claim), int(row["slot"]), int(row["generation"])

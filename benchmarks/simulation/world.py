@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, deque
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 from unittest import mock
 
@@ -18,6 +18,8 @@ from plans import LOST_AFTER_S, Plan, Result
 from ring_trainers import RingTrainer
 from trainers import Trainer
 
+from transport.claims import network, places
+from transport.claims.connection import ClaimConnection
 from transport.client import client as client_module
 from transport.client.connections import links
 from transport.errors import PayloadLostError, StoreUnavailableError, TransportError
@@ -58,6 +60,18 @@ class _Store(MemoryStore):
             raise StoreUnavailableError("the store is away")
 
 
+class _AtOnce:
+    """In the place of a thread that reads the directory."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self) -> None: ...
+
+
 class World:
     """Everything of one simulation. ``run`` is the whole of it."""
 
@@ -72,13 +86,11 @@ class World:
         self.over = False
         self.most_ledger = self.most_remembered = 0
         self.failures: list[BaseException] = []
+        self._tasks = set[asyncio.Task[None]]()
         self.waiters = deque[asyncio.Future[None]]()
         self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
         self.silent_until: dict[int, float] = {}  # by host: the end of its last silence that counts as its death
         self.host_of: dict[str, Host] = {}  # by ring
-        self.told: Counter[str] = Counter()  # by ring: payloads whose use a trainer tells it of, after their arrival
-        self.unsaid: Counter[str] = Counter()  # by ring: payloads that arrived, and whose use no trainer will tell of
-        self.unknown = 0  # outcomes, of trainers that were killed
         self.kept: dict[tuple[str, int], deque[int]] = {}  # by slot: the last generations that trainers have kept
         self.trained_by: dict[tuple[str, int], tuple[int, Trainer, int]] = {}  # by slot: the last that was
 
@@ -100,6 +112,10 @@ class World:
             mock.patch.object(links, "Worker", SimWorker),
             mock.patch.object(links, "probe", mock.AsyncMock()),  # no port is a real one
             mock.patch.object(client_module, "StatusSocket", lambda *_: mock.Mock()),
+            mock.patch.object(ClaimConnection, "__hash__", lambda each: each.link.number),  # the order of sets
+            mock.patch.object(network, "MOST_BYTES", 1024),
+            mock.patch.object(network, "_LOOK_S", 1.0),
+            mock.patch.object(places, "threading", mock.Mock(Thread=_AtOnce)),
         ):
             SimLink.world, SimLink.count = self, 0
             return self.loop.run_until_complete(self._run())
@@ -118,28 +134,33 @@ class World:
         kind = RingTrainer if plan.rings else Trainer
         self.trainers: list[Any] = [kind(self, number) for number in range(plan.trainers)]
         self.writing = True
-        tasks = [self.task(self._write(host)) for host in self.hosts]
-        tasks += [self.task(self._serve(host)) for host in self.hosts]
+        for host in self.hosts:
+            self.task(self._write(host))
+            self.task(self._serve(host))
         for trainer in self.trainers:
             trainer.start()
-        tasks += [self.task(Faults(self).run()), self.task(self._sweep())]
+        self.task(Faults(self).run())
+        self.task(self._sweep())
         try:
             await self._until_settled()
         finally:
             self.over = True
-            for task in tasks:
-                task.cancel()
             for trainer in self.trainers:
                 trainer.kill()
-            await asyncio.sleep(0)
-            await asyncio.gather(*tasks, return_exceptions=True)
+            left = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]  # of clients, too
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
         most = max(host.most_links for host in self.hosts)
         return Result(
             self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.most_remembered
         )
 
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self.loop.create_task(work)
+        task = self.loop.create_task(work)
+        self._tasks.add(task)  # the loop itself does not keep it
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- hosts ----------------------------------------------------------------------------------------------
     async def _write(self, host: Host) -> None:
@@ -259,9 +280,11 @@ class World:
 
     def check_ring_trainer(self, trainer: RingTrainer) -> None:
         """What a trainer holds ready is bounded, and its sums are right."""
-        if trainer.demands is None:
+        if trainer.source is None:
             return
-        takers = trainer.demands._takers
+        of = trainer.source._ranks[0]
+        assert of.demands is not None
+        takers = of.demands._takers
         try:
             if not self._seldom():
                 takers.validate()
@@ -270,9 +293,12 @@ class World:
         most = takers.ahead + len(takers._places) * takers.most
         if takers.unused + takers.demanded > most:
             raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
-        lying = sum(len(brought.batch) for brought in trainer.came if not brought.link.lost)
+        lying = sum(len(batch) for batch in of.came if not batch.lost)
         if lying > most:
             raise Violation(f"{trainer.name} hoards: {lying} lie unused, of {most}")
+        claimed = trainer.source.depth(0, set())["claimed"]
+        if claimed < 0:
+            raise Violation(f"{trainer.name} counts {claimed} payloads as claimed")
 
     def _seldom(self) -> bool:
         """Not now: a look at everything costs as much as there is."""
@@ -303,11 +329,6 @@ class World:
     def _check_memory(self) -> None:
         """What the queue remembers is what lies in slots, the last that finished, and what was lost with its host."""
         self.most_remembered = max(self.most_remembered, len(self.queue._contents.deliveries))
-        unknown = self.unknown + sum(trainer.unknown for trainer in self.trainers) if self.plan.rings else 0
-        for host in self.hosts if self.plan.rings else ():
-            # A USED whose outcome no port of the ring knew in time is told again, and may be counted twice.
-            if host.claims.used > self.told[host.ring] + unknown:
-                raise Violation(f"host {host.number} counts {host.claims.used} as used, of {self.told[host.ring]}")
         slots = len(self.hosts) * self.plan.slots
         if len(self.queue._contents.deliveries) > 2000 + 14 * slots:
             raise Violation(f"the queue remembers {len(self.queue._contents.deliveries)} deliveries of {slots} slots")
@@ -329,32 +350,20 @@ class World:
                         self._reconcile(host)
 
     def _left_over(self) -> bool:
-        """What nobody has trained on, or what queue or ring have not been told about: that it was lost, or used."""
-        if self.accounts.waiting or self.queue.depth(0).unfinished > 0 or self._in_question() is not None:
-            return True
-        return self._not_told() is not None
+        """What nobody has trained on, or what queue or trainer have not been told about."""
+        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0 or self._in_question() is not None
 
     def _in_question(self) -> Any:
         """What a living trainer has not been told of, and a ring that is there could have answered."""
-        asking = (trainer.again for trainer in self.trainers if trainer.client) if self.plan.rings else ()
+        asking = (each for each in self.trainers if each.client) if self.plan.rings else ()
         return next((left for each in asking if (left := each.left()) is not None), None)
 
-    def _not_told(self) -> Host | None:
-        """A host whose ring counts as lost, or as not used, what a living trainer has used."""
-        for host in self.hosts if self.plan.rings else ():
-            claims = host.claims
-            if host.alive and claims.lost + claims.arrived.total() > self.unsaid[host.ring]:
-                return host
-        return None
-
     def _left(self) -> str:
-        host = self._not_told()
         left = list(self.accounts.waiting.items())[:3]
         held = sum(slot.ticket is not None for host in self.hosts if host.alive for slot in host.slots)
         return (
             f"starved: {len(self.accounts.waiting)} payloads were not trained on within {_SETTLE_S:.0f} s after the "
             f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}; "
-            f"a ring that was not told what was used: {host and (host.number, host.claims.lost, host.claims.arrived)}; "
             f"in question is {self._in_question()}"
         )
 
