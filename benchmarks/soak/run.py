@@ -30,6 +30,7 @@ from report import End, allowed, perishes, report
 from traps import Points
 
 from transport import SharedRingBuffer
+from transport._ring import FREE
 from transport.errors import QueueError, TransportError
 from transport.queue.base import QueueDepth
 
@@ -381,6 +382,11 @@ class Soak:
             try:
                 with SharedRingBuffer.attach(self._plan.ring(writer), role="observer") as ring:
                     print(repr(ring), ring.native.owners(), file=sys.stderr)
+                    for slot in range(ring.slot_count):
+                        info = ring.native.info(slot)
+                        for rank in range(READERS[writer]) if info.state != FREE else ():
+                            if not info.done >> rank & 1:
+                                print(slot, info, rank, ring.native.claim_word(slot, rank), file=sys.stderr)
             except TransportError as error:
                 print(error, file=sys.stderr)
         with contextlib.suppress(QueueError), open_queue(self._plan, _QUEUE_PATIENCE_S) as queue:
