@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
+import msgspec
 import pytest
+from helpers import eventually
 from queue_harness import ids
 from queue_waits import ticket
 
+from transport import SharedRingBuffer, UCXXDataPackerMixin
 from transport.errors import UsageError
 from transport.packer.claims import ClaimBook
-from transport.queue import RedisQueue
+from transport.queue import Claim, RedisQueue, RingQueue
 from transport.settings import DEFAULTS
 
 
@@ -32,3 +38,29 @@ def test_a_limit_needs_the_trainers_version(queue: RedisQueue) -> None:
         book.claim(1, 0.0)
     with pytest.raises(UsageError, match="max_policy_age=-1"):
         ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=-1)
+
+
+def test_claims_that_were_renewed_and_are_dropped_go_back() -> None:
+    renewed = threading.Event()
+
+    class Renewed(RingQueue):
+        def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+            kept = super().renew(claims)
+            renewed.set()
+            return kept
+
+    class Trainer(UCXXDataPackerMixin):
+        """The mixin alone."""
+
+    settings = msgspec.structs.replace(DEFAULTS, claim_renew_s=0.05)
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring, Renewed([ring]) as queue:
+        trainer = Trainer()
+        trainer.setup_ucxx_packer(queue=queue, settings=settings)
+        try:
+            ring.write_raw(b"x")
+            claims = trainer.claim_tickets(1, 5.0)
+            assert renewed.wait(60.0)
+            del claims
+            eventually(lambda: ring.native.depth(0)["ready"] == 1, "the payload is ready again")
+        finally:
+            trainer.cleanup_ucxx_packer()
