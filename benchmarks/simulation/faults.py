@@ -34,10 +34,7 @@ class Faults:
 
     async def _noted(self, fault: Callable[[], Awaitable[None]]) -> None:
         self.world.accounts.note(f"fault{fault.__name__}")
-        try:
-            await fault()
-        except Exception as error:
-            self.world.failures.append(error)
+        await fault()
 
     def _host(self) -> Host:
         chosen: Host = self.rng.choice(self.world.hosts)

@@ -313,7 +313,9 @@ PLANTS = {
         "a claim whose ring was out of reach is not asked about again", _out_of_reach(OUT_OF_REACH, when=True), ASKED
     ),
     "dropped-is-held": Plant(
-        "claims that nothing refers to do not go back", _set(ClaimConnections, "_return_dropped", lambda _: None), RINGS
+        "claims that nothing refers to do not go back",
+        _set(ClaimConnections, "_return_dropped", lambda self: self._dropped.take()),
+        RINGS,
     ),
     "never-renewed": Plant("a trainer that lives does not say so", _never_renewed, RINGS._replace(step_s=50.0)),
     "used-at-once": Plant("what comes counts as used before the trainer has looked at it", _used_at_once, MUCH),

@@ -58,6 +58,25 @@ class _Thread:
         return asyncio.get_running_loop().create_task(work)
 
 
+class _Source(NetworkSource):
+    """Of one process. Each claim has one end."""
+
+    def __init__(self, trainer: Any, client: UCXXClient, served: Any, came: Any) -> None:
+        super().__init__(served, 1000, came, _Thread(), client.claims)  # type: ignore[arg-type]
+        self._of = trainer
+        self._over = weakref.WeakKeyDictionary[ClaimedRows, set[int]]()
+
+    def _settled(self, claims: ClaimedRows, positions: Any, end: End) -> None:
+        super()._settled(claims, positions, end)
+        over = self._over.setdefault(claims, set())
+        for at in positions.tolist():
+            if at in over:
+                error = Violation(f"{self._of.name} counts the end of a claim twice: {claims.rows[at]}")
+                self._of.world.failures.append(error)
+            if claims.verdicts[at] not in _RUNNING:
+                over.add(at)
+
+
 class RingTrainer(TrainerProcess):
     """One process that claims what any ring has, trains on it, and consumes it, until killed."""
 
@@ -73,13 +92,8 @@ class RingTrainer(TrainerProcess):
             self.client = UCXXClient(wire={"tcp"}, ack="manual", settings=self.world.settings)
             places = InDirectory(Directory(self.world.store))
             self._came = asyncio.Event()
-            self._settled = weakref.WeakKeyDictionary[ClaimedRows, set[int]]()
             self.questions = []
-            self.source = NetworkSource(
-                lambda: places.served(()), 1000, self._came.set, _Thread(), self.client.claims  # type: ignore[arg-type]
-            )
-            count, self.source._settled = self.source._settled, self._count  # type: ignore[method-assign]
-            self._count_there = count
+            self.source = _Source(self, self.client, lambda: places.served(()), self._came.set)
             loop = asyncio.get_running_loop()
             self.tasks = [loop.create_task(self._work()), loop.create_task(self._ask_again())]
 
@@ -95,18 +109,11 @@ class RingTrainer(TrainerProcess):
 
     def left(self) -> NetworkClaim | None:
         """What is in question although its ring is there, and could have answered."""
-        rings = self.world.host_of
-        return next((each for each in self.questions if _ring(each) == rings[_ring(each)].ring), None)
-
-    def _count(self, claims: ClaimedRows, positions: Any, end: End) -> None:
-        """As the source counts it; each claim has one end."""
-        self._count_there(claims, positions, end)
-        settled = self._settled.setdefault(claims, set())
-        for at in positions.tolist():
-            if at in settled:
-                self.world.failures.append(Violation(f"{self.name} counts the end of a claim twice: {claims.rows[at]}"))
-            if claims.verdicts[at] not in _RUNNING:
-                settled.add(at)
+        for claim in self.questions:
+            host = self.world.host_of[_ring(claim)]
+            if host.alive and host.ring == _ring(claim):
+                return claim
+        return None
 
     # --- work -------------------------------------------------------------------------------------------
     async def _work(self) -> None:
@@ -160,7 +167,11 @@ class RingTrainer(TrainerProcess):
 
     def _drawn(self) -> End:
         [verdict] = self.world.rng.choices(_ENDS, _OFTEN)
-        return CONSUME if verdict is Verdict.CONSUMED else End(verdict, "not wanted", self.name, self.world.rng.uniform(0.0, 5.0))
+        return (
+            CONSUME
+            if verdict is Verdict.CONSUMED
+            else End(verdict, "not wanted", self.name, self.world.rng.uniform(0.0, 5.0))
+        )
 
     async def _asked(self, claims: Sequence[NetworkClaim], end: End) -> bool:
         """One call, as `NetworkSource.end`; False: it was interrupted."""

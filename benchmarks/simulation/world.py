@@ -159,8 +159,13 @@ class World:
     def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self._tasks.add(task)  # the loop itself does not keep it
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures.append(error)
 
     # --- hosts ----------------------------------------------------------------------------------------------
     async def _write(self, host: Host) -> None:
