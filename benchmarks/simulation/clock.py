@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
         if not ready:
-            self._process_events(self.jump.select(0))
+            self._process_events(self.jump.select(0))  # type: ignore[attr-defined]
         if not ready:
             first = self._next()
             if first is None:
