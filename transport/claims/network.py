@@ -326,8 +326,8 @@ class NetworkSource:
         return claim.verdict == Verdict.IN_QUESTION
 
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
-        """Count claims whose verdict has come. On the loop."""
-        given = positions[claims.given[positions]]
+        """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
+        given = positions[claims.given[positions] & (claims.verdicts[positions] != Verdict.IN_QUESTION)]
         self._count(claims, -len(given), "claimed")
         ended = given[claims.verdicts[given] == end.verdict]
         for name in _COUNTED[end.verdict]:
