@@ -190,7 +190,7 @@ def test_whatever_a_listener_says_the_handshake_ends_by_name_or_with_a_sound_wel
     async def shaken() -> Welcome | TransportError:
         endpoint = ScriptedEndpoint()
         endpoint.feed(said)
-        shaking = asyncio.ensure_future(connection._shake_hands(endpoint, RING, OURS, secret))  # type: ignore[arg-type]
+        shaking = asyncio.ensure_future(connection._shake_hands(endpoint, RING, OURS, secret, 0.0))  # type: ignore[arg-type]
         for _ in range(10):  # its receives, one after the other
             await asyncio.sleep(0)
         endpoint.lose()
