@@ -39,10 +39,11 @@ async def under_way(stage: Stage, ring: SharedRingBuffer) -> tuple[Peer, Ticket]
     return peer, ticket
 
 
-async def received(peer: Peer, number: int) -> None:
-    """The answer to the peer's TAKE of this number."""
+async def received(peer: Peer, number: int) -> int:
+    """How many payloads came with the answer to the peer's TAKE of this number."""
     buffer = bytearray(1 << 17)
     await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
+    return int.from_bytes(buffer[10:12], "little")
 
 
 # --- a connection at its limits -------------------------------------------------------------------------
@@ -150,6 +151,24 @@ async def test_a_peer_that_leaves_without_receiving_leaves_its_payload_to_others
         assert again.attempts == 2
         assert bytes(again.view) == LARGE
         assert again.consume()
+
+
+@asynchronous
+async def test_an_answer_of_several_payloads_that_breaks_does_not_count_and_the_next_ones_bring_one_each(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage:
+        for number in range(3):
+            ring.write_raw(b"payload %d" % number)
+        peer = await stage.connected()
+        assert await received(peer, peer.tell(demand(3))) == 3
+        await peer.gone()  # it has named none of them
+        other = await stage.connected()
+        assert await received(other, other.tell(demand(3))) == 1
+        await other.gone()  # which was alone
+        claims = ring.claim(3)
+        assert sorted(claim.native.in_vain for claim in claims) == [0, 0, 1]
+        assert all(claim.consume() for claim in claims)
 
 
 # --- the client's own end -----------------------------------------------------------------------------------

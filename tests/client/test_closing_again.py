@@ -16,9 +16,9 @@ from packers import SCHEMA, Packer, Worker, write
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.blocking import BlockingClient
 from transport.errors import ClosedError
-from transport.queue.sqlite import SQLiteQueue
 from transport.runtime.loop_thread import LoopThread
 from transport.store.directory import Announcement, Directory
+from transport.testing import MemoryQueue
 
 pytestmark = pytest.mark.ucx
 
@@ -188,9 +188,9 @@ def test_an_announcement_whose_close_was_interrupted_is_withdrawn_by_the_next(mo
     ids=["fetch", "claims", "thread"],
 )
 def test_a_packer_whose_cleanup_was_interrupted_gives_every_claim_back_in_the_next(
-    interrupt: Callable[[pytest.MonkeyPatch, Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    interrupt: Callable[[pytest.MonkeyPatch, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+    with MemoryQueue() as queue:
         worker, packer = Worker(), Packer()
         worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
         threads = threading.active_count()

@@ -14,6 +14,8 @@ from detour import Detour, Direction
 from preloaded import needs_compiler
 from told import label, middle
 
+from transport.wire.frames import VERSION, Kind
+
 pytestmark = [pytest.mark.ucx, pytest.mark.slow, needs_compiler]
 
 
@@ -110,3 +112,22 @@ def test_bytes_of_a_ticket_that_change_on_the_way_are_noticed_and_taken_again(
     way.wait()
     run.account(accepted)
     assert trainer.ask("changed_tickets") == 0
+
+
+@taking
+@pytest.mark.parametrize(
+    ("direction", "mark"),
+    [("to the listener", bytes([Kind.FINISH, 0, 1])), ("to the trainer", bytes([VERSION, Kind.STATUS, 4, 0]))],
+    ids=["the request", "its answer"],
+)
+def test_bytes_of_an_acknowledgement_that_change_on_the_way_end_the_connection_and_nothing_comes_twice(
+    run: Run, way: Detour, trainer: Told, direction: Direction, mark: bytes
+) -> None:
+    run.publish(4)
+    trainer.ask("claim", 4)
+    trainer.ask("collect")
+    way.arm("flip", direction, [mark])
+    accepted = trainer.ask("consume")
+    way.wait()
+    accepted += trainer.ask("train", 4 - len(accepted))
+    run.account(accepted)

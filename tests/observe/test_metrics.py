@@ -15,7 +15,7 @@ import pytest
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXDataPackerMixin, UCXXRolloutMixin, UCXXServer
 from transport.errors import BusyPortError
 from transport.observe.metrics import FAMILIES, Exporter, Sample, client_samples, ring_samples
-from transport.queue import SQLiteQueue
+from transport.testing import MemoryQueue
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +104,7 @@ def test_an_address_of_another_host_is_refused() -> None:
 
 
 @pytest.mark.ucx
-def test_mixins_answer_where_the_operator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker(UCXXRolloutMixin): ...
 
     class Packer(UCXXDataPackerMixin): ...
@@ -112,7 +112,7 @@ def test_mixins_answer_where_the_operator_says(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TRANSPORT_METRICS_PORT", "0")
     worker, packer = Worker(), Packer()
     schema = Schema.of(tokens=("int32", 8))
-    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+    with MemoryQueue() as queue:
         try:
             worker.setup_ucxx(schema, queue=queue, mode="thread")
             packer.setup_ucxx_packer(schemas=[schema], queue=queue, consumer="trainer 0")

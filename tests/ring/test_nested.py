@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from PIL import Image
 from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import PayloadDamagedError, PayloadTooLargeError, SchemaError
 from transport.packer.options import ServerOptions
-from transport.queue import SQLiteQueue
-from transport.testing import LocalTransport
+from transport.testing import LocalTransport, MemoryQueue
 
 SCHEMA = Schema.of(
     prompt=("text", UpTo(200)),
@@ -231,9 +229,9 @@ def test_damaged_bytes_are_an_error_of_their_field_alone() -> None:
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_a_rollout_and_a_trainer_pass_them_on(wire: Any, tmp_path: Path) -> None:
+def test_a_rollout_and_a_trainer_pass_them_on(wire: Any) -> None:
     with (
-        SQLiteQueue(tmp_path / "tickets.sqlite3") as queue,
+        MemoryQueue() as queue,
         Rollout(SCHEMA, slots=8, queue=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
         Trainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
     ):

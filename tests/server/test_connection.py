@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import struct
 from typing import Any
 
 import frame_codec
+import msgspec
 import pytest
 from helpers import asynchronous, proven, settings_with, until
 from scripted_peer import (
@@ -27,6 +29,7 @@ from scripted_peer import (
     states,
 )
 
+from transport import _ring
 from transport.client.connections.connection import Link, Want
 from transport.errors import StaleSlotError
 from transport.ring.buffer import SharedRingBuffer
@@ -71,7 +74,7 @@ async def test_what_comes_before_the_handshake_is_over_is_dropped(ring: SharedRi
             patch.setattr("transport.server.listener.random_tag_base", lambda: 77)  # nobody can know it by then
             peer = await stage.peer()
         engine = stage.listener._worker.engine  # type: ignore[union-attr]
-        peer.welcome = Welcome(1, "", 77)
+        peer.welcome = Welcome(frames.VERSION, "", 77)
         peer.tell(read(ticket))
         await until(lambda: engine.dropped == 1)
         assert (await peer.greet()).code == 0
@@ -191,6 +194,12 @@ async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, h
         await peer.refused()
 
 
+def sealed(body: bytes) -> bytes:
+    """A HELLO of this body, with the checksum that belongs to it."""
+    body += _ring.checksum(body).to_bytes(8, "little")
+    return struct.pack("<BBHI", frames.FRAMING, Kind.HELLO, 0, len(body)) + body
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -200,12 +209,11 @@ async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, h
         b"\x01\x01\0\0\xff\xff\xff\xff",
         b"\x01\x01\0\0\x03\0\0\0\xff\xff\xff",
         b"\x01\x01\0\0\0\0\0\0",
-        frames.encode_handshake(Hello(1, 1, "ab", 1, NONCE)).replace(b"\xa2ab", b"\xa2\xff\xff"),
-        frames.encode_handshake(Hello(1, 1, "", 0xFFFFFFFF, NONCE)).replace(b"\xce\xff\xff\xff\xff", b"\xcd\xff\xff")[
-            :-2
-        ],
+        sealed(msgspec.msgpack.encode(Hello(5, 5, "ab", 1, NONCE)).replace(b"\xa2ab", b"\xa2\xff\xff")),
+        sealed(msgspec.msgpack.encode(Hello(5, 5, "ab", 1, NONCE))[:-2]),
+        frames.encode_handshake(Hello(5, 5, "ab", 1, NONCE)).replace(b"ab", b"aB"),
     ],
-    ids=["proof", "welcome", "http", "too long", "garbage", "empty", "not UTF-8", "cut off"],
+    ids=["proof", "welcome", "http", "too long", "garbage", "empty", "not UTF-8", "cut off", "changed"],
 )
 @asynchronous
 async def test_garbage_in_the_handshake_closes_that_connection_only(ring: SharedRingBuffer, said: bytes) -> None:
@@ -221,7 +229,7 @@ async def test_garbage_in_the_handshake_closes_that_connection_only(ring: Shared
         assert (await other.ask(read(ticket)))[0].joined == SMALL
 
 
-@pytest.mark.parametrize(("first", "code"), [(2, VERSION), (0, VERSION), (1, PROTOCOL)])
+@pytest.mark.parametrize(("first", "code"), [(frames.FRAMING + 1, VERSION), (0, VERSION), (frames.FRAMING, PROTOCOL)])
 @asynchronous
 async def test_a_first_message_that_is_no_hello_of_this_framing_is_refused_by_name(
     ring: SharedRingBuffer, first: int, code: int

@@ -43,7 +43,7 @@ async def said(peer: Peer, *records: Record) -> Said:
     number = peer.tell(*records)
     buffer = bytearray(frame_codec.status_bytes(frames.MAX_RECORDS, frames.MAX_RECORDS * LIMIT))
     await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
-    return Said(int.from_bytes(buffer[8:12], "little"), frame_codec.decode_status(buffer)[1])
+    return Said(int.from_bytes(buffer[16:20], "little"), frame_codec.decode_status(buffer)[1])
 
 
 @asynchronous

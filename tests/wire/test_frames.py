@@ -20,8 +20,7 @@ from transport.claims.batch import TAKEN
 from transport.wire import frames
 from transport.wire.frames import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 
-# Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION,
-# and those of the version before stay.
+# Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION.
 HANDSHAKES: dict[str, tuple[Any, str]] = {
     "hello": (
         Hello(oldest=1, newest=1, ring="ab", tag_base=0x01020304, nonce=NONCE),
@@ -129,9 +128,9 @@ def test_joined_payloads_stand_behind_all_answers_in_their_order() -> None:
     ]
     message = frame_codec.encode_status(0, answers)
     assert message[10:12] == b"\x05\0"
-    assert message[8:12] == b"\x03\0\0\0"  # bytes of payloads
+    assert message[16:20] == b"\x03\0\0\0"  # bytes of payloads
     assert message[-3:] == b"abc"
-    assert len(message) == frame_codec.status_bytes(answers=5, joined=3) == 16 + 5 * 32 + 3
+    assert len(message) == frame_codec.status_bytes(answers=5, joined=3) == 24 + 5 * 32 + 3
     assert frame_codec.decode_status(message) == (0, answers)
 
 

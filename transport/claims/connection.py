@@ -323,6 +323,7 @@ class ClaimConnection:
             group = wants[begin : begin + frames.MAX_RECORDS]
             self._check()
             _, future = self.link.read(group, [])
+            future.add_done_callback(self._end_if_changed)
             size = sum(want.ticket.size for want in group)
             outcome = await self._outcome(future, self._settings.read_timeout(size), "payloads")
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
@@ -388,6 +389,7 @@ class ClaimConnection:
             if not await self._room_for(1):
                 break
             futures.append(self.loop.create_future())
+            futures[-1].add_done_callback(self._end_if_changed)
             self.link.native.end(futures[-1], np.atleast_1d(row).view(np.uint8), how, reason, consumer)
             self._sent(futures[-1], 1)
             self.link.worker.kick()
@@ -429,6 +431,7 @@ class ClaimConnection:
     def _settle(self, kind: Kind, rows: Rows, delay_ms: int = 0, in_vain: bool = True) -> asyncio.Future[Any]:
         """Send the end of up to 63 claims; the future of their answer."""
         future = self.loop.create_future()
+        future.add_done_callback(self._end_if_changed)
         view = np.ascontiguousarray(rows, TAKEN).view(np.uint8)
         self.link.native.settle(future, kind, view, delay_ms, unread=not in_vain)
         self.link.worker.kick()
@@ -460,6 +463,11 @@ class ClaimConnection:
         self._answered.set()
         if not future.cancelled():
             future.exception()  # nobody may wait for it any more
+
+    def _end_if_changed(self, future: asyncio.Future[Any]) -> None:
+        """An answer whose bytes have changed ends the connection, also when nobody waits for the answer."""
+        if not future.cancelled() and future.exception() is None and future.result() == engine().PROTOCOL:
+            self.abort()
 
     async def _answer(self, future: asyncio.Future[Any]) -> list[int] | None:
         """The codes of one message; None: there is no answer, and the connection has ended."""

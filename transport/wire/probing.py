@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 from transport.errors import UnreachableError
@@ -23,7 +24,11 @@ def _has_rdma() -> bool:
 
 
 async def probe(address: str, port: int, timeout_s: float) -> None:
-    """Connect, and raise UnreachableError where nothing listens, or what listens is no listener of UCX."""
+    """Connect, and raise UnreachableError where nothing listens, or what listens is no listener of UCX.
+
+    It takes ``timeout_s`` at most.
+    """
+    began = time.monotonic()
     knocking = Knocking()
     transport = None
     try:
@@ -35,13 +40,17 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
         transport.write(b"\0")
         transport.write_eof()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SILENT_S):
+            async with asyncio.timeout(min(_SILENT_S, began + timeout_s - time.monotonic())):
                 await knocking.over
         if knocking.answered:
             raise UnreachableError(f"what listens at {address}:{port} is no listener of this package")
     except OSError as error:
         if not _has_rdma():
-            why = "nothing accepts connections there" if isinstance(error, ConnectionRefusedError) else error
+            why: object = error
+            if isinstance(error, ConnectionRefusedError):
+                why = "nothing accepts connections there"
+            elif isinstance(error, TimeoutError):
+                why = f"no answer within {timeout_s:.1f} s"
             raise UnreachableError(f"connecting to {address}:{port}: {why}") from error
     finally:
         if transport is not None:

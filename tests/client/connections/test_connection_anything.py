@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +136,7 @@ EXCHANGES = st.tuples(
 
 
 def answer(code: int, position: int, length: int, flags: int) -> bytes:
-    return struct.pack("<BBHIQQQ", code, flags, position, 0, length, 0, 0)
+    return frame_codec.ANSWER.pack(code, flags, position, 0, length, 0, 0)
 
 
 def said(exchange: Any, number: int) -> bytes:
@@ -149,8 +148,9 @@ def said(exchange: Any, number: int) -> bytes:
         answers += answer(code, (at + misplaced) % 65536, (size + longer) % 2**64, flags)
         behind += size if flags & JOINED else 0
     counted, numbered, joined_bytes = max(len(statements) + count, 0), (number + other) % 2**32, (behind + more) % 2**32
-    start = struct.pack("<BBHIII", frames.VERSION, Kind.STATUS, counted, numbered, joined_bytes, 0)
-    return start + answers + bytes(max(behind + rest, 0))
+    start = frame_codec.HEADER.pack(0, frames.VERSION, Kind.STATUS, counted, numbered, joined_bytes, 0)
+    checked = start + answers[: len(sizes) * frame_codec.ANSWER_BYTES]  # by a client that has asked for so many
+    return frame_codec.sealed(bytearray(checked)) + answers[len(checked) - len(start) :] + bytes(max(behind + rest, 0))
 
 
 @given(st.lists(EXCHANGES, min_size=1, max_size=20))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 
+import frame_codec
 import numpy as np
 import pytest
 from helpers import asynchronous, noise
@@ -37,11 +37,17 @@ LARGE = INLINE + 1
 def header(
     count: int, number: int, joined: int = 0, *, version: int = frames.VERSION, kind: int = Kind.STATUS
 ) -> bytes:
-    return struct.pack("<BBHIII", version, kind, count, number, joined, 0)
+    return frame_codec.HEADER.pack(0, version, kind, count, number, joined, 0)
+
+
+def sealed(message: bytes, asked: int) -> bytes:
+    """With the checksum of what a client expects that has asked for so many answers."""
+    end = frame_codec.status_bytes(asked, 0)
+    return bytes(frame_codec.sealed(bytearray(message[:end]))) + message[end:] if len(message) >= end else message
 
 
 def answer(code: int, position: int, length: int = 0, *, flags: int = 0) -> bytes:
-    return struct.pack("<BBHIQQQ", code, flags, position, 0, length, 0, 0)
+    return frame_codec.ANSWER.pack(code, flags, position, 0, length, 0, 0)
 
 
 JOINED = 1
@@ -51,10 +57,10 @@ LARGE_ONE = answer(0, 2, 200)
 # What comes back for message 0.
 MISFITS: dict[str, bytes] = {
     "nothing": b"",
-    "less than a header": header(2, 0)[:15],
+    "less than a header": header(2, 0)[:23],
     "no answers": header(2, 0),
     "answers cut off": (header(2, 0, 3) + SMALL_ONE + LARGE_ONE)[:-1],
-    "garbage": b"garbage that is no status message, but as long as one of two answers is".ljust(83, b"."),
+    "garbage": b"garbage that is no status message, but as long as one of two answers is".ljust(91, b"."),
     "a newer version": header(2, 0, 3, version=frames.VERSION + 1) + SMALL_ONE + LARGE_ONE + b"abc",
     "a version that was not agreed on": header(2, 0, 3, version=1) + SMALL_ONE + LARGE_ONE + b"abc",
     "another kind": header(2, 0, 3, kind=Kind.CONTROL) + SMALL_ONE + LARGE_ONE + b"abc",
@@ -86,7 +92,7 @@ async def test_an_answer_that_does_not_fit_its_request_is_refused_as_a_whole(nam
         wants = [want(3), want(200)]
         reading = asyncio.ensure_future(read(link, *wants, acks=(ack(),)))
         await side.asked()
-        await side.status_bytes(0, MISFITS[name])
+        await side.status_bytes(0, sealed(MISFITS[name], 2))
         with pytest.raises(ProtocolError, match="does not fit its request"):
             await reading
         await side.payload(0, 2, noise(200))  # its receive was taken back
@@ -114,7 +120,7 @@ async def test_where_some_small_payloads_are_joined_all_are() -> None:
         ):
             reading = asyncio.ensure_future(read(link, *wants))
             number, _ = await side.asked()
-            await side.status_bytes(number, message)
+            await side.status_bytes(number, sealed(message, 2))
             with pytest.raises(ProtocolError):
                 await reading
 
@@ -127,7 +133,7 @@ async def test_a_status_larger_than_due_is_an_error_and_writes_nothing(size: int
         wanted = want(size)
         reading = asyncio.ensure_future(read(link, wanted))
         await side.asked()
-        await side.status_bytes(0, header(1, 0, 3) + answer(0, 0, 3, flags=JOINED) + bytes(300))
+        await side.status_bytes(0, sealed(header(1, 0, 3) + answer(0, 0, 3, flags=JOINED) + bytes(300), 1))
         with pytest.raises(TransportError):
             await reading
         assert untouched(wanted)
@@ -155,7 +161,7 @@ async def test_an_answer_that_does_not_fit_its_question_is_refused(message: byte
         link, side = await listener.linked()
         _, asking = link.ask(Record(Kind.STATE), [ack()])
         await side.asked()
-        await side.status_bytes(0, message)
+        await side.status_bytes(0, sealed(message, 1))
         with pytest.raises(ProtocolError, match="does not fit its request"):
             link.answer(await asking)
         await in_order(link, side)

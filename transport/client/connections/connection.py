@@ -119,8 +119,9 @@ class Link:
         tag_base: int,
         secret: bytes | None,
         settings: Settings,
+        limit_s: float | None = None,
     ) -> Link:
-        """Connect and shake hands within the settings' limits.
+        """Connect and shake hands within ``limit_s``, or the settings' limits.
 
         Raises:
             LinkError kinds: unreachable, or disconnected.
@@ -128,7 +129,7 @@ class Link:
         """
         endpoint: Endpoint | None = None
         try:
-            async with asyncio.timeout(settings.connect_timeout_s + settings.handshake_timeout_s):
+            async with asyncio.timeout(limit_s or settings.connect_timeout_s + settings.handshake_timeout_s):
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
                 welcome = await _shake_hands(endpoint, ring, tag_base, secret, settings.claim_lease_s)

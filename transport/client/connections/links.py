@@ -291,13 +291,16 @@ class Links:
 
     async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
+        settings = self._settings
         while True:
             address = await address_of(port[0])
-            await probe(address, port[1], self._settings.connect_timeout_s)
+            began = time.monotonic()
+            await probe(address, port[1], settings.connect_timeout_s)
+            left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
             worker = self._get_worker() if near else self._worker_for(ring, address)
             try:
                 return await Link.open(
-                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
+                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
                 )
             except (LinkError, ClosedError):
                 if worker in (self._worker, self._worker_apart) or self._closed:
