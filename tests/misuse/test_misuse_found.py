@@ -40,11 +40,10 @@ def test_a_path_that_leaves_a_destination_or_is_all_of_it_is_refused(path: str, 
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("age", [-1, "two"])
-def test_a_refused_setup_of_a_packer_leaves_no_thread_and_no_client(age: Any) -> None:
+def test_a_refused_setup_of_a_packer_leaves_no_thread_and_no_client() -> None:
     packer = Packer()
     with pytest.raises(UsageError, match="max_policy_age"):
-        packer.setup_ucxx_packer(wire={"tcp"}, queue=MemoryQueue(), max_policy_age=age)
+        packer.setup_ucxx_packer(wire={"tcp"}, queue=MemoryQueue(), max_policy_age=-1)
     # leak_check looks for the rest
 
 

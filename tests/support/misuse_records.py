@@ -21,8 +21,8 @@ from misuse_scenes import (
     found_rings,
     memory_queue,
     nothing,
+    redis_queue,
     ring_queue,
-    sqlite_queue,
     sqlite_store,
     values,
 )
@@ -195,7 +195,7 @@ def group_queue() -> Iterator[Scene]:
         contextlib.closing(queue),
         any_queue(GroupQueue(queue, MemoryStore(), "group", 0, 1), queue.another) as scene,
     ):
-        yield scene._replace(calls={**scene.calls, "in_question": scene.calls["renew"]})
+        yield scene
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ def exporter() -> Iterator[Scene]:
 SCENES: dict[str, Make] = {
     "SharedRingBuffer": a_ring, "UCXXServer": a_server,
     "BlockingClient": blocking_client, "UCXXClient": a_client, "Rollout": a_rollout, "Trainer": a_trainer,
-    "transport.queue.SQLiteQueue": sqlite_queue, "transport.queue.RingQueue": ring_queue,
+    "transport.queue.RedisQueue": redis_queue, "transport.queue.RingQueue": ring_queue,
     "transport.queue.FoundRings": found_rings, "transport.queue.group.GroupQueue": group_queue,
     "transport.testing.MemoryQueue": memory_queue, "transport.testing.LocalTransport": local_transport,
     "transport.store.SQLiteStore": sqlite_store, "transport.cooldown.Destination": a_destination,

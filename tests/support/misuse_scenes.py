@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from redis_server import redis_server
 
 from transport import (
     Schema,
@@ -23,8 +24,9 @@ from transport import (
 )
 from transport.claims.places import OnThisHost
 from transport.packer.rollout import queued
-from transport.queue import FoundRings, QueuedTicket, RingQueue, SQLiteQueue
+from transport.queue import FoundRings, QueuedTicket, RedisQueue, RingQueue
 from transport.queue.base import TicketQueue
+from transport.storage.urls import RedisURL, parse_url
 from transport.store import Change, SQLiteStore, Store
 from transport.testing import MemoryQueue, a_ticket
 
@@ -172,11 +174,12 @@ def calls_of_queue(queue: TicketQueue, publish: Callable[[], list[QueuedTicket]]
     return {
         "publish": lambda: {"tickets": publish(), "readers": 1, "policy_version": 1},
         "claim": to_claim,
-        "ack_many": lambda: {**many(), "trained": True},
-        "ack": lambda: {"claim": claimed(), "trained": True},
-        "finish": many,
+        "ack_many": many,
+        "ack": lambda: {"claim": claimed()},
+        "in_question": many,
         "renew": many,
         "retry": lambda: {"claim": claimed(), "delay_s": 0.0, "reason": "because"},
+        "retry_many": lambda: {**many(), "delay_s": 0.0, "reason": "because"},
         "discard": lambda: {"claim": claimed(), "reason": "because"},
         "depth": lambda: {"rank": 0},
         "failures": lambda: {"limit": 10},
@@ -229,10 +232,11 @@ def memory_queue() -> Iterator[Scene]:
 
 
 @contextlib.contextmanager
-def sqlite_queue() -> Iterator[Scene]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "queue.db"
-        with any_queue(SQLiteQueue(path), lambda: SQLiteQueue(path)) as scene:
+def redis_queue() -> Iterator[Scene]:
+    with redis_server() as server:
+        url = parse_url(server.place("misuse"))
+        assert isinstance(url, RedisURL)
+        with any_queue(RedisQueue(url), lambda: RedisQueue(url)) as scene:
             yield scene
 
 
@@ -247,10 +251,6 @@ def ring_queue() -> Iterator[Scene]:
         calls = calls_of_queue(queue, publish)
         calls["add"] = lambda: {"ring": ring}
         calls["remove"] = lambda: {"ring": other}
-        calls["place"] = lambda: {"ticket_id": publish()[0].id}
-        calls["claim_or_wake"] = lambda: (publish(), {
-            "n": 1, "timeout_s": 0.0, "rung": None, "rank": 0, "consumer": "test", "oldest_version": None, "into": [],
-        })[1]  # fmt: skip
         del calls["requeue"], calls["announce"], calls["latest"]  # which it refuses to all
         with contextlib.closing(queue):
             yield Scene(queue, calls, intact, room=room)
@@ -270,7 +270,6 @@ def found_rings() -> Iterator[Scene]:
         del calls["requeue"]
         calls["hand_out"] = lambda: {"ring": ring}
         calls["not_counted"] = nothing
-        calls["in_question"] = calls["renew"]
         calls["take"] = lambda: {"n": 1, "timeout_s": 0.0, "rank": 0}
         with contextlib.closing(queue):
             yield Scene(queue, calls, intact, room=room)

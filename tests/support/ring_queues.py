@@ -102,8 +102,8 @@ class Named(TicketQueue):
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         return self._translated(claims, super().renew([self._own(one) for one in claims]))
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        return super().retry(self._own(claim), delay_s, reason)
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        return self._translated(claims, super().retry_many([self._own(one) for one in claims], delay_s, reason))
 
     def discard(self, claim: Claim, reason: str) -> bool:
         return super().discard(self._own(claim), reason)

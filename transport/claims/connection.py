@@ -133,7 +133,7 @@ class ClaimConnection:
     # --- taking -------------------------------------------------------------------------------------
     async def take(self, n: int, **demand: Any) -> TakenBatch:
         """As `demand`. What is cancelled loses nothing: what it brings goes back, and other claims stay."""
-        number = 0
+        number: int | None = None
 
         def asked(given: int) -> None:
             nonlocal number
@@ -145,7 +145,7 @@ class ClaimConnection:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not number:
+            if number is None:
                 task.cancel()  # nothing is asked yet
             elif not task.done():
                 self.take_back(number)

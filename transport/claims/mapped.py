@@ -205,7 +205,7 @@ class RingsOfHost:
         _check_claimable(ring)
         with self._lock:
             self._own = {**self._own, ring.ring_id: ring}
-            ring.native.set_lease(self._lease_s)
+            ring.set_lease(self._lease_s)
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
         """To claim from: those with payloads of these schemas (none: of any)."""
@@ -257,7 +257,7 @@ class RingsOfHost:
         if why:
             ring.close()
             return why
-        ring.native.set_lease(self._lease_s)
+        ring.set_lease(self._lease_s)
         self._attached[ring.ring_id] = ring
         return ""
 

@@ -38,7 +38,7 @@ from transport.errors import (
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.decoders import hiding
-from transport.runtime.loop_thread import Job, LoopThread
+from transport.runtime.loop_thread import Job, LoopThread, Waits
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -80,35 +80,13 @@ class NetworkClaim(Claim, frozen=True, kw_only=True):
         return int(self.batch.claims.verdicts[self.position])
 
 
-class _Waiters:
-    """Threads that wait for something to come. A lock of C for each: an interrupt in one is nothing to another."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Any] = deque()
-
-    def wait(self, arrived: Callable[[], object], timeout_s: float) -> None:
-        """Until `wake`, or the time is over; not at all where ``arrived`` says so."""
-        lock = threading.Lock()
-        lock.acquire()
-        self._waiting.append(lock)
-        if not arrived():
-            lock.acquire(timeout=max(0.0, timeout_s))
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(lock)
-
-    def wake(self) -> None:
-        """All that wait. Those that do not any more are woken to no effect."""
-        while self._waiting:
-            self._waiting.popleft().release()
-
-
 class _Rank:
     """What came for one rank and is not claimed yet."""
 
     def __init__(self) -> None:
         self.demands: Demands | None = None
         self.came: deque[TakenBatch] = deque()
-        self.arrived = _Waiters()
+        self.arrived = Waits()
         self.taken: deque[TakenBatch] = deque()  # whole, and not said to be in use: that costs a turn of the loop
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None

@@ -95,10 +95,17 @@ class ClaimsOfRings(TicketQueue):
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""
-        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
-        end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
-        return bool(self._end([claim], end))
+        return bool(self.retry_many([claim], delay_s, reason))
+
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """See `TicketQueue.retry_many`."""
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        by_end: dict[End, list[Claim]] = {}
+        for claim in listed:
+            last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
+            end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
+            by_end.setdefault(end, []).append(claim)
+        return [claim for end, group in by_end.items() for claim in self._end(group, end)]
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
@@ -185,7 +192,7 @@ class RingQueue(ClaimsOfRings):
         with self._lock:
             if len(self._rings) == _ring.MAX_WAITED:
                 raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
-            ring.native.set_lease(self._silence_s)
+            ring.set_lease(self._silence_s)
             self._rings = {**self._rings, ring.ring_id: ring}
 
     def remove(self, ring: SharedRingBuffer) -> None:

@@ -105,11 +105,17 @@ class ClaimBook:
             else:
                 self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
             self._let_go([item.claim])
+        for claim, error in batch.undecodable:
+            self._queue.discard(claim, f"{type(error).__name__}: {error}")
+            self._let_go([claim])
         batch.reported = True
 
-    def count(self, items: Iterable[FetchedItem]) -> None:
+    def count(self, batch: FetchedBatch) -> None:
         """Count and log the failures of a fetched batch. Called on the loop, once for each batch."""
-        for item in items:
+        for claim, error in batch.undecodable:
+            self.counts["failed"] += 1
+            log.warning("payload %s was not read, its ticket cannot be decoded: %s", claim.ticket_id, error)
+        for item in batch.items:
             self.counts["duplicates"] += item.duplicate
             if item.error is not None:
                 self.counts["failed"] += 1
@@ -121,12 +127,11 @@ class ClaimBook:
         """Return unused claims to the queue. Where that fails, their leases end."""
         claims = list(claims)
         try:
-            for claim in claims:
-                self.counts["returned"] += self._queue.retry(claim, 0.0, reason)
-                self._let_go([claim])
+            self.counts["returned"] += len(self._queue.retry_many(claims, 0.0, reason))
         except Exception:
             self._let_go(claims)
             raise
+        self._let_go(claims)
 
     def _let_go(self, claims: Iterable[Claim]) -> None:
         for claim in claims:

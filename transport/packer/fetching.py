@@ -68,9 +68,9 @@ class Fetching:
         """Layer 3: rounds over the batch; each round repeats the retryable failures of the previous one."""
         packer = self._packer
         started = time.monotonic()
-        fetched = [packer.item(each) for each in items]
+        batch = packer.batch_of(items)
+        fetched = batch.items
         todo = [item for item in fetched if not item.duplicate and not packer.take_in(item)]
-        batch = FetchedBatch(fetched)
         try:
             while todo and batch.rounds < packer.settings.rounds_per_batch:
                 if batch.rounds:
@@ -104,8 +104,8 @@ class Fetching:
                 with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
                     packer.client.ack(item.ticket, packer.rank_of(item))
         batch.seconds = time.monotonic() - started
-        packer.claims.count(fetched)
-        if all(item.payload is not None for item in fetched):
+        packer.claims.count(batch)
+        if not batch.undecodable and all(item.payload is not None for item in fetched):
             return batch
         try:
             await asyncio.to_thread(packer.claims.report, batch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, overload
 
 from transport.client.payload import ReceivedPayload
-from transport.errors import TransportError, UsageError
+from transport.errors import TicketError, TransportError, UsageError
 from transport.queue.base import Claim
 from transport.runtime.loop_thread import Job
 from transport.ticket import Ticket
@@ -119,9 +119,13 @@ class FetchedBatch:
     """A batch, in the order of the request: a sequence of its items, failed ones included.
 
     `payloads` are those that arrived. `consume(batch)` returns the ones to train on.
+
+    Attributes:
+        undecodable: claims whose tickets are none that this version can decode, with the error; they have no item.
     """
 
     items: Sequence[FetchedItem]
+    undecodable: Sequence[tuple[Claim, TicketError]] = ()
     rounds: int = 0
     seconds: float = 0.0
     reported: bool = field(default=False, repr=False)  # the queue knows what failed

@@ -16,7 +16,7 @@ from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
 from transport.client.retry import Deadline
-from transport.errors import ClosedError, RankError
+from transport.errors import ClosedError, RankError, TicketError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -109,6 +109,18 @@ class PackerSession:
         item = FetchedItem(ticket, claim)
         item.duplicate = self.record.is_last(ring, slot, generation, self.rank_of(item))
         return item
+
+    def batch_of(self, items: Iterable[TicketLike]) -> FetchedBatch:
+        """The items to fetch. A claim without a ticket that can be decoded fails alone; TicketError for other tickets."""
+        fetched, undecodable = [], []
+        for each in items:
+            try:
+                fetched.append(self.item(each))
+            except TicketError as error:
+                if not isinstance(each, Claim):
+                    raise
+                undecodable.append((each, error.with_traceback(None)))
+        return FetchedBatch(fetched, undecodable)
 
     def rank_of(self, item: FetchedItem) -> int:
         """This trainer's rank among the item's readers. RankError: it has a name, which only claims have a rank for."""

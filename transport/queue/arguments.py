@@ -111,6 +111,11 @@ def held(claims: Iterable[Claim], call: str) -> list[Claim]:
 def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:
     """The arguments of a `retry` or `discard`: the delay."""
     held([claim], call)
+    return delayed(delay_s, reason, call)
+
+
+def delayed(delay_s: Any, reason: Any, call: str) -> float:
+    """Delay and reason of claims that are given back: the delay."""
     seconds(delay_s, f"delay_s of {call}()")
     if math.isinf(delay_s):
         raise UsageError(f"delay_s of {call}() is infinite: this delivery would never be handed out again; discard it")

@@ -222,6 +222,10 @@ class TicketQueue(abc.ABC):
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
 
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """`retry` of several, those of all rings at once; returns the claims that the caller still owned."""
+        return [claim for claim in claims if self.retry(claim, delay_s, reason)]
+
     @abc.abstractmethod
     def discard(self, claim: Claim, reason: str) -> bool:
         """Discard the delivery: its payload cannot or should not be read. False if not owned."""

@@ -61,8 +61,36 @@ class AtExit:
         atexit.unregister(self)
 
 
+class Waits:
+    """Threads that wait until something holds. An interrupted wait leaves no lock that `wake` or another wait needs."""
+
+    __slots__ = ("_locks",)
+
+    def __init__(self) -> None:
+        self._locks: deque[_thread.LockType] = deque()  # one for each that waits, locked until `wake` unlocks it
+
+    def wake(self) -> None:
+        """Have every wait look again."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._locks.popleft().release()
+
+    def wait(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
+        """Wait until ``holds()`` is true, which is looked at after every `wake`; False after ``timeout_s``."""
+        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not holds() and (left_s := give_up - time.monotonic()) > 0:
+            mine = _thread.allocate_lock()
+            mine.acquire()
+            self._locks.append(mine)
+            if not holds():
+                mine.acquire(timeout=min(left_s, _SLICE_S))
+            with contextlib.suppress(ValueError):
+                self._locks.remove(mine)
+        return bool(holds())
+
+
 class Flag:
-    """Set once; any thread may wait for it. An interrupted wait leaves no lock that `set` or another wait needs.
+    """Set once; any thread may wait for it, see `Waits`.
 
     Attributes:
         is_set: whether it is.
@@ -72,27 +100,16 @@ class Flag:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._waits: deque[_thread.LockType] = deque()  # each is locked, until `set` unlocks it
+        self._waits = Waits()
 
     def set(self) -> None:
         """End every wait. Idempotent."""
         self.is_set = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._waits.popleft().release()
+        self._waits.wake()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is set; False after ``timeout_s``."""
-        if not self.is_set:
-            give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-            mine = _thread.allocate_lock()
-            mine.acquire()
-            self._waits.append(mine)
-            while not self.is_set and (left_s := give_up - time.monotonic()) > 0:
-                mine.acquire(timeout=min(left_s, _SLICE_S))
-            with contextlib.suppress(ValueError):
-                self._waits.remove(mine)
-        return self.is_set
+        return self._waits.wait(lambda: self.is_set, timeout_s)
 
 
 class Job(Generic[T]):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, UCXXServer
+from transport.claims.places import OnThisHost, default_prefix
 from transport.client.client import UCXXClient
 from transport.errors import SchemaError
 from transport.queue import FoundRings
-from transport.queue.places import OnThisHost, default_prefix
 from transport.testing import run
 
 SCHEMA = Schema.of(x=("int64", 4))
@@ -82,7 +82,7 @@ def test_a_ring_of_another_schema_is_refused_before_anything_is_claimed() -> Non
 
         async def connect(schemas: list[Schema]) -> int:
             async with UCXXClient(schemas=schemas, wire={"tcp"}) as client:
-                taken = await (await client.taking.apart(place)).take(1)
+                taken = await (await client.claims.open(place)).take(1)
                 return int(taken.rows["attempts"][0])
 
         with pytest.raises(SchemaError, match=other.fingerprint):
