@@ -122,8 +122,8 @@ EFFECTS: dict[str, tuple[Seen, dict[str, Any], dict[str, str]]] = {
     ),
     "store": (store_of_a_command, {"{store}": 0, "sqlite:/absent/store.db": 2}, {}),
     "run": (
-        of_a_worker(lambda worker: worker.ring.name.rpartition("-")[0]),
-        {"": "/transport-rollout", "seven": "/transport-run-seven"}, {},
+        of_a_worker(lambda worker: worker.ring.name[:-16]),  # without the random rest
+        {"": "/transport-rollout-", "seven": "/transport-run-seven@"}, {},
     ),
     "log_level": (lambda found: logged(found)[0], {"INFO": logging.INFO, "ERROR": logging.ERROR}, {}),
     "log_format": (lambda found: logged(found)[1], {"json": True, "text": False}, {}),

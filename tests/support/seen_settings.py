@@ -295,10 +295,11 @@ def pause_of_the_sweep(found: Configuration) -> float:
 
 
 class Silent:
-    """A connection of native code that has been idle, or unacknowledged, for a while."""
+    """A connection of native code that has been idle, or has had an unacknowledged attempt, for a while."""
 
     def __init__(self, oldest: float | None) -> None:
         self.oldest, self.last_active, self.expired = oldest, 100.0, [0.0]
+        self.attempts = 0 if oldest is None else 1
         self.waiting = 0  # demands that wait for a payload
 
     def end_consumed(self) -> None: ...
