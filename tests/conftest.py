@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Frameworks(config), "frameworks")
+    config.pluginmanager.register(SharedFixtures(), "shared fixtures")
 
 
 @pytest.hookimpl(trylast=True)
@@ -125,11 +126,13 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
 _left: list[ResourceSnapshot] = []
 
 
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
-    if fixturedef.scope != "function":
-        _left.clear()
+class SharedFixtures:
+    """Registered, since pytest calls a conftest's own hooks for no fixture of the session."""
 
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if fixturedef.scope != "function":
+            _left.clear()
 
-def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
-    if fixturedef.scope != "function":
-        _left.clear()
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if fixturedef.scope != "function":
+            _left.clear()

@@ -46,10 +46,10 @@ from seen_settings import (
 )
 
 from transport import Schema, UCXXRolloutMixin, config
-from transport.queue import SQLiteQueue
 from transport.queue.group import GroupQueue
 from transport.server.lifetime import Phase
 from transport.storage.urls import SQLiteURL
+from transport.testing import MemoryQueue
 
 Configuration = config.Configuration
 PORT, OTHER = ("127.0.0.1", 1), ("127.0.0.1", 2)
@@ -122,8 +122,8 @@ EFFECTS: dict[str, tuple[Seen, dict[str, Any], dict[str, str]]] = {
     ),
     "store": (store_of_a_command, {"{store}": 0, "sqlite:/absent/store.db": 2}, {}),
     "run": (
-        of_a_worker(lambda worker: worker.ring.name.rpartition("-")[0]),
-        {"": "/transport-rollout", "seven": "/transport-run-seven"}, {},
+        of_a_worker(lambda worker: worker.ring.name[:-16]),  # without the random rest
+        {"": "/transport-rollout-", "seven": "/transport-run-seven@"}, {},
     ),
     "log_level": (lambda found: logged(found)[0], {"INFO": logging.INFO, "ERROR": logging.ERROR}, {}),
     "log_format": (lambda found: logged(found)[1], {"json": True, "text": False}, {}),
@@ -164,7 +164,7 @@ def test_the_operators_settings_reach_client_server_claims_and_record(
     monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "45")
     expected = settings_with(linger_s=250.0, consumed_rings=2, claim_lease_s=45.0)
     worker, packer = Worker(), Packer()
-    with SQLiteQueue(tmp_path / "queue.db") as queue:
+    with MemoryQueue() as queue:
         try:
             worker.setup_ucxx(SCHEMA, slots=2, mode="thread", queue=queue)
             packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
@@ -179,8 +179,8 @@ def test_the_operators_settings_reach_client_server_claims_and_record(
         assert GroupQueue(queue, MemoryStore(), "group", 0, 2)._patience_s == 45.0
 
 
-def test_a_lease_that_is_given_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "45")
-    with SQLiteQueue(tmp_path / "queue.db", lease_s=3.0) as queue:
+    with MemoryQueue(lease_s=3.0) as queue:
         assert queue.lease_s == 3.0
         assert GroupQueue(queue, MemoryStore(), "group", 0, 2, patience_s=4.0)._patience_s == 4.0

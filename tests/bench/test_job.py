@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from redis_server import needs_redis
 
 from transport.bench import named_lines, registry
 from transport.bench.job import driver, plan, plot, redis_service, session, work
@@ -30,7 +31,7 @@ KEYS = (
 
 
 def case(**changed: Any) -> JobCase:
-    usual: dict[str, Any] = {"peer": "transport", "queue": "sqlite", "wire": "mapped", "layout": "list"}
+    usual: dict[str, Any] = {"peer": "transport", "queue": "rings", "wire": "mapped", "layout": "list"}
     sizes = {"size_bytes": 4096, "writers": 1, "trainers": 1, "batch": 32, "write_batch": 32, "window": 128}
     return JobCase(**{**usual, **sizes, **changed})
 
@@ -41,7 +42,7 @@ def sample(rate: float = 100.0, **changed: Any) -> JobSample:
 
 
 def report(idle: bool = False) -> JobReport:
-    ways = [("transport", "sqlite", "mapped"), ("transport", "redis", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
+    ways = [("transport", "rings", "mapped"), ("transport", "redis", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
     rows = [
         JobRow.of(case(peer=peer, queue=queue, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
         for at, (peer, queue, wire) in enumerate(ways)
@@ -55,15 +56,15 @@ def report(idle: bool = False) -> JobReport:
 # --- what is measured, and what is refused --------------------------------------------------------
 def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
     peers = registry.chosen("zmq,redis", registry.JOB_PEERS)
-    found = plan.cases([4096, 16 << 20], ["sqlite"], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
-    assert [each.name for each in found] == ["sqlite, mapped", "sqlite, tcp", "zmq", "redis"] * 2
+    found = plan.cases([4096, 16 << 20], ["rings"], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
+    assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "zmq", "redis"] * 2
     assert {(each.batch, each.write_batch, each.window) for each in found[:4]} == {(32, 32, 128)}
     assert {(each.batch, each.write_batch, each.window) for each in found[4:]} == {(2, 2, 8)}
     assert {(each.writers, each.trainers) for each in found} == {(2, 3)}
 
 
 def test_payloads_may_be_written_in_smaller_batches_than_they_are_claimed() -> None:
-    (found,) = plan.cases([4096], ["sqlite"], ["tcp"], "list", [], 1, 1, 32, idle=False, write_batch=1)
+    (found,) = plan.cases([4096], ["rings"], ["tcp"], "list", [], 1, 1, 32, idle=False, write_batch=1)
     assert (found.batch, found.write_batch) == (32, 1)
 
 
@@ -76,8 +77,12 @@ def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--queue", "kafka"], "--queue kafka: choose some of rings, sqlite, redis"),
-        (["--queue", "sqlite", "--layout", "packed"], "--queue sqlite --layout packed: batches of sqlite are lists"),
+        (["--queue", "kafka"], "--queue kafka: choose some of rings, redis"),
+        pytest.param(
+            ["--queue", "redis", "--layout", "packed"],
+            "--queue redis --layout packed: batches of redis are lists",
+            marks=needs_redis,
+        ),
         (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
         (["--wire", "rdma"], "--wire rdma: choose some of mapped, shm, tcp"),
         (
@@ -131,8 +136,8 @@ def test_every_peers_script_has_what_the_harness_calls() -> None:
 
 
 def test_a_queue_is_measured_over_the_wires_that_its_payloads_take() -> None:
-    found = plan.cases([4096], ["rings", "sqlite"], ["mapped", "tcp"], "list", [], 1, 1, 32, idle=False)
-    assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "sqlite, mapped", "sqlite, tcp"]
+    found = plan.cases([4096], ["rings", "redis"], ["mapped", "tcp"], "list", [], 1, 1, 32, idle=False)
+    assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "redis, mapped", "redis, tcp"]
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -219,7 +224,7 @@ def test_the_table_has_our_figures_as_multiples_of_each_peers() -> None:
     assert shown[0] == "4 KiB, 1 writer to 1 trainer, written 32 and claimed 32 at a time"
     assert [line.split()[0] for line in shown[2:6]] == ["redis", "zmq", "transport", "transport"], "fastest first"
     assert shown[7].split() == ["times", "as", "many", "as", "zmq", "redis"]
-    assert shown[8].split() == ["transport", "sqlite,", "mapped", "0.333×", "0.25×"]
+    assert shown[8].split() == ["transport", "rings,", "mapped", "0.333×", "0.25×"]
     assert shown[9].split() == ["transport", "redis,", "tcp", "0.667×", "0.5×"]
     assert shown[-1] == "skipped ray: not installed; run: make bench-peers"
 
@@ -258,10 +263,10 @@ def test_the_picture_has_at_most_eight_lines_with_every_peer() -> None:
     peers = [JobRow.of(case(peer=name, queue="", wire="tcp"), [sample()]) for name in registry.JOB_PEERS]
     ours = [
         JobRow.of(case(queue=queue, wire=wire), [sample()])
-        for queue in ("sqlite", "redis")
+        for queue in ("rings", "redis")
         for wire in ("mapped", "shm", "tcp")
     ]
-    assert plot.chosen([*ours, *peers]) == ["sqlite, mapped", "sqlite, shm", "sqlite, tcp", *registry.JOB_PEERS]
+    assert plot.chosen([*ours, *peers]) == ["rings, mapped", "rings, shm", "rings, tcp", *registry.JOB_PEERS]
     assert len(plot.chosen(ours)) == 6
 
 
@@ -281,7 +286,7 @@ def test_what_fails_is_left_out_from_then_on(monkeypatch: pytest.MonkeyPatch) ->
     def measure(each: JobCase, _: float) -> JobSample:
         measured.append(each.name)
         match each.name:
-            case "sqlite, mapped":
+            case "rings, mapped":
                 raise LinkError("cut off")
             case "ray":
                 raise MissingDependencyError("not installed")
@@ -292,10 +297,10 @@ def test_what_fails_is_left_out_from_then_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(driver, "measure", measure)
     cases = [case(), case(wire="tcp"), *(case(peer=name, queue="") for name in ("zmq", "ray", "redis"))]
     outcome = session.run([*cases, case(peer="ray", queue="", size_bytes=65536)], 0.01, 2, silent)
-    assert outcome.failed == ["sqlite, mapped, 4 KiB: cut off"]
+    assert outcome.failed == ["rings, mapped, 4 KiB: cut off"]
     assert outcome.skipped == {"zmq, 4 KiB": "status 1", "ray": "not installed"}
-    assert [(row.name, row.repetitions) for row in outcome.rows] == [("sqlite, tcp", 2), ("redis", 2)]
-    assert measured == ["sqlite, mapped", "sqlite, tcp", "zmq", "ray", "redis", "sqlite, tcp", "redis"]
+    assert [(row.name, row.repetitions) for row in outcome.rows] == [("rings, tcp", 2), ("redis", 2)]
+    assert measured == ["rings, mapped", "rings, tcp", "zmq", "ray", "redis", "rings, tcp", "redis"]
 
 
 def test_a_lost_payload_of_ours_is_a_failure(

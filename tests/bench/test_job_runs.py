@@ -48,13 +48,13 @@ def needs_peer(name: str) -> pytest.MarkDecorator:
 
 @pytest.mark.nightly
 @pytest.mark.ucx
-def test_every_payload_of_the_embedded_queue_is_consumed_once_over_each_wire(
+def test_every_payload_is_consumed_once_over_each_wire(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped,tcp")
+    rows = rows_of(capsys, "--queue", "rings", "--wire", "mapped,tcp")
     assert [(row["peer"], row["queue"], row["wire"], row["layout"]) for row in rows] == [
-        ("transport", "sqlite", "mapped", "list"),
-        ("transport", "sqlite", "tcp", "list"),
+        ("transport", "rings", "mapped", "list"),
+        ("transport", "rings", "tcp", "list"),
     ]
 
 
@@ -71,7 +71,7 @@ def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout
 @pytest.mark.nightly
 @pytest.mark.ucx
 def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped", "--writers", "2", "--trainers", "2")
+    (row,) = rows_of(capsys, "--queue", "rings", "--wire", "mapped", "--writers", "2", "--trainers", "2")
     assert (row["writers"], row["trainers"]) == (2, 2)
 
 
@@ -80,7 +80,7 @@ def test_an_idle_system_is_measured_one_payload_at_a_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_IDLE_PAYLOADS", 5)
-    (row,) = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped", "--idle")
+    (row,) = rows_of(capsys, "--queue", "rings", "--wire", "mapped", "--idle")
     assert (row["mode"], row["batch"]) == ("idle", 1)
 
 
@@ -141,7 +141,7 @@ def test_a_payload_that_was_changed_on_the_way_fails_the_run(tmp_path: Path, mon
 
 
 def test_a_participant_that_fails_is_reported_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = plan.cases([4096], ["sqlite"], ["mapped"], "list", [], 1, 1, 4, idle=False)
+    (case,) = plan.cases([4096], ["rings"], ["mapped"], "list", [], 1, 1, 4, idle=False)
     broken = [sys.executable, "-c", "raise SystemExit('no room for anything')"]
     monkeypatch.setattr(driver, "_command", lambda *_: broken)
     with pytest.raises(LinkError, match="transport writer ended with status 1: no room for anything"):
@@ -181,7 +181,7 @@ def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: si
         "--sizes",
         "64KiB",
         "--queue",
-        "sqlite",
+        "rings",
         "--wire",
         "tcp",
         "--seconds",

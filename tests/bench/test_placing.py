@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from helpers import eventually, free
 from takes import broken_between
-from transport.bench.job.placing import placed
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport.claims.in_place import TakenPart, in_place
 from transport.claims.outcomes import Outcomes
 from transport.queue import FoundRings, open_queue
 from transport.ring.batch_shape import Shape
@@ -35,17 +35,18 @@ def served() -> Iterator[tuple[SharedRingBuffer, FoundRings]]:
         yield ring, queue
 
 
-def test_what_a_demand_brought_becomes_a_padded_batch_and_is_consumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_demand_brought_becomes_a_padded_batch_and_is_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
     with served() as (ring, queue):
         ring.write_many([{"tokens": np.arange(length, dtype=np.int32)} for length in (3, 5)])
         brought = queue.take(2, LONG_S)
         assert brought is not None
-        batch = placed(brought, Shape(layout="padded", fill=-1), SCHEMA)
+        batch = in_place([TakenPart(brought)], Shape(layout="padded", fill=-1), SCHEMA)
         rows = [[*range(length)] + [-1] * (batch["tokens"].shape[1] - length) for length in (3, 5)][: len(batch)]
         assert batch["tokens"].tolist() == rows
         assert queue.consume_soon(brought, batch).result().all()
-        assert not queue.consume(brought).any()
+        assert queue.consume(brought).all()  # asked again, the same answer
+        assert queue.depth().done == 2
 
 
 def test_a_padded_batch_that_is_dropped_gives_its_payloads_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,10 +55,10 @@ def test_a_padded_batch_that_is_dropped_gives_its_payloads_back(monkeypatch: pyt
         ring.write_many([{"tokens": np.zeros(3, np.int32)}])
         first = queue.take(1, LONG_S)
         assert first is not None
-        placed(first, Shape(layout="packed"), SCHEMA).release()
+        in_place([TakenPart(first)], Shape(layout="packed"), SCHEMA).release()
         again = queue.take(1, LONG_S)
         assert again is not None
-        assert again.batch[0].attempts == 2
+        assert again[0].attempts == 2
 
 
 def test_a_padded_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_again(
@@ -72,13 +73,11 @@ def test_a_padded_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_ag
             assert isinstance(queue, FoundRings)
             brought = queue.take(1, LONG_S)
             assert brought is not None
-            batch = placed(brought, Shape(layout="padded"), SCHEMA)
-            broken_between(
-                brought.link, lambda: eventually(lambda: free(ring), "the ring has consumed it"), server.close
-            )
+            batch = in_place([TakenPart(brought)], Shape(layout="padded"), SCHEMA)
+            broken_between(brought, lambda: eventually(lambda: free(ring), "the ring has consumed it"), server.close)
             monkeypatch.setattr(Outcomes, "patience_s", 0.3)
             assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [False]
             monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
             later.enter_context(UCXXServer(ring, ports=(port,), mode="thread"))
             assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [True]
-            assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [False]
+            assert queue.consume_soon(brought, batch).result(LONG_S).tolist() == [True]

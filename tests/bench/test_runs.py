@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from bench_cases import case
+from benchmark_programs import benchmark_module
 
-from transport.bench import registry, ring
+from transport.bench import registry
 from transport.bench.programs import build
 from transport.bench.reads import loopback, session
 from transport.bench.result import Case, Sample
@@ -124,7 +125,7 @@ def test_every_peer_has_its_script() -> None:
 
 # --- ring -----------------------------------------------------------------------------------------
 def test_the_ring_is_written_read_and_consumed_from_python() -> None:
-    row = ring.python_row(4096)
+    row = benchmark_module("ring").python_row(4096)
     assert row["verified"]
     assert min(row["write_us"], row["read_us"], row["memcpy_us"]) > 0
 
@@ -135,6 +136,7 @@ def test_rows_from_cpp_are_the_lines_that_the_program_prints(tmp_path: Path) -> 
     lines[1]["copy_gb_per_s"] = 3
     program.write_text("#!/bin/sh\n" + "".join(f"echo '{json.dumps(line)}'\n" for line in lines))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    ring = benchmark_module("ring")
     rows = ring.native_rows(program)
     assert rows == [lines[0], {**lines[1], "copy_to_memcpy": 0.75}]
     assert "cycles per s" in ring.table(rows)

@@ -126,11 +126,6 @@ def test_an_address_that_is_not_this_hosts_is_not_blamed_on_the_port(capsys: pyt
     assert "give a --bind of this host" in capsys.readouterr().err
 
 
-def test_an_update_that_takes_days_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "weights", "--rate", "5"]) == 2
-    assert "--rate 5: 1GiB would take 59652 h" in capsys.readouterr().err
-
-
 # --- the queue of rings -------------------------------------------------------------------------------
 def test_rings_that_are_not_there_are_no_empty_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["queue", "rings:nobody-has-this-name"]) == 1

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,9 +22,9 @@ from transport.client.retry import backoff_ceiling
 from transport.errors import ReadTimeoutError, RetriesExhaustedError
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
-from transport.queue import SQLiteQueue
 from transport.server import listener
 from transport.server.lifetime import Lifetime, Phase, Watchdog
+from transport.testing import MemoryQueue
 
 Configuration = config.Configuration
 PORT, OTHER = ("127.0.0.1", 1), ("127.0.0.1", 2)
@@ -127,16 +124,11 @@ def whether_a_silent_listener_counts_as_stopped(found: Configuration) -> bool:
     return watchdog.stopped(15.0)
 
 
-@contextlib.contextmanager
-def queue() -> Iterator[SQLiteQueue]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        SQLiteQueue(Path(folder) / "queue.db", clock=lambda: CLOCK[0]) as made,
-    ):
-        yield made
-
-
 CLOCK = [0.0]
+
+
+def queue() -> MemoryQueue:
+    return MemoryQueue(clock=lambda: CLOCK[0])
 
 
 def whether_a_claim_is_somebody_elses_after(found: Configuration) -> bool:
@@ -151,7 +143,7 @@ def whether_a_claim_is_somebody_elses_after(found: Configuration) -> bool:
 
 def pause_between_renewals(found: Configuration) -> float:
     with queue() as made:
-        return ClaimBook(made, 0, "trainer", "on_consumed", found.settings)._renew_s
+        return ClaimBook(made, 0, "trainer", found.settings)._renew_s
 
 
 def read_error(found: Configuration, size: int) -> str:
@@ -303,10 +295,11 @@ def pause_of_the_sweep(found: Configuration) -> float:
 
 
 class Silent:
-    """A connection of native code that has been idle, or unacknowledged, for a while."""
+    """A connection of native code that has been idle, or has had an unacknowledged attempt, for a while."""
 
     def __init__(self, oldest: float | None) -> None:
         self.oldest, self.last_active, self.expired = oldest, 100.0, [0.0]
+        self.attempts = 0 if oldest is None else 1
         self.waiting = 0  # demands that wait for a payload
 
     def end_consumed(self) -> None: ...

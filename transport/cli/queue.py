@@ -47,7 +47,7 @@ def queue(
     ] = False,
     json_target: JsonTarget = None,
 ) -> None:
-    """Show a queue's depth, and the tickets that were discarded, died or were lost, with reasons."""
+    """Show a queue's depth, and the tickets that were discarded or died, with reasons."""
     from transport.claims.open import open_queue
     from transport.claims.places import OnThisHost
     from transport.claims.rings import FoundRings
