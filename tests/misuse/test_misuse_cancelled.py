@@ -254,13 +254,12 @@ async def cancelled_after(awaitable: Awaitable[Any], turns: int) -> bool:
 def test_a_cancelled_update_leaves_no_mixture_and_the_next_one_succeeds(kind: str) -> None:
     make = weights.a_manager if kind == "rings" else weights.a_sharded_manager
     count, turns, was = 0, 0, True
-    with quiet(), make() as scene:
-        assert scene.wait is not None
+    with quiet(), make() as updates:
         while was:
-            was = scene.wait(cancelled_after(scene.thing.update(scene.calls["update"]()["version"]), turns))
+            was = updates.wait(cancelled_after(updates.update(), turns))
             if count % 4 == 0:
-                scene.intact()
+                updates.intact()
             count, turns = count + 1, max(turns + 1, int(turns * GROWTH))
-        scene.intact()
+        updates.intact()
     assert count > 5
     print(f"update of {kind}: cancelled {count - 1} times")

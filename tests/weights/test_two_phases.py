@@ -15,7 +15,7 @@ from helpers import asynchronous
 from weights_engines import engines
 from weights_members import Source, checksum_of, version_of
 
-from transport.errors import MemberFailedError, WeightsChecksumError, WeightsTimeoutError
+from transport.errors import MemberFailedError, UsageError, WeightsChecksumError, WeightsTimeoutError
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits, Step
@@ -93,6 +93,25 @@ async def test_a_version_that_one_replica_has_not_landed_is_served_by_none_and_p
         replicas[1].land = land  # type: ignore[method-assign]
         await manager.update(3)
         assert manager.admitted == {"replica 0": 3, "replica 1": 3}
+
+
+@asynchronous
+async def test_a_replica_of_an_update_is_not_excluded_before_its_end() -> None:
+    async with group(ReferenceWorker(), ReferenceWorker()) as (manager, _, _):
+        refused = []
+
+        def exclude(step: Step, _: tuple[str, ...]) -> None:
+            try:
+                manager.exclude("replica 0", "by hand")
+            except UsageError:
+                refused.append(step)
+
+        manager._on_step = exclude
+        await manager.update(1)
+        assert {Step.TRANSFER, Step.LOAD} <= set(refused)
+        manager.exclude("replica 0", "by hand")
+        await manager.update(2)
+        assert manager.admitted == {"replica 1": 2}
 
 
 class Slow(ReferenceWorker):

@@ -94,6 +94,7 @@ class WeightUpdate:
         self._admissions: dict[str, Admission] = {}
         self._proven: dict[str, Proof | None] = {}  # the last proof of each replica
         self._busy = False
+        self._updating: frozenset[str] = frozenset()  # the replicas of the update that runs
         self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
         self._seconds = 0.0
         self._pause_s: dict[str, float] = {}
@@ -129,10 +130,13 @@ class WeightUpdate:
         self._replicas[replica.name] = replica
 
     def exclude(self, name: str, reason: str) -> None:
-        """Take a replica out of traffic and of updates, until it joins again."""
+        """Take a replica out of traffic and of updates, until it joins again.
+
+        Raises UsageError while an update of it runs, also before it is paused.
+        """
         if name not in self._admissions:
             raise UsageError(f"name={name!r:.80} is no member; these are: {sorted(self._admissions)}")
-        if self._admissions[name].state is State.UPDATING:
+        if name in self._updating:
             raise UsageError(f"{name} is being updated; wait for the end of the update")
         self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
 
@@ -176,7 +180,7 @@ class WeightUpdate:
                 raise error
             return outcome
         finally:
-            self._busy = False
+            self._busy, self._updating = False, frozenset()
 
     def _to_update(self) -> dict[str, ReplicaMember]:
         return {
@@ -189,6 +193,7 @@ class WeightUpdate:
         """One attempt: its outcome, its error, and whether bytes were wrong."""
         self._counts["updates"] += 1
         replicas = self._to_update()
+        self._updating = frozenset(replicas)
 
         def pausing(name: str) -> None:
             self._admissions[name] = self._admissions[name].after(Event.BEGIN)
