@@ -1,4 +1,4 @@
-"""Arguments that would be taken for something else, or that cannot be stored: UsageErrors; nothing is done, nothing is left."""
+"""Arguments that would be taken for something else, or that cannot be stored, are UsageErrors, and nothing is done."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def test_what_a_queue_is_made_with(options: dict[str, Any]) -> None:
         RedisQueue(parse_url("redis://localhost:1/0?run=none"), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"busy_timeout_s": float("nan")}, {"synchronous": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"max_bytes": 0}, {"busy_timeout_s": float("nan")}, {"synchronous": "full"}], ids=str
+)
 def test_what_a_file_is_opened_with(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         SQLiteStore(tmp_path / "file.db", **options)
@@ -131,9 +133,9 @@ def test_numpys_numbers_are_numbers(ring: SharedRingBuffer) -> None:
 @pytest.mark.parametrize(
     "setup",
     [
-        lambda: Packer().setup_ucxx_packer(queue="redis://h/0?run=x"),  # type: ignore[arg-type]
-        lambda: Packer().setup_ucxx_packer(schemas=SCHEMA),  # type: ignore[arg-type]
-        lambda: Worker().setup_ucxx(SCHEMA, queue="x"),  # type: ignore[arg-type]
+        lambda: Packer().setup_ucxx_packer(queue="redis://h/0?run=x"),
+        lambda: Packer().setup_ucxx_packer(schemas=SCHEMA),
+        lambda: Worker().setup_ucxx(SCHEMA, queue="x"),
         lambda: Worker().setup_ucxx(SCHEMA, server=ServerOptions(secret="text")),  # type: ignore[arg-type]
     ],
 )

@@ -17,6 +17,8 @@ import pytest
 from rich.pretty import pretty_repr
 
 import transport
+from transport.claims.mapped import MappedClaim
+from transport.claims.network import NetworkClaim
 from transport.client.connections.acknowledgements import Ack
 from transport.config import Configuration, Loaded
 from transport.errors import MissingDependencyError
@@ -46,8 +48,12 @@ TICKET = Ticket(
 )  # fmt: skip
 CLAIM = Claim("ring/3/9", TICKET.encode(), 0, 1, f"7:1:{WORD}")
 
+OF_CLAIM: dict[str, Any] = {"ticket_id": "ring/3/9", "data": TICKET.encode(), "rank": 0, "attempts": 1, "token": WORD}
+
 RECORDS = [
     CLAIM,
+    MappedClaim(**OF_CLAIM, source=None, ring=None, native=None),
+    NetworkClaim(**OF_CLAIM, source=None, batch=None, position=0, owned=None),
     QueuedTicket("ring/3/9", TICKET.encode()),
     Came("tcp", TICKET.encode()),
     FetchedItem(TICKET, CLAIM),
@@ -62,8 +68,8 @@ RECORDS = [
     messages.Placed(0, TICKET.encode(), 0),
     offers.Offer(7, 0, TICKET.encode()),
     Meeting(store=PLACE, run="run", senders=1, receivers=1),
-    QueueAddress(kind="redis", place=PLACE),
-    Republishing(segment="/x", queue=QueueAddress(kind="redis", place=PLACE)),
+    QueueAddress(place=PLACE),
+    Republishing(segment="/x", queue=QueueAddress(place=PLACE)),
     AfterWriter(module="m", message=PLACE.encode()),
     Configuration(store=PLACE),
     Loaded(configuration=Configuration(store=PLACE), sources={}),
