@@ -1,10 +1,11 @@
 /* A claim of a ring from its beginning to its end: by a trainer that maps the ring, and by one that takes over the network,
  * each alive, stopped, killed or cut off, and by whoever looks for claims whose holder is gone. One atomic access a step.
  *
- * One slot, one rank. Owner M is a mapped trainer, owner L a listener that claims for a client, one connection after the
- * other. A claim is a pin and the claim word (holder, attempts): pin, then the word from nobody to me with one more attempt;
- * finish = the word marked as ending, then the done bit, then the pin; give back = the word to nobody, then the pin. L notes a
- * finish, looks whether its connection is revoked, sets the done bit with the pin kept, decides the note, unpins.
+ * One slot. Owner M is a mapped trainer, owner L a listener that claims for a client, one connection after the
+ * other. A claim is a pin and the claim word of its rank (holder, attempts): pin, then the word from nobody to me with one
+ * more attempt; finish = the word marked as ending, then the done bit, then the pin; give back = the word to nobody, then
+ * the pin. L notes a finish, looks whether its connection is revoked, sets the done bit with the pin kept, decides the note,
+ * unpins. With two ranks M claims both, by two workers that share M's one pin, and L claims the second.
  *
  * An owner writes that it was heard before it writes the word. The looker (a mapped claimer, or a listener: they run the
  * same code) loads the word, then looks whether its holder is silent for longer than its own lease, and takes the word back
@@ -13,22 +14,32 @@
  *
  * A connection breaks at any point; a FINISH on its way may still reach L. Its client then asks: revoke, then look at the
  * note; while that is undecided the consume is in question, and is asked again. M may be stopped for good. Killed owners
- * come back once they are reclaimed.
+ * come back once they are reclaimed. What nobody reads any more is set to zero, so that it makes no further states: so the
+ * entry of a connection is that of the present one, whose client asks.
  *
- * Defines: MAXGEN CONNECTIONS are sizes; LEASE has M and the connections ask for a lease; DISCARD allows it; MUT_* plants
- * a fault, with MUTANT. */
+ * Defines: RANKS (1 or 2) MAXGEN CONNECTIONS MAXATTEMPTS are sizes; NO_MAPPED and NO_NETWORK leave out one trainer; LEASE
+ * has M and the connections ask for a lease; DISCARD allows it; LIVING has the looker live; MUT_* plants a fault, with
+ * MUTANT. */
 
+#ifndef RANKS
+#define RANKS 1
+#endif
 #ifndef MAXGEN
-#define MAXGEN 2
+#define MAXGEN 1
 #endif
 #ifndef CONNECTIONS
 #define CONNECTIONS 2
 #endif
-#define MAXATTEMPTS 3           /* claims counted; a rank that was claimed as often rests */
+#ifndef MAXATTEMPTS
+#define MAXATTEMPTS 2           /* claims counted; a rank that was claimed as often rests */
+#endif
 
-#define M 0
+#define M 0                     /* owners, and their workers: M's of rank 0, and L's */
 #define L 1
+#define M2 2                    /* M's worker of rank 1 */
+#define RL (RANKS - 1)          /* L's rank */
 #define BIT(x) (1 << (x))
+#define ALL (BIT(RANKS) - 1)
 
 bool T1_consumed_twice;
 bool T2_claimed_by_two;
@@ -41,61 +52,39 @@ bool V2_told_yes_and_not_consumed;
 bool V3_stuck;
 
 /* the slot: not published, or READY or READING by its pins, FREE when done and unpinned */
-byte gen, holder, attempts, pins;       /* holder: owner + 1 */
-bool ending;                    /* of the word: its holder is about to set the done bit */
-bool published, done;
-#define FREE (!published || (done && pins == 0))
-#define OPEN (published && !done)
+bool published;
+byte gen, pins, done;                   /* a bit for each owner, for each rank */
+byte holder[RANKS], attempts[RANKS];    /* holder: owner + 1 */
+bool ending[RANKS];                     /* of the word: its holder is about to set the done bit */
+#define FREE (!published || (done == ALL && pins == 0))
+#define OPEN(r) (published && !(done & BIT(r)))
 
 /* owners */
-bool dead[2], heard[2];         /* heard: not silent for longer than its lease */
+bool dead[2];
+bool heard;                     /* M: not silent for longer than its lease */
 bool stopped;                   /* M, for good */
+byte mine[2];                   /* pins, counted: the bit goes with the last */
 bool calm;
 
-/* the entry of each connection: its note, and of which claim */
+/* workers */
+byte at[3], ticket[3], number[3];
+byte con_of;                    /* for which connection L claims */
+
+/* the present connection, and of its entry the last note; what may still come over an earlier one */
 #define NONE      0
 #define UNDECIDED 1
 #define ACCEPTED  2
 #define REFUSED   3
-byte note[CONNECTIONS], note_gen[CONNECTIONS], note_attempts[CONNECTIONS];
-bool revoked[CONNECTIONS];
-bool up[CONNECTIONS], sent[CONNECTIONS], quiet[CONNECTIONS];
-byte answer[CONNECTIONS], con, claim_gen, claim_attempts;
+byte con, note, note_gen, note_attempts, answer, claim_gen, claim_attempts;
+bool up, quiet, sent[CONNECTIONS], revoked[CONNECTIONS];
+#define UP(c) (up && c == con)
 
 /* ghosts */
-bool was_silent[2];             /* since it was heard before its claim */
-bool holds[2];                  /* it has a claim and believes in it */
-byte by[MAXGEN + 1];            /* attempt that consumed a generation */
+bool was_silent[RANKS];         /* M, since it was heard before this claim */
+bool holds[3];                  /* it has a claim and believes in it */
+byte by[(MAXGEN + 1) * RANKS];  /* attempt that consumed a generation */
+#define BY(g, r) by[(g) * RANKS + (r)]
 
-inline unpin(o) { pins = pins & ~BIT(o) }
-inline accept(o, g, number) {
-  assert(by[g] == 0 || T1_consumed_twice);
-  assert((holder == o + 1 && attempts == number && gen == g) || T6_trained_on_anothers_claim);
-  by[g] = number; done = true; holds[o] = false;
-  printf("owner %d consumes generation %d, attempt %d\n", o, g, number)
-}
-
-proctype Writer() {
-end:
-  do
-  :: d_step { FREE && gen < MAXGEN && !calm ->
-       assert((!holds[M] && !holds[L]) || T5_rewritten_under_a_claim);
-       gen++; published = true; done = false;
-#ifndef MUT_PUBLISH_KEEPS_CLAIMS
-       holder = 0;
-#endif
-       attempts = 0; printf("generation %d is published\n", gen) }
-#ifdef DISCARD
-  :: d_step { OPEN && !calm -> done = true; by[gen] = 15; printf("discarded\n");
-#ifdef MUT_FREED_BESIDE_A_PIN
-       pins = 0
-#endif
-       }
-#endif
-  od
-}
-
-/* ------------------------------------------------------------------ what both owners do */
 #define RESTING  0
 #define PINNED   1
 #define LOSER    2
@@ -107,88 +96,137 @@ end:
 #define DECIDED  8
 #define REVOKED  9
 
-#define OURS(o) (holder == (o) + 1 && attempts == number && gen == ticket)
+inline pin(o) { mine[o]++; pins = pins | BIT(o) }
+inline unpin(o) { mine[o]--; if :: mine[o] == 0 -> pins = pins & ~BIT(o) :: else fi }
+inline rest(w) { at[w] = RESTING; ticket[w] = 0; number[w] = 0 }
+inline forget() { if :: con_of != con -> sent[con_of] = false; revoked[con_of] = false :: else fi; con_of = 0 }
+inline to_nobody(r) { holder[r] = 0; ending[r] = false }
+inline accept(o, w, r) {
+  assert(BY(ticket[w], r) == 0 || T1_consumed_twice);
+  assert((holder[r] == o + 1 && attempts[r] == number[w] && gen == ticket[w]) || T6_trained_on_anothers_claim);
+  BY(ticket[w], r) = number[w]; done = done | BIT(r); holds[w] = false;
+  printf("owner %d consumes generation %d for rank %d, attempt %d\n", o, ticket[w], r, number[w])
+}
+inline discarded(r) { if :: !(done & BIT(r)) -> BY(gen, r) = 15 :: else fi }
+
+proctype Writer() {
+end:
+  do
+  :: d_step { FREE && gen < MAXGEN && !calm ->
+       assert((!holds[M] && !holds[L] && !holds[M2]) || T5_rewritten_under_a_claim);
+       gen++; published = true; done = 0; attempts[0] = 0;
+#ifndef MUT_PUBLISH_KEEPS_CLAIMS
+       to_nobody(0);
+#endif
+#if RANKS > 1
+       attempts[1] = 0;
+#ifndef MUT_PUBLISH_KEEPS_CLAIMS
+       to_nobody(1);
+#endif
+#endif
+       printf("generation %d is published\n", gen) }
+#ifdef DISCARD
+  :: d_step { published && done != ALL && !calm ->
+       discarded(0);
+#if RANKS > 1
+       discarded(1);
+#endif
+       done = ALL; printf("discarded\n");
+#ifdef MUT_FREED_BESIDE_A_PIN
+       pins = 0; mine[M] = 0; mine[L] = 0
+#endif
+       }
+#endif
+  od
+}
+
+/* ------------------------------------------------------------------ what both owners do */
+#define OURS(o, w, r) (holder[r] == (o) + 1 && attempts[r] == number[w] && gen == ticket[w])
 #ifdef MUT_FINISH_NOT_FENCED
-#define HELD(o) true
+#define HELD(o, w, r) true
 #else
-#define HELD(o) OURS(o)
+#define HELD(o, w, r) OURS(o, w, r)
 #endif
 #ifdef MUT_FINISH_IGNORES_DONE
-#define NOT_DONE true
+#define NOT_DONE(r) true
 #else
-#define NOT_DONE (!done)
+#define NOT_DONE(r) (!(done & BIT(r)))
 #endif
 #ifdef MUT_CLAIM_BY_STORE
-#define NOBODYS true
+#define NOBODYS(r) true
 #else
-#define NOBODYS (holder == 0)
+#define NOBODYS(r) (holder[r] == 0)
 #endif
+#define HEARD_NOW(o, r) if :: o == M -> heard = true; was_silent[r] = false :: else fi
 #ifdef MUT_CLAIMED_BEFORE_HEARD
-#define HEARD_FIRST(o) skip
-#define CLAIMED_NOW(o) was_silent[o] = false    /* and heard with what it does next */
+#define HEARD_FIRST(o, r) skip
+#define CLAIMED_NOW(o, r) if :: o == M -> was_silent[r] = false :: else fi    /* and heard with what it does next */
 #else
-#define HEARD_FIRST(o) heard[o] = true; was_silent[o] = false
-#define CLAIMED_NOW(o) skip
+#define HEARD_FIRST(o, r) HEARD_NOW(o, r)
+#define CLAIMED_NOW(o, r) skip
 #endif
 
-inline take_word(o) {
-  assert(holder == 0 || T2_claimed_by_two);
-  attempts++; number = attempts; holder = o + 1; ending = false; holds[o] = true; CLAIMED_NOW(o);
-  printf("owner %d claims generation %d, attempt %d\n", o, gen, number)
+inline take_word(o, w, r) {
+  assert(holder[r] == 0 || T2_claimed_by_two);
+  attempts[r]++; number[w] = attempts[r]; holder[r] = o + 1; ending[r] = false; holds[w] = true; CLAIMED_NOW(o, r);
+  printf("owner %d claims generation %d for rank %d, attempt %d\n", o, gen, r, number[w])
 }
-#define FOR_WHOM(o) if :: o == L -> c = con :: else fi
-#define MAY_CLAIM(o) (!dead[o] && at == RESTING && OPEN && holder == 0 && attempts < MAXATTEMPTS && !(pins & BIT(o)))
+#define FOR_WHOM(o) if :: o == L -> con_of = con :: else fi
+#define MAY_CLAIM(o, w, r) (!dead[o] && at[w] == RESTING && OPEN(r) && holder[r] == 0 && attempts[r] < MAXATTEMPTS)
 #ifdef MUT_CLAIM_BEFORE_PIN
-#define CLAIM(o, may, then) \
-  :: d_step { MAY_CLAIM(o) && may -> HEARD_FIRST(o); ticket = gen; take_word(o); at = PINNED; FOR_WHOM(o) } \
-  :: d_step { !dead[o] && at == PINNED -> pins = pins | BIT(o); at = HOLDING; then }
+#define CLAIM(o, w, r, may, then) \
+  :: d_step { MAY_CLAIM(o, w, r) && may -> HEARD_FIRST(o, r); ticket[w] = gen; take_word(o, w, r); at[w] = PINNED; FOR_WHOM(o) } \
+  :: d_step { !dead[o] && at[w] == PINNED -> pin(o); at[w] = HOLDING; then }
 #else
-#define CLAIM(o, may, then) \
-  :: d_step { MAY_CLAIM(o) && may -> HEARD_FIRST(o); pins = pins | BIT(o); ticket = gen; at = PINNED; FOR_WHOM(o) } \
-  :: d_step { !dead[o] && at == PINNED && OPEN && NOBODYS -> take_word(o); at = HOLDING; then } \
-  :: d_step { !dead[o] && at == PINNED && !(OPEN && NOBODYS) -> at = LOSER } \
-  :: d_step { !dead[o] && at == LOSER -> unpin(o); at = RESTING }
+#define CLAIM(o, w, r, may, then) \
+  :: d_step { MAY_CLAIM(o, w, r) && may -> HEARD_FIRST(o, r); pin(o); ticket[w] = gen; at[w] = PINNED; FOR_WHOM(o) } \
+  :: d_step { !dead[o] && at[w] == PINNED && OPEN(r) && NOBODYS(r) -> take_word(o, w, r); at[w] = HOLDING; then } \
+  :: d_step { !dead[o] && at[w] == PINNED && !(OPEN(r) && NOBODYS(r)) -> at[w] = LOSER } \
+  :: d_step { !dead[o] && at[w] == LOSER -> unpin(o); FORGET(o); rest(w) }
 #endif
+#define FORGET(o) if :: o == L -> forget() :: else fi
 #ifdef MUT_WORD_DROPPED_AFTER_THE_PIN
-#define DROP(o) holds[o] = false
-#define LEAVE(o) unpin(o); at = AFTER
+#define DROP(o, w, r) holds[w] = false
+#define LEAVE(o, w) unpin(o); at[w] = AFTER
 #define AFTER 10
-#define LATE_DROP(o) :: d_step { !dead[o] && at == AFTER -> if :: OURS(o) -> holder = 0 :: else fi; at = RESTING }
+#define LATE_DROP(o, w, r) \
+  :: d_step { !dead[o] && at[w] == AFTER -> if :: OURS(o, w, r) -> to_nobody(r) :: else fi; FORGET(o); rest(w) }
 #else
-#define DROP(o) holds[o] = false; if :: OURS(o) && !done -> holder = 0 :: else fi
-#define LEAVE(o) unpin(o); at = RESTING
-#define LATE_DROP(o)
+#define DROP(o, w, r) holds[w] = false; if :: OURS(o, w, r) && !(done & BIT(r)) -> to_nobody(r) :: else fi
+#define LEAVE(o, w) unpin(o); FORGET(o); rest(w)
+#define LATE_DROP(o, w, r)
 #endif
 #ifdef MUT_REFUSED_FINISH_KEEPS_PIN
-#define REFUSE(o) holds[o] = false; at = RESTING
+#define REFUSE(o, w, r) holds[w] = false; FORGET(o); rest(w)
 #else
-#define REFUSE(o) DROP(o); at = LEAVING
+#define REFUSE(o, w, r) DROP(o, w, r); at[w] = LEAVING
 #endif
 
 /* ------------------------------------------------------------------ the mapped trainer */
 #ifdef MUT_TAKEN_BACK_WHILE_IT_ENDS
-#define MARK skip
+#define MARK(r) skip
 #else
-#define MARK ending = true
+#define MARK(r) ending[r] = true
 #endif
+#define RUNS (!dead[M] && !stopped)
 
-proctype Mapped() {
-  byte at, ticket, number, c;
+proctype Mapped(byte w; byte r) {
 end:
   do
-  CLAIM(M, !stopped, skip)
-  :: d_step { !dead[M] && !stopped && at == HOLDING && HELD(M) -> heard[M] = true; MARK; at = CHECKED }
-  :: d_step { !dead[M] && !stopped && at == HOLDING && !HELD(M) -> REFUSE(M) }
-  :: d_step { !dead[M] && !stopped && at == CHECKED && NOT_DONE -> accept(M, ticket, number); at = LEAVING }
-  :: d_step { !dead[M] && !stopped && at == CHECKED && !NOT_DONE -> REFUSE(M) }
-  :: d_step { !dead[M] && !stopped && at == HOLDING && !calm -> DROP(M); at = LEAVING; printf("M gives back\n") }
-  :: d_step { !dead[M] && !stopped && at == LEAVING -> LEAVE(M) }
-  LATE_DROP(M)
+  CLAIM(M, w, r, !stopped, skip)
+  :: d_step { RUNS && at[w] == HOLDING && HELD(M, w, r) -> heard = true; MARK(r); at[w] = CHECKED }
+  :: d_step { RUNS && at[w] == HOLDING && !HELD(M, w, r) -> REFUSE(M, w, r) }
+  :: d_step { RUNS && at[w] == CHECKED && NOT_DONE(r) -> accept(M, w, r); at[w] = LEAVING }
+  :: d_step { RUNS && at[w] == CHECKED && !NOT_DONE(r) -> REFUSE(M, w, r) }
+  :: d_step { RUNS && at[w] == HOLDING && !calm -> DROP(M, w, r); at[w] = LEAVING; printf("M gives back\n") }
+  :: d_step { RUNS && at[w] == LEAVING -> LEAVE(M, w) }
+  LATE_DROP(M, w, r)
 #ifdef LEASE
-  :: d_step { !calm && !stopped && at != RESTING -> stopped = true; printf("M is stopped\n") }
-  :: d_step { heard[M] && (!calm || stopped) -> heard[M] = false; was_silent[M] = true; printf("M is silent\n") }
+  :: d_step { RUNS && !calm && at[w] != RESTING -> stopped = true; printf("M is stopped\n") }
+  :: d_step { w == M && heard && (!calm || stopped) -> heard = false; was_silent[0] = true; was_silent[RL] = true; printf("M is silent\n") }
 #endif
-  :: d_step { !dead[M] && !calm -> dead[M] = true; holds[M] = false; at = RESTING; stopped = false; printf("M is killed\n") }
+  :: d_step { w == M && !dead[M] && !calm -> dead[M] = true; holds[M] = false; holds[M2] = false; rest(M); rest(M2); mine[M] = 0;
+       stopped = false; printf("M is killed\n") }
   od
 }
 
@@ -198,120 +236,140 @@ end:
 #else
 #define IS_REVOKED(c) revoked[c]
 #endif
+#define NOTE(what) if :: con_of == con -> note = what; note_gen = ticket[L]; note_attempts = number[L] :: else fi
 #ifdef MUT_NOT_NOTED_BEFORE
-#define FIRST_NOTE(c) skip
+#define FIRST_NOTE skip
 #else
-#define FIRST_NOTE(c) note[c] = UNDECIDED; note_gen[c] = ticket; note_attempts[c] = number
+#define FIRST_NOTE NOTE(UNDECIDED)
 #endif
 #ifdef MUT_UNPINNED_BEFORE_DECIDED
 #define AND_UNPIN unpin(L)
+#define LAST_UNPIN skip
 #else
 #define AND_UNPIN skip
+#define LAST_UNPIN unpin(L)
 #endif
-inline refuse_noted(c) { note[c] = REFUSED; note_gen[c] = ticket; note_attempts[c] = number; answer[c] = REFUSED; REFUSE(L) }
+#define ANSWER(what) if :: con_of == con -> answer = what :: else fi
+inline refuse_noted() { NOTE(REFUSED); ANSWER(REFUSED); REFUSE(L, L, RL) }
 
-#define TOLD if :: up[c] && c == con && claim_gen == 0 -> claim_gen = gen; claim_attempts = number; quiet[c] = false :: else fi
+#define TOLD if :: UP(con_of) && claim_gen == 0 -> claim_gen = gen; claim_attempts = number[L]; quiet = false :: else fi
 
 proctype Listener() {
-  byte at, c, ticket, number;
 end:
   do
-  CLAIM(L, (up[con] && claim_gen == 0 && !calm), TOLD)
+  CLAIM(L, L, RL, (up && claim_gen == 0 && !calm), TOLD)
 #ifdef MUT_LOOKS_BEFORE_IT_NOTES
-  :: d_step { !dead[L] && at == HOLDING && sent[c] && !revoked[c] -> sent[c] = false; at = NOTED }
-  :: d_step { !dead[L] && at == NOTED -> FIRST_NOTE(c); at = CHECKED }
+  :: d_step { !dead[L] && at[L] == HOLDING && sent[con_of] && !revoked[con_of] -> sent[con_of] = false; at[L] = NOTED }
+  :: d_step { !dead[L] && at[L] == NOTED -> FIRST_NOTE; at[L] = CHECKED }
 #else
-  :: d_step { !dead[L] && at == HOLDING && sent[c] -> sent[c] = false; FIRST_NOTE(c); at = NOTED }
-  :: d_step { !dead[L] && at == NOTED -> if :: IS_REVOKED(c) -> at = REVOKED :: else -> at = CHECKED fi }
+  :: d_step { !dead[L] && at[L] == HOLDING && sent[con_of] -> sent[con_of] = false; FIRST_NOTE; at[L] = NOTED }
+  :: d_step { !dead[L] && at[L] == NOTED -> if :: IS_REVOKED(con_of) -> at[L] = REVOKED :: else -> at[L] = CHECKED fi }
 #endif
-  :: d_step { !dead[L] && at == CHECKED && HELD(L) && NOT_DONE -> accept(L, ticket, number); AND_UNPIN; at = CONSUMED }
-  :: d_step { !dead[L] && at == CHECKED && !(HELD(L) && NOT_DONE) -> refuse_noted(c) }
-  :: d_step { !dead[L] && at == CONSUMED -> note[c] = ACCEPTED; note_gen[c] = ticket; note_attempts[c] = number; at = DECIDED }
-  :: d_step { !dead[L] && at == DECIDED -> unpin(L); answer[c] = ACCEPTED; at = RESTING }
-  :: d_step { !dead[L] && at == REVOKED -> refuse_noted(c) }
-  :: d_step { !dead[L] && at == HOLDING && (!up[c] || quiet[c]) -> DROP(L); answer[c] = REFUSED; sent[c] = false; at = LEAVING;
-       printf("L ends the claim of connection %d\n", c) }
-  :: d_step { !dead[L] && at == LEAVING -> LEAVE(L) }
-  :: d_step { !dead[L] && sent[con] && (at == RESTING || c != con) -> sent[con] = false; answer[con] = REFUSED }  /* it ended */
-  LATE_DROP(L)
-  :: d_step { !dead[L] && !calm -> dead[L] = true; holds[L] = false; at = RESTING; up[c] = false; up[con] = false; sent[c] = false;
-       printf("L is killed\n") }
+  :: d_step { !dead[L] && at[L] == CHECKED && HELD(L, L, RL) && NOT_DONE(RL) -> accept(L, L, RL); AND_UNPIN; at[L] = CONSUMED }
+  :: d_step { !dead[L] && at[L] == CHECKED && !(HELD(L, L, RL) && NOT_DONE(RL)) -> refuse_noted() }
+  :: d_step { !dead[L] && at[L] == CONSUMED -> NOTE(ACCEPTED); at[L] = DECIDED }
+  :: d_step { !dead[L] && at[L] == DECIDED -> LAST_UNPIN; ANSWER(ACCEPTED); forget(); rest(L) }
+  :: d_step { !dead[L] && at[L] == REVOKED -> refuse_noted() }
+  :: d_step { !dead[L] && at[L] == HOLDING && (!UP(con_of) || quiet) -> DROP(L, L, RL); ANSWER(REFUSED); sent[con_of] = false;
+       at[L] = LEAVING; printf("L ends the claim of connection %d\n", con_of) }
+  :: d_step { !dead[L] && at[L] == LEAVING -> LEAVE(L, L) }
+  :: d_step { !dead[L] && sent[con] && (at[L] == RESTING || con_of != con) -> sent[con] = false; answer = REFUSED }  /* it ended */
+  LATE_DROP(L, L, RL)
+  :: d_step { !dead[L] && !calm -> dead[L] = true; holds[L] = false; up = false; sent[con_of] = false; sent[con] = false;
+       forget(); rest(L); mine[L] = 0; printf("L is killed\n") }
   od
 }
 
 /* ------------------------------------------------------------------ the looker */
-#define CONSUMED_BY_IT(k) ((pins & BIT(L)) && done && gen == note_gen[k] && holder == L + 1 && attempts == note_attempts[k])
-inline decide(k) {
-  if
-  :: note[k] == UNDECIDED && CONSUMED_BY_IT(k) -> note[k] = ACCEPTED
-  :: note[k] == UNDECIDED && !CONSUMED_BY_IT(k) -> note[k] = REFUSED
-  :: else -> skip
-  fi
-}
+#define CONSUMED_BY_IT \
+  ((pins & BIT(L)) && (done & BIT(RL)) && gen == note_gen && holder[RL] == L + 1 && attempts[RL] == note_attempts)
 inline decide_all(x) {         /* of the dead owner's connections */
   if
-  :: x == L ->
-     decide(0);
-#if CONNECTIONS > 1
-     decide(1)
-#endif
-  :: else -> skip
+  :: x == L && note == UNDECIDED -> if :: CONSUMED_BY_IT -> note = ACCEPTED :: else -> note = REFUSED fi
+  :: else
   fi
 }
 #ifdef MUT_RECLAIM_FORGETS_CLAIMS
-#define CLEAR_WORD(x) skip
+#define CLEAR(x, r) skip
 #else
-#define CLEAR_WORD(x) if :: (pins & BIT(x)) && holder == (x) + 1 && !done -> holder = 0 :: else fi
+#define CLEAR(x, r) if :: (pins & BIT(x)) && holder[r] == (x) + 1 && !(done & BIT(r)) -> to_nobody(r) :: else fi
 #endif
+#if RANKS > 1
+#define CLEAR_WORD(x) CLEAR(x, 0); CLEAR(x, 1)
+#else
+#define CLEAR_WORD(x) CLEAR(x, 0)
+#endif
+#define CLEAR_PIN(x) pins = pins & ~BIT(x)
 #if defined(MUT_CLEARED_BEFORE_DECIDED)
-#define FIRST_STEP(x) CLEAR_WORD(x); unpin(x)
+#define FIRST_STEP(x) CLEAR_WORD(x); CLEAR_PIN(x)
 #define SECOND_STEP(x) skip
 #define THIRD_STEP(x) decide_all(x)
 #elif defined(MUT_RECLAIM_CLEARS_THE_BIT_FIRST)
 #define FIRST_STEP(x) decide_all(x)
-#define SECOND_STEP(x) unpin(x)
+#define SECOND_STEP(x) CLEAR_PIN(x)
 #define THIRD_STEP(x) CLEAR_WORD(x)
 #else
 #define FIRST_STEP(x) decide_all(x)
 #define SECOND_STEP(x) CLEAR_WORD(x)
-#define THIRD_STEP(x) unpin(x)
+#define THIRD_STEP(x) CLEAR_PIN(x)
 #endif
 #define RECLAIM(x) \
   :: d_step { dead[x] && step == 0 -> FIRST_STEP(x); step = 1; who = x } \
   :: d_step { dead[x] && step == 1 && who == x -> SECOND_STEP(x); step = 2 } \
   :: d_step { dead[x] && step == 2 && who == x -> THIRD_STEP(x); step = 3 } \
-  :: d_step { dead[x] && step == 3 && who == x -> dead[x] = false; heard[x] = true; step = 0; who = 0; printf("owner %d is up again\n", x) }
+  :: d_step { dead[x] && step == 3 && who == x -> dead[x] = false; step = 0; who = 0; printf("owner %d is up again\n", x); \
+       if :: x == M -> heard = true :: else fi }
+
+inline look_at(r) { seen = true; seen_rank = r; seen_attempts = attempts[r]; seen_gen = gen }
+inline looked() { seen = false; silent = false; seen_rank = 0; seen_attempts = 0; seen_gen = 0 }
+#define OF_M(r) (OPEN(r) && !ending[r] && holder[r] == M + 1 && !dead[M])
+#ifdef MUT_LOOKERS_LEASE
+#define LOOK(r) :: d_step { !seen && OF_M(r) -> look_at(r) }
+#elif defined(MUT_SILENCE_BEFORE_THE_WORD)
+#define LOOK(r) :: d_step { silent && !seen -> silent = false; if :: OPEN(r) && holder[r] == M + 1 -> look_at(r) :: else fi }
+#else
+#define LOOK(r) :: d_step { !seen && !heard && OF_M(r) -> look_at(r) }
+#endif
 
 proctype Looker() {
-  byte step, who, seen, seen_attempts, seen_gen;
-  bool silent;
+  byte step, who, seen_rank, seen_attempts, seen_gen;
+  bool seen, silent;
 end:
   do
+#ifndef NO_MAPPED
   RECLAIM(M)
+#endif
+#ifndef NO_NETWORK
   RECLAIM(L)
+#endif
+#ifndef LIVING
   :: d_step { step > 0 && !calm -> step = 0; who = 0; printf("the looker is killed\n") }
+#endif
 #if defined(LEASE) && !defined(MUT_NOBODY_LOOKS)
+  LOOK(0)
+#if RANKS > 1
+  LOOK(1)
+#endif
 #ifdef MUT_SILENCE_BEFORE_THE_WORD
-  :: d_step { seen == 0 && !silent && !heard[M] && !dead[M] -> silent = true }
-  :: d_step { silent && seen == 0 -> silent = false; if :: OPEN && holder == M + 1 -> seen = holder; seen_attempts = attempts; seen_gen = gen :: else fi }
-#define TAKEN_BACK seen != 0
+  :: d_step { !seen && !silent && !heard && !dead[M] -> silent = true }
+#define TAKEN_BACK seen
 #elif defined(MUT_LOOKERS_LEASE)
-  :: d_step { seen == 0 && OPEN && !ending && holder == M + 1 && !dead[M] -> seen = holder; seen_attempts = attempts; seen_gen = gen }
-#define TAKEN_BACK seen != 0
+#define TAKEN_BACK seen
 #else
-  :: d_step { seen == 0 && OPEN && !ending && holder == M + 1 && !heard[M] && !dead[M] -> seen = holder; seen_attempts = attempts; seen_gen = gen }
-  :: d_step { seen != 0 && !silent && heard[M] -> seen = 0; seen_attempts = 0; seen_gen = 0 }
-  :: d_step { seen != 0 && !silent && !heard[M] -> silent = true }
-#define TAKEN_BACK seen != 0 && silent
+  :: d_step { seen && !silent && heard -> looked() }
+  :: d_step { seen && !silent && !heard -> silent = true }
+#define TAKEN_BACK (seen && silent)
 #endif
   :: d_step { TAKEN_BACK ->
        if
-       :: OPEN && !ending && holder == seen && attempts == seen_attempts && gen == seen_gen ->
-          assert(was_silent[M] || dead[M] || T7_taken_from_a_holder_that_was_heard);
-          holder = 0; holds[M] = false; printf("the looker takes M's claim back\n")
+       :: OPEN(seen_rank) && !ending[seen_rank] && holder[seen_rank] == M + 1 && attempts[seen_rank] == seen_attempts && gen == seen_gen ->
+          assert(was_silent[seen_rank] || dead[M] || T7_taken_from_a_holder_that_was_heard);
+          to_nobody(seen_rank);
+          if :: seen_rank == 0 -> holds[M] = false :: else -> holds[M2] = false fi;
+          printf("the looker takes M's claim back\n")
        :: else -> skip
        fi;
-       seen = 0; seen_attempts = 0; seen_gen = 0; silent = false }
+       looked() }
 #endif
   od
 }
@@ -323,55 +381,77 @@ end:
 #define ASKING 3
 
 inline tell(what) {
-  assert(what != REFUSED || by[claim_gen] != claim_attempts || V1_told_no_and_consumed);
+  assert(what != REFUSED || BY(claim_gen, RL) != claim_attempts || V1_told_no_and_consumed);
 #ifndef DISCARD                 /* a limit: what is discarded between the note of a listener that dies and its done bit is told so */
-  assert(what != ACCEPTED || by[claim_gen] == claim_attempts || V2_told_yes_and_not_consumed);
+  assert(what != ACCEPTED || BY(claim_gen, RL) == claim_attempts || V2_told_yes_and_not_consumed);
 #endif
-  claim_gen = 0; claim_attempts = 0
+  claim_gen = 0; claim_attempts = 0; answer = NONE; quiet = false
 }
 #ifdef MUT_IN_QUESTION_IS_NO
 #define STILL_UNDECIDED false
 #else
-#define STILL_UNDECIDED (note[con] == UNDECIDED && note_gen[con] == claim_gen && note_attempts[con] == claim_attempts)
+#define STILL_UNDECIDED (note == UNDECIDED && note_gen == claim_gen && note_attempts == claim_attempts)
 #endif
 
 proctype Client() {
   byte is = IDLE;
 end:
   do
-  :: d_step { is == IDLE && claim_gen != 0 && up[con] -> sent[con] = true; is = ASKED }
-  :: d_step { is == IDLE && claim_gen != 0 && !up[con] -> tell(REFUSED); is = BROKEN }  /* never asked */
-  :: d_step { is == IDLE && claim_gen != 0 && answer[con] != NONE -> tell(answer[con]); answer[con] = NONE }  /* it was silent */
-  :: d_step { is == IDLE && claim_gen == 0 && !up[con] && con + 1 < CONNECTIONS -> is = BROKEN }
-  :: d_step { is == ASKED && answer[con] != NONE && up[con] -> tell(answer[con]); answer[con] = NONE; sent[con] = false; is = IDLE }
+  :: d_step { is == IDLE && claim_gen != 0 && up -> sent[con] = true; is = ASKED }
+  :: d_step { is == IDLE && claim_gen != 0 && !up -> tell(REFUSED); is = BROKEN }  /* never asked */
+  :: d_step { is == IDLE && claim_gen != 0 && answer != NONE -> tell(answer) }  /* it was silent */
+  :: d_step { is == IDLE && claim_gen == 0 && !up && con + 1 < CONNECTIONS -> is = BROKEN }
+  :: d_step { is == ASKED && answer != NONE && up -> tell(answer); sent[con] = false; is = IDLE }
 #ifdef MUT_LOST_ANSWER_IS_NO
-  :: d_step { is == ASKED && !up[con] -> tell(REFUSED); is = BROKEN }
+  :: d_step { is == ASKED && !up -> tell(REFUSED); is = BROKEN }
 #else
-  :: d_step { is == ASKED && !up[con] -> revoked[con] = true; is = ASKING }
+  :: d_step { is == ASKED && !up -> revoked[con] = true; is = ASKING }
 #endif
   :: d_step { is == ASKING && !STILL_UNDECIDED ->
        if
-       :: note[con] == ACCEPTED && note_gen[con] == claim_gen && note_attempts[con] == claim_attempts -> tell(ACCEPTED)
+       :: note == ACCEPTED && note_gen == claim_gen && note_attempts == claim_attempts -> tell(ACCEPTED)
        :: else -> tell(REFUSED)
        fi;
        is = BROKEN }
-  :: d_step { is == BROKEN && con + 1 < CONNECTIONS -> con++; up[con] = true; is = IDLE }
-  :: d_step { up[con] && !calm -> up[con] = false; printf("connection %d breaks\n", con) }
+  :: d_step { is == BROKEN && con + 1 < CONNECTIONS ->
+       if :: at[L] == RESTING || con_of != con -> sent[con] = false; revoked[con] = false :: else fi;
+       note = NONE; note_gen = 0; note_attempts = 0; answer = NONE; quiet = false;
+       con++; up = true; is = IDLE }
+  :: d_step { up && !calm -> up = false; printf("connection %d breaks\n", con) }
 #ifdef LEASE
-  :: d_step { up[con] && !calm && claim_gen != 0 && !quiet[con] -> quiet[con] = true; printf("connection %d is silent\n", con) }
+  :: d_step { up && !calm && claim_gen != 0 && !quiet -> quiet = true; printf("connection %d is silent\n", con) }
 #endif
   od
 }
 
+/* Consumed, or claimed as often as is counted here; the pin of a process that is stopped for good stays. */
+inline at_rest(r) {
+#ifndef NO_MAPPED               /* a client without a connection claims no more */
+  assert((done & BIT(r)) || !published || attempts[r] >= MAXATTEMPTS || (stopped && (holder[r] == 0 || ending[r])) || T4_stuck);
+#endif
+  assert((done & BIT(r)) || holder[r] == 0 || (stopped && ending[r]) || T4_stuck);
+}
+
 init {
-  atomic { up[0] = true; heard[M] = true; heard[L] = true;
-    run Writer(); run Mapped(); run Listener(); run Looker(); run Client() }
+  atomic { heard = true;
+    run Writer(); run Looker();
+#ifndef NO_MAPPED
+    run Mapped(M, 0);
+#if RANKS > 1
+    run Mapped(M2, 1);
+#endif
+#endif
+#ifndef NO_NETWORK
+    up = true; run Listener(); run Client()
+#endif
+  }
   d_step { calm = true; printf("nothing fails from here on\n") }
   timeout;
   assert(claim_gen == 0 || V3_stuck);
-  /* Consumed, or claimed as often as is counted here; the pin of a process that is stopped for good stays. */
-  assert(done || !published || attempts >= MAXATTEMPTS || (stopped && (holder == 0 || ending)) || T4_stuck);
+  at_rest(0);
+#if RANKS > 1
+  at_rest(1);
+#endif
   assert(!(pins & BIT(L)) || T4_stuck);
-  assert(!(pins & BIT(M)) || stopped || T4_stuck);
-  assert(holder != M + 1 || done || !stopped || ending || T4_stuck)
+  assert(!(pins & BIT(M)) || stopped || T4_stuck)
 }
