@@ -111,7 +111,7 @@ class PackerSession:
         return item
 
     def batch_of(self, items: Iterable[TicketLike]) -> FetchedBatch:
-        """The items to fetch. A claim without a ticket that can be decoded fails alone; TicketError for other tickets."""
+        """The items to fetch. A claim whose ticket cannot be decoded fails alone; other tickets raise TicketError."""
         fetched, undecodable = [], []
         for each in items:
             try:
