@@ -14,7 +14,9 @@ import pytest
 from found_processes import TRAINER, WRITER, fill, opened, ring_of
 from found_rings import LONG_S, some
 from helpers import Child, dead_port, eventually, free, listener_pids
+from queue_waits import in_thread
 
+from transport.claims.batch import Verdict
 from transport.claims.places import OnThisHost, Place
 from transport.queue import FoundRings
 from transport.settings import Settings
@@ -260,3 +262,27 @@ def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_th
         assert queue.claim(1, 0.1, consumer="test") == []
         eventually(lambda: queue._network._rank(0).demands.faults, "it was tried")
         assert queue.claim(1, 0.1, consumer="test") == []
+
+
+def test_claims_of_several_rings_that_do_not_answer_are_given_back_at_once(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with contextlib.ExitStack() as stack:
+        rings = [stack.enter_context(ring_of(prefix, mode="process")) for _ in range(3)]
+        queue = stack.enter_context(opened(prefix))
+        for ring in rings:
+            fill(ring, 1)
+        claims = some(queue, 3)
+        listeners = [pid for ring in rings for pid in listener_pids(ring).values()]
+        for pid in listeners:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            returned, thread = in_thread(lambda: queue.retry_many(claims))
+            eventually(lambda: all(claim.verdict == Verdict.ASKED for claim in claims), "every ring is asked")
+        finally:
+            for pid in listeners:
+                os.kill(pid, signal.SIGCONT)
+        thread.join(LONG_S)
+        assert returned == [claims]
+        assert {claim.attempts for claim in some(queue, 3)} == {2}

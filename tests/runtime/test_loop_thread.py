@@ -8,13 +8,13 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 from sleepers import Sleeper
 
 from transport.errors import UsageError
-from transport.runtime.loop_thread import Job, LoopThread
+from transport.runtime.loop_thread import Job, LoopThread, Waits
 
 WATCHDOG_S = 30.0  # a bound on a wait that does not happen when the code is right
 
@@ -262,3 +262,23 @@ def test_a_coroutine_that_cancels_itself_raises_cancelled(loop_thread: LoopThrea
 
     with pytest.raises(CancelledError):
         loop_thread.run(give_up())
+
+
+def test_a_wait_looks_again_after_every_wake_and_ends_after_its_time() -> None:
+    waits, came = Waits(), []
+    assert not waits.wait(lambda: came, 0.01)
+    thread = threading.Thread(target=waits.wait, args=(lambda: len(came) == 2,))
+    thread.start()
+    for _ in range(2):
+        came.append(1)
+        waits.wake()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_waits_that_end_while_others_wake_them_disturb_nothing() -> None:
+    waits = Waits()
+    calls = [waits.wake] * 2 + [lambda: waits.wait(lambda: False, 1e-5)] * 2
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for each in [threads.submit(lambda call=call: [call() for _ in range(2000)]) for call in calls]:
+            each.result(30)

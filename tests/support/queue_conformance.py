@@ -109,6 +109,15 @@ class QueueConformance(QueueSuite):
         assert self.ready(states[ticket(1).id][1])
         assert self.same_depth(queue.depth(), done=3, ready=1, retried=1)
 
+    def test_several_claims_are_given_back_in_one_call_and_those_that_ended_are_not(self, queue: TicketQueue) -> None:
+        queue.publish(tickets(3))
+        first, second, third = queue.claim(3, consumer="a")
+        assert queue.ack(second)
+        assert queue.retry_many([first, second, third], reason="the trainer stopped") == [first, third]
+        again = queue.claim(3, consumer="b")
+        assert [(claim.ticket_id, claim.attempts) for claim in again] == [(ticket(0).id, 2), (ticket(2).id, 2)]
+        assert queue.retry_many([]) == []
+
     def test_no_two_claims_have_one_token(self, harness: Harness, queue: TicketQueue) -> None:
         queue.publish([ticket(n) for n in range(3)])
         first = queue.claim(2, consumer="a")

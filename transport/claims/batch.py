@@ -117,6 +117,7 @@ class ClaimedRows:
         settled: called on the loop with the positions and the end of claims whose verdict has come.
         given: which payloads are, or were, in the hands of a caller; changed on the loop only.
         place: where the ring is served, by its name among the places of a trainer.
+        asking: what asks the ring for the ends of claims.
     """
 
     def __init__(self, connection: Connection, rows: Rows, number: int, held: dict[int, ClaimedRows]) -> None:
@@ -130,21 +131,21 @@ class ClaimedRows:
         self.given = np.zeros(len(rows), np.bool_)
         self.place = ""
         self._process = os.getpid()
-        self._asking: set[asyncio.Task[None]] = set()
+        self.asking: set[asyncio.Task[None]] = set()
 
     async def end(self, positions: Positions, end: End) -> None:
         """End claims so. Afterwards `verdicts` has the answers; after a cancellation as well, when they come."""
-        if self._asking and (self.verdicts[positions] == Verdict.ASKED).any():
-            await asyncio.shield(asyncio.gather(*self._asking, return_exceptions=True))
+        if self.asking and (self.verdicts[positions] == Verdict.ASKED).any():
+            await asyncio.shield(asyncio.gather(*self.asking, return_exceptions=True))
         now = self.verdicts[positions]
         for verdict in (Verdict.OPEN, Verdict.IN_QUESTION):
             chosen = positions[now == verdict]
             if len(chosen) and (verdict is Verdict.OPEN or end.verdict is Verdict.CONSUMED):
                 self.verdicts[chosen] = Verdict.ASKED
                 task = asyncio.get_running_loop().create_task(self._end(chosen, end, verdict is Verdict.IN_QUESTION))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
-        match list(self._asking):
+                self.asking.add(task)
+                task.add_done_callback(self.asking.discard)
+        match list(self.asking):
             case [task]:
                 await asyncio.shield(task)
             case [*tasks]:
@@ -399,27 +400,31 @@ class TakenBatch:
         return self.positions[np.asarray(which, dtype=np.intp)]
 
 
-def apart(rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Ticket]]:
-    """Position and ticket of each payload that did not come with the answer, or of ``every`` one.
+def apart(
+    rows: Rows, notes: Rows, buffer: Any, *, every: bool = False
+) -> tuple[list[tuple[int, Ticket]], dict[int, TicketError]]:
+    """Position and ticket of each payload that did not come with the answer, or of ``every`` one; what is no ticket.
 
     ProtocolError: a ticket contradicts its row.
     """
     view = memoryview(buffer)
     found = []
+    undecodable = {}
     for at in range(len(rows)) if every else np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
         slot, generation, length, size = rows[["slot", "generation", "length", "note_bytes"]][at].item()
         begin = int(notes[at])
         try:
             ticket = Ticket.decode(bytes(view[begin : begin + size]))
-        except TicketError as error:
-            raise ProtocolError(f"an answer to a demand has no ticket for slot {slot}: {error}") from error
+        except TicketError as error:  # the writer's, which the peer does not look into
+            undecodable[at] = error.with_traceback(None)
+            continue
         if (ticket.slot, ticket.generation, ticket.size) != (slot, generation, length):
             raise ProtocolError(
                 f"an answer to a demand has {length} bytes in slot {slot}@{generation}, and their ticket has "
                 f"{ticket.size} in {ticket.slot}@{ticket.generation}"
             )
         found.append((at, ticket))
-    return found
+    return found, undecodable
 
 
 def parsed(buffer: Any, count: int) -> tuple[Rows, Rows, Rows]:

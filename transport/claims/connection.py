@@ -278,8 +278,11 @@ class ClaimConnection:
         return np.setdiff1d(np.arange(len(claims.rows)), wrong)
 
     async def _read(self, rows: Rows, notes: Rows, buffer: Any, verify: bool) -> tuple[dict[int, Any], list[int]]:
-        """The payloads that did not come with the answer, by position; and the positions of those that failed."""
-        tickets = self._tickets(rows, notes, buffer)
+        """The payloads that did not come with the answer, by position; and the positions of those that failed.
+
+        One whose ticket cannot be decoded has no bytes: who uses it ends its claim.
+        """
+        tickets, undecodable = self._tickets(rows, notes, buffer)
         positions = [at for at, _ in tickets]
         wants = [
             Want(
@@ -291,7 +294,8 @@ class ClaimConnection:
             for at, ticket in tickets
         ]
         failed = set(await self._fetched(wants))
-        read = {positions[at]: want.destination for at, want in enumerate(wants) if at not in failed}
+        read: dict[int, Any] = {positions[at]: want.destination for at, want in enumerate(wants) if at not in failed}
+        read.update(dict.fromkeys(undecodable, b""))
         return read, [positions[at] for at in sorted(failed)]
 
     async def _some_fields(
@@ -301,7 +305,10 @@ class ClaimConnection:
         rows, notes, offsets = self._parsed(outcome, buffer)
         claims, owned = self._client.hold(self, rows)
         known = dict(self._client.known) if schema is None else {**self._client.known, schema.fingerprint: schema}
-        tickets = [ticket for _, ticket in self._tickets(rows, notes, buffer, every=True)]
+        found, undecodable = self._tickets(rows, notes, buffer, every=True)
+        for error in undecodable.values():
+            raise error
+        tickets = [ticket for _, ticket in found]
         wanted = WantedFields(tickets, fields, known, self._client.buffers)
         wanted.look(rows, offsets, buffer, verify=verify)
         failed = wanted.arrived(await self._fetched(wanted.wants), outcome[2:])
@@ -309,7 +316,7 @@ class ClaimConnection:
         kept = self._without(claims, owned, sorted(failed))
         return wanted.batch(partial(self._client.hold, self), rows[kept], kept, len(failed))
 
-    def _tickets(self, rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Any]]:
+    def _tickets(self, rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> Any:
         try:
             return apart(rows, notes, buffer, every=every)
         except ProtocolError:

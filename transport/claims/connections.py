@@ -54,6 +54,7 @@ class ClaimConnections:
         self._loop = asyncio.get_running_loop()
         self._dropped = _ring.DroppedClaims()
         self._renewing: asyncio.Task[None] | None = None
+        self._ending: list[asyncio.Task[None]] = []
         self._closed = False
 
     @property
@@ -150,6 +151,8 @@ class ClaimConnections:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.remove_reader(self._dropped.fileno())
         self._dropped.close()
+        self.outcomes.close()
+        self._ending += [task for claims in self._held.values() for task in claims.asking]
         for opening in list(self._opening.values()):
             opening.cancel()
         for connection in list(self._open):
@@ -157,3 +160,7 @@ class ClaimConnections:
         self._open.clear()
         self._by_port.clear()
         self._held.clear()
+
+    async def ended(self) -> None:
+        """Wait, after `close` and the end of the client's links, for what still asked how claims ended."""
+        await asyncio.gather(*self._ending, return_exceptions=True)

@@ -8,6 +8,7 @@ The first question settles it: what was not consumed by then is not consumed any
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -73,6 +74,11 @@ class Outcomes:
         self._settings = settings
         self.unknown = 0  # claims whose outcome no port of the ring knew
         self.questions = 0  # how often a claim's outcome was asked for and no port was reached
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """The client is closed: nothing is asked again."""
+        self._closed.set()
 
     @property
     def patience_s(self) -> float:
@@ -133,7 +139,11 @@ class Outcomes:
                 left = left[np.equal(np.asarray(answers), _AGAIN)]
             if not len(left) or time.monotonic() + pause_s > give_up:
                 break
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._closed.wait()
+                    gone = True
+                    break
             pause_s = min(2 * pause_s, 1.0)
         codes = [OUT_OF_REACH if code == _AGAIN else code for code in codes]
         if gone:

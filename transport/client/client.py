@@ -312,6 +312,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
             self._claims.close()
             self._warming.close()
             await self._links.close()
+            await self._claims.ended()
 
     def end(self) -> None:
         """Close at once, without telling a listener: what is not acknowledged yet is not. Idempotent."""

@@ -1,0 +1,52 @@
+"""A claim whose ticket cannot be decoded is discarded with its reason; the others of its batch are trained on."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import pytest
+from helpers import eventually
+
+from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport.claims.places import OnThisHost
+from transport.errors import TicketError
+from transport.queue import FoundRings
+
+pytestmark = pytest.mark.ucx
+LARGE = (9 << 20) // 8  # beyond what one answer to a demand brings: read under its claim
+
+
+@pytest.mark.parametrize("count", [4, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_a_ticket_of_another_version_fails_alone_and_the_others_are_trained_on(
+    wire: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = Schema.of(x=("int64", count))
+    monkeypatch.setenv("TRANSPORT_WIRES", wire)
+    prefix = f"undecodable-{secrets.token_hex(4)}-"
+    with (
+        SharedRingBuffer.create(schema, slots=4, prefix=prefix) as ring,
+        UCXXServer(ring, mode="thread"),
+        FoundRings(OnThisHost(prefix)) as queue,
+        Trainer(schemas=[schema], queue=queue) as trainer,
+    ):
+        first = ring.write({"x": np.zeros(count, np.int64)})
+        slot, generation = ring.native.try_take()
+        ring.native.publish(slot, generation, first.size, first.checksum or 0, 1, 0, b"TK\xff" + bytes(40))
+        last = ring.write({"x": np.ones(count, np.int64)})
+        claims = []
+        while len(claims) < 3:
+            claims += trainer.claim_tickets(3 - len(claims), timeout_s=30.0)
+        trainer.start_prefetch(claims)
+        batch = trainer.collect_prefetch(30.0)
+        assert batch is not None
+        assert [payload.ticket.identity for payload in trainer.consume(batch)] == [first.identity, last.identity]
+        [(claim, error)] = batch.undecodable
+        assert claim.ticket_id == f"{ring.ring_id}/{slot}/{generation}"
+        assert isinstance(error, TicketError)
+        [failure] = queue.failures()
+        assert (failure.ticket_id, failure.reason) == (claim.ticket_id, f"TicketError: {error}")
+        assert trainer.ucxx_statistics().failed == 1
+        batch.release()
+        eventually(lambda: ring.statistics().free == 4, "every slot is free")
