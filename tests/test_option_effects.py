@@ -330,7 +330,7 @@ OPTIONS: dict[type, dict[str, Shown]] = {
         "shape": (lambda options: len(set(parents(options)[0].split("'parent'"))) and parents(options),
                   {"star": None, "chain": None}),
         "fanout": (parents, {1: None, 4: None}),
-        "host": (lambda options: described(options)["host"], {"a": "a", "b": "b"}),
+        "host": (lambda options: described(options)["ranks"][0]["host"], {"a": "a", "b": "b"}),
         "wires": "weights/test_manager_deaths.py::test_a_corrupted_bucket_is_never_loaded",
         "secret": "weights/test_engine.py::test_members_with_another_secret_get_nothing",
         "rate": "weights/test_messages.py::test_a_pace_keeps_the_rate_and_saves_nothing_up",

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 @pytest.fixture(scope="module", params=["mapped", "tcp", "redis"])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Listeners find a trainer silent, and leases end, after 1.5 s."""
-    with place_of(request.param) as place, Run(place, claim_lease_s=1.5) as run:
+    with place_of(request.param) as place, Run(place, **SHORT_LEASE) as run:
         yield run
 
 

@@ -128,7 +128,6 @@ class Writing:
                 if isinstance(error.written, Tickets):
                     self._publish_many(error.written, version)
                     encoded.extend(error.written.encoded)
-                error.written = Tickets(encoded)
                 if few == 1 or timeout_s <= 0:
                     raise
                 full.append(True)
@@ -137,9 +136,13 @@ class Writing:
             self._publish_many(done, version)
             encoded.extend(done.encoded)
 
-        while len(encoded) < len(batch):
-            self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
-            self._ucxx_unsure = False
+        try:
+            while len(encoded) < len(batch):
+                self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
+                self._ucxx_unsure = False
+        except RingFullError as error:  # of the last payloads, or since tickets wait for a slow queue
+            error.written = Tickets(encoded)
+            raise
         return Tickets(encoded)
 
     def _publish_many(self, tickets: Tickets, version: int | None) -> None:
