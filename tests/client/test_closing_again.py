@@ -181,11 +181,11 @@ def test_an_announcement_whose_close_was_interrupted_is_withdrawn_by_the_next(mo
 @pytest.mark.parametrize(
     "interrupt",
     [
-        lambda patch, session: interrupting(patch, session.fetching, "end"),
+        lambda patch, session: interrupting(patch, session.prefetch, "clear"),
         lambda patch, session: interrupting(patch, session.claims._queue, "retry"),
         lambda patch, session: interrupting(patch, session.thread, "close"),
     ],
-    ids=["fetch", "claims", "thread"],
+    ids=["prefetch", "claims", "thread"],
 )
 def test_a_packer_whose_cleanup_was_interrupted_gives_every_claim_back_in_the_next(
     interrupt: Callable[[pytest.MonkeyPatch, Any], None], monkeypatch: pytest.MonkeyPatch

@@ -116,17 +116,20 @@ def test_bytes_of_a_ticket_that_change_on_the_way_are_noticed_and_taken_again(
 
 @taking
 @pytest.mark.parametrize(
-    ("direction", "mark"),
-    [("to the listener", bytes([Kind.FINISH, 0, 1])), ("to the trainer", bytes([VERSION, Kind.STATUS, 4, 0]))],
+    ("direction", "marks"),
+    [
+        ("to the listener", [bytes([Kind.FINISH, 0, 1])]),
+        ("to the trainer", [bytes([VERSION, Kind.STATUS, count, 0]) for count in range(1, 5)]),
+    ],
     ids=["the request", "its answer"],
 )
 def test_bytes_of_an_acknowledgement_that_change_on_the_way_end_the_connection_and_nothing_comes_twice(
-    run: Run, way: Detour, trainer: Told, direction: Direction, mark: bytes
+    run: Run, way: Detour, trainer: Told, direction: Direction, marks: list[bytes]
 ) -> None:
     run.publish(4)
     trainer.ask("claim", 4)
     trainer.ask("collect")
-    way.arm("flip", direction, [mark])
+    way.arm("flip", direction, marks)
     accepted = trainer.ask("consume")
     way.wait()
     accepted += trainer.ask("train", 4 - len(accepted))

@@ -148,8 +148,9 @@ async def relayed(ring: SharedRingBuffer, change: Change) -> connection.Link:
         side, peer = await between.accepted(), await stage.peer()
         with contextlib.suppress(LinkError):  # a client that has given up says no more
             await peer.say(change(await side.heard(Hello)))
-            await side.say(change(await peer.heard(Challenge)))
-            await peer.say(change(await side.heard(Proof)))
+            if change is not lowered:  # which the listener refuses at once
+                await side.say(change(await peer.heard(Challenge)))
+                await peer.say(change(await side.heard(Proof)))
             await side.say(change(await peer.heard(Welcome)))
         return await opening
 

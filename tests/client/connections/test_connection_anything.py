@@ -28,14 +28,18 @@ JOINED = 1
 
 
 def mutated(message: bytes, rng: random.Random) -> bytes:
-    """The message with some of its numbers changed, or its length."""
+    """The message with some of its numbers changed, or its length; mostly with the checksum of what it is now."""
+    head = frame_codec.HEADER_BYTES
+    end = frame_codec.status_bytes(int.from_bytes(message[10:12], "little"), 0)
     changed = bytearray(message)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        at = rng.choice((0, 1, 2, 4, 8, *range(16, min(len(changed), 16 + 3 * 32), 32)))
-        at += rng.choice((0, 0, 0, 1, 2, 8)) if at >= 16 else 0
+        at = rng.choice((8, 9, 10, 12, 16, *range(head, min(len(changed), head + 3 * 32), 32)))
+        at += rng.choice((0, 0, 0, 1, 2, 8)) if at >= head else 0
         changed[at % len(changed)] = rng.choice((0, 1, 2, 3, 7, rng.randrange(256)))
     if rng.random() < 0.2:
         del changed[rng.randrange(len(changed)) :]
+    if len(changed) >= end and rng.random() < 0.9:
+        changed[:end] = frame_codec.sealed(changed[:end])
     return bytes(changed)
 
 
@@ -46,7 +50,7 @@ def believable(message: bytes, number: int, sizes: list[int]) -> list[Answer] | 
     except ProtocolError:
         return None
     total = sum(len(each.joined) for each in answers if each.joined is not None)
-    announced = int.from_bytes(message[8:12], "little")
+    announced = int.from_bytes(message[16:20], "little")
     fits = (
         answered == number
         and [each.position for each in answers] == list(range(len(sizes)))

@@ -167,7 +167,7 @@ messages = st.one_of(
         inline_limit=st.integers(0, wire.MOST_INLINE),
         code=st.sampled_from([0, 0, 1, 255]) | u64,
     ),
-    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=40)),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=40), version=u64),
     st.just(Proof(b"p")),
     st.just(Hello(5, 5, RING, 1, bytes(16))),
 ).map(wire.encode_handshake)
