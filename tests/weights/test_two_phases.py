@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -134,20 +134,33 @@ class Slow(ReferenceWorker):
         self.running -= 1
 
 
+@contextlib.contextmanager
+def going_on(worker: Slow) -> Iterator[None]:
+    """Its load goes on at the end, so that a test that fails ends."""
+    try:
+        yield
+    finally:
+        worker.go_on.set()
+
+
 @asynchronous
 async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_later() -> None:
     worker, quick = Slow(), ReferenceWorker()
     async with group(worker, quick, limits=Limits(load=0.3)) as (manager, replicas, _):
         await manager.update(1)
-        with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
-            await manager.update(2)
-        assert manager.admitted == {"replica 1": 2}
+        with going_on(worker):
+            with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
+                await manager.update(2)
+            assert manager.admitted == {"replica 1": 2}
+            assert await replicas[0].prove() is None
+            with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
+                await manager.update(3)  # the first load is still under way
+            assert manager.admitted == {"replica 1": 3}
+            assert not worker.generating
+        loading = replicas[0]._loading
+        assert loading is not None
+        await asyncio.wait([loading])
         assert await replicas[0].prove() is None
-        with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
-            await manager.update(3)  # the first load is still under way
-        assert manager.admitted == {"replica 1": 3}
-        assert not worker.generating
-        worker.go_on.set()
         manager._limits = Limits()
         await manager.update(4)
         assert manager.admitted == {"replica 0": 4, "replica 1": 4}
@@ -165,9 +178,10 @@ async def test_a_replica_whose_load_is_slow_does_not_keep_another_one_paused() -
             resumed.set() if (step, names) == (Step.RESUME_GENERATION, ("replica 1",)) else None
         )
         updating = asyncio.ensure_future(manager.update(2))
-        await resumed.wait()
-        assert await asyncio.to_thread(worker.waits.wait, 30)
-        worker.go_on.set()
+        with going_on(worker):
+            async with asyncio.timeout(20):
+                await resumed.wait()
+            assert await asyncio.to_thread(worker.waits.wait, 20)
         await updating
         assert manager.admitted == {"replica 0": 2, "replica 1": 2}
 
@@ -178,9 +192,9 @@ async def test_a_commit_that_has_begun_is_completed_although_the_update_is_cance
     async with group(worker) as (manager, _, _):
         await manager.update(1)
         updating = asyncio.ensure_future(manager.update(2))
-        assert await asyncio.to_thread(worker.waits.wait, 30)
-        updating.cancel()
-        worker.go_on.set()
+        with going_on(worker):
+            assert await asyncio.to_thread(worker.waits.wait, 30)
+            updating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await updating
         assert manager.admitted == {"replica 0": 2}
