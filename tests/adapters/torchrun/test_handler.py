@@ -26,6 +26,8 @@ pytestmark = [
 QUICK = "lease_s=4,last_call_s=3"
 PATIENT = "lease_s=60,last_call_s=3"  # whoever is not heard to leave is waited for longer than the test takes
 
+KEYS = Keys("job")
+
 Start = Callable[..., Agents]
 
 
@@ -74,7 +76,7 @@ def waits(agents: Agents, node: str) -> None:
 
     def here() -> bool:
         with open_store(agents.store) as store:
-            return any(name in key or name.encode() in entry.value for key, entry in store.scan("job/").items())
+            return any(name in key or name.encode() in entry.value for key, entry in store.scan(KEYS.all).items())
 
     agents.until(here, f"agent {node} waits")
 
@@ -141,7 +143,7 @@ def test_a_run_that_is_closed_ends_all_agents_with_its_code(sqlite: Start, reaso
     agents = sqlite("--nnodes=2")
     pair_and_spare(agents)
     with open_store(agents.store) as store:
-        close_run(store, Keys("job"), reason, "operator", "enough for today")
+        close_run(store, KEYS, reason, "operator", "enough for today")
     assert [agents.code(node) for node in "abc"] == [code] * 3
     for node in "abc":
         assert f"{reason} (enough for today)" in agents.output(node)
@@ -217,7 +219,7 @@ def test_when_a_peer_dies_at_the_end_the_others_wait_for_its_replacement(sqlite:
 
 def _seats_done(agents: Agents) -> int:
     with open_store(agents.store) as store:
-        return sum(b'"status":"done"' in entry.value for entry in store.scan("job/1/seat/").values())
+        return sum(b'"status":"done"' in entry.value for entry in store.scan(f"{KEYS.of_round(1)}seat/").values())
 
 
 # --- who comes and leaves ---------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ def test_the_registry_makes_the_engine_from_yaml(tmp_path: Path) -> None:
     engine = CheckpointEngineRegistry.new(config.backend, bucket_size=size, **kwargs)
     try:
         assert isinstance(engine, CheckpointEngine)
-        assert engine._engine._wires == frozenset({"tcp", "mapped"})
-        assert engine._engine._secret == b"of the run"
+        assert engine._engine._options.wires == frozenset({"tcp", "mapped"})
+        assert engine._engine._options.secret == b"of the run"
     finally:
         engine.close()
 
