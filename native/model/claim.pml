@@ -18,8 +18,7 @@
  * entry of a connection is that of the present one, whose client asks.
  *
  * Defines: RANKS (1 or 2) MAXGEN CONNECTIONS MAXATTEMPTS are sizes; NO_MAPPED and NO_NETWORK leave out one trainer; LEASE
- * has M and the connections ask for a lease; DISCARD allows it; LIVING has the looker live; MUT_* plants a fault, with
- * MUTANT. */
+ * has M and the connections ask for a lease; DISCARD allows it; MUT_* plants a fault, with MUTANT. */
 
 #ifndef RANKS
 #define RANKS 1
@@ -82,6 +81,7 @@ bool up, quiet, sent[CONNECTIONS], revoked[CONNECTIONS];
 /* ghosts */
 bool was_silent[RANKS];         /* M, since it was heard before this claim */
 bool holds[3];                  /* it has a claim and believes in it */
+bool told_no;                   /* the client, of the claim that L has */
 byte by[(MAXGEN + 1) * RANKS];  /* attempt that consumed a generation */
 #define BY(g, r) by[(g) * RANKS + (r)]
 
@@ -99,11 +99,12 @@ byte by[(MAXGEN + 1) * RANKS];  /* attempt that consumed a generation */
 inline pin(o) { mine[o]++; pins = pins | BIT(o) }
 inline unpin(o) { mine[o]--; if :: mine[o] == 0 -> pins = pins & ~BIT(o) :: else fi }
 inline rest(w) { at[w] = RESTING; ticket[w] = 0; number[w] = 0 }
-inline forget() { if :: con_of != con -> sent[con_of] = false; revoked[con_of] = false :: else fi; con_of = 0 }
+inline forget() { if :: con_of != con -> sent[con_of] = false; revoked[con_of] = false :: else fi; con_of = 0; told_no = false }
 inline to_nobody(r) { holder[r] = 0; ending[r] = false }
 inline accept(o, w, r) {
   assert(BY(ticket[w], r) == 0 || T1_consumed_twice);
   assert((holder[r] == o + 1 && attempts[r] == number[w] && gen == ticket[w]) || T6_trained_on_anothers_claim);
+  assert(o != L || !told_no || V1_told_no_and_consumed);
   BY(ticket[w], r) = number[w]; done = done | BIT(r); holds[w] = false;
   printf("owner %d consumes generation %d for rank %d, attempt %d\n", o, ticket[w], r, number[w])
 }
@@ -342,9 +343,7 @@ end:
 #ifndef NO_NETWORK
   RECLAIM(L)
 #endif
-#ifndef LIVING
   :: d_step { step > 0 && !calm -> step = 0; who = 0; printf("the looker is killed\n") }
-#endif
 #if defined(LEASE) && !defined(MUT_NOBODY_LOOKS)
   LOOK(0)
 #if RANKS > 1
@@ -385,6 +384,7 @@ inline tell(what) {
 #ifndef DISCARD                 /* a limit: what is discarded between the note of a listener that dies and its done bit is told so */
   assert(what != ACCEPTED || BY(claim_gen, RL) == claim_attempts || V2_told_yes_and_not_consumed);
 #endif
+  told_no = (what == REFUSED && at[L] != RESTING && ticket[L] == claim_gen && number[L] == claim_attempts);
   claim_gen = 0; claim_attempts = 0; answer = NONE; quiet = false
 }
 #ifdef MUT_IN_QUESTION_IS_NO
