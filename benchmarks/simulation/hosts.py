@@ -218,12 +218,20 @@ class SimLink:
 
     @classmethod
     async def open(
-        cls, worker: SimWorker, host: str, port: int, *, ring: str, tag_base: int, secret: Any, settings: Settings
+        cls,
+        worker: SimWorker,
+        host: str,
+        port: int,
+        *,
+        ring: str,
+        tag_base: int,
+        secret: Any,
+        settings: Settings,
+        limit_s: float,
     ) -> SimLink:
         """As the real one: connecting and shaking hands, within the limits."""
         world = cls.world
         there = world.hosts_at.get(host)
-        limit_s = settings.connect_timeout_s + settings.handshake_timeout_s
         wait_s = world.delay(there) * 3
         if there is None or not there.alive or there.cut or wait_s > limit_s:
             await asyncio.sleep(limit_s)

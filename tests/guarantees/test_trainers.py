@@ -65,7 +65,7 @@ def test_what_a_stopped_trainer_claimed_without_a_lease_stays_its_own(run: Run) 
 
 @mapped
 def test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once(run: Run) -> None:
-    with run.trainer(wires="tcp") as there:
+    with run.trainer(wires="tcp", **SHORT_LEASE) as there:
         accepted: list[int] = []
         for _ in range(4):
             run.publish(8)

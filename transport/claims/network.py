@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -90,6 +91,8 @@ class _Rank:
         self.taken: deque[TakenBatch] = deque()  # whole, and not said to be in use: that costs a turn of the loop
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
+        self.asked = time.monotonic()  # when a caller last asked for payloads
+        self.idling: asyncio.Task[None] | None = None
 
 
 class NetworkSource:
@@ -167,7 +170,25 @@ class NetworkSource:
                 most_attempts=self._most_attempts,
                 look_s=_LOOK_S,
             )
+            made.idling = asyncio.create_task(
+                self._give_back_when_idle(made, made.demands, self._claims.settings.claim_lease_s)
+            )
         return made
+
+    @staticmethod
+    async def _give_back_when_idle(of: _Rank, demands: Demands, lease_s: float) -> None:
+        """What came goes back, and nothing is asked for, while no caller has asked for a lease's time.
+
+        The connection lives, and its claims with it: others would wait for them as long as this trainer is idle.
+        """
+        while True:
+            await asyncio.sleep(lease_s / 4)
+            if time.monotonic() - of.asked > lease_s:
+                if of.wanted is not None:
+                    of.wanted = None
+                    demands.want(0, 1, None)
+                while _next(of.came) is not None:
+                    pass
 
     def _soon(self, what: Callable[..., object], *arguments: object) -> None:
         if self._thread is not None:
@@ -177,6 +198,7 @@ class NetworkSource:
     def want(self, rank: int | str, n: int, oldest_version: int | None) -> None:
         """Have demands for some times ``n`` payloads wait; does not wait itself."""
         of = self._rank(rank)
+        of.asked = time.monotonic()
         of.sizes.append(n)
         most = max(of.sizes)
         if of.wanted != (most, oldest_version) and of.demands is not None:
@@ -354,6 +376,8 @@ class NetworkSource:
 
     async def _end(self) -> None:
         for of in self._ranks.values():
+            if of.idling is not None:
+                of.idling.cancel()
             if of.demands is not None:
                 of.demands.close()
             of.came.clear()
