@@ -25,9 +25,9 @@ from seen_settings import (
     handshakes_admitted,
     idle_connection_is_closed,
     idle_connections,
-    limit_of_a_connection,
     limit_of_a_large_read,
     limit_of_a_small_read,
+    limits_of_a_connection,
     longest_pause_before_an_ack_is_sent_again,
     pause_between_renewals,
     pause_of_the_sweep,
@@ -66,8 +66,8 @@ EFFECTS: dict[str, tuple[Seen, dict[str, Any], dict[str, str]]] = {
     "read_slowest_rate": (
         limit_of_a_large_read, {"1e7": "0.2 s", "1e9": "0.1 s"}, {"read_timeout_s": "0.1", "attempts_per_read": "1"}
     ),
-    "connect_timeout_s": (limit_of_a_connection, {"3": 8.0, "4": 9.0}, {}),
-    "handshake_timeout_s": (limit_of_a_connection, {"7": 12.0, "6": 11.0}, {}),
+    "connect_timeout_s": (limits_of_a_connection, {"3": (3.0, 8), "4": (4.0, 9)}, {}),
+    "handshake_timeout_s": (limits_of_a_connection, {"7": (5.0, 12), "6": (5.0, 11)}, {}),
     "attempts_per_read": (attempts_at_a_dead_port, {"1": 1, "3": 3}, {"backoff_first_s": "0.001"}),
     "calls_per_ticket": (
         calls_and_rounds, {"1": (3, 3), "4": (12, 3)}, {"backoff_first_s": "0.001", "backoff_most_s": "0.002"}

@@ -8,19 +8,24 @@ import contextlib
 import random
 import struct
 
+import msgspec
+import numpy as np
 import pytest
 from frame_codec import sealed
 from helpers import asynchronous, until
 from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
 
-from transport import SharedRingBuffer
+from transport import Schema, SharedRingBuffer, UpTo
 from transport.claims.batch import TakenBatch
 from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
+from transport.claims.in_place import TakenPart
 from transport.devices.buffers import BufferPool
-from transport.errors import LinkError, ProtocolError
+from transport.errors import LinkError, ProtocolError, TicketError
+from transport.ring.batch_shape import fields_of
 from transport.settings import DEFAULTS
+from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 
@@ -29,6 +34,7 @@ pytestmark = pytest.mark.ucx
 JOINED = 1
 SLOTS = 6
 SEEDS = range(8)
+SCHEMA = Schema.of(x=("uint8", UpTo(1 << 10)))
 
 
 def aligned(size: int) -> int:
@@ -79,8 +85,15 @@ GOOD = ticket(300, slot=0).encode()
 
 @pytest.mark.parametrize(
     ("note", "length"),
-    [(b"", 300), (b"no ticket", 300), (GOOD, 299), (GOOD, 301), (GOOD, 1 << 60), (GOOD, (1 << 64) - 1)],
-    ids=["none", "garbage", "shorter", "longer", "endless", "most"],
+    [
+        (GOOD, 299),
+        (GOOD, 301),
+        (GOOD, 1 << 60),
+        (GOOD, (1 << 64) - 1),
+        (ticket(300, slot=1).encode(), 300),
+        (msgspec.structs.replace(ticket(300, slot=0), generation=8).encode(), 300),
+    ],
+    ids=["shorter", "longer", "endless", "most", "other slot", "other generation"],
 )
 @asynchronous
 async def test_a_payload_to_be_read_apart_whose_ticket_contradicts_its_row_is_an_error_of_the_protocol(
@@ -89,6 +102,28 @@ async def test_a_payload_to_be_read_apart_whose_ticket_contradicts_its_row_is_an
     async with ScriptedListener() as listener:
         with pytest.raises(ProtocolError):
             await taken(listener, answered(0, [(note, b"", False)], {0: length}))
+
+
+@pytest.mark.parametrize("length", [0, 300])
+@pytest.mark.parametrize("note", [b"", b"no ticket"], ids=["none", "garbage"])
+@asynchronous
+async def test_a_payload_to_be_read_apart_whose_ticket_cannot_be_decoded_has_no_bytes_and_leaves_the_others(
+    note: bytes, length: int
+) -> None:
+    async with ScriptedListener() as listener:
+        batch = await taken(listener, answered(0, [(GOOD, b"one", True), (note, b"", False)], {1: length}))
+        assert [bytes(payload.data) for payload in batch] == [b"one", b""]
+        with pytest.raises(TicketError):
+            _ = batch[1].ticket
+        assert 1 in TakenPart(batch).measure(fields_of(SCHEMA), np.empty((2, 1), np.int64))  # not in a batch in place
+
+
+def undecodable(note: bytes) -> bool:
+    try:
+        Ticket.decode(note)
+    except TicketError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -116,8 +151,12 @@ async def test_any_answer_to_a_take_fits_or_is_an_error_of_the_link(seed: int) -
                     continue
                 raise
             for payload in batch:
-                assert len(payload.data) == batch.rows["length"][payload._at]
-                assert len(payload.encoded) == batch.rows["note_bytes"][payload._at]
+                row = batch.rows[payload._at]
+                if not row["flags"] & JOINED and undecodable(payload.encoded):
+                    assert len(payload.data) == 0
+                else:
+                    assert len(payload.data) == row["length"]
+                assert len(payload.encoded) == row["note_bytes"]
 
 
 def anything(rng: random.Random, numbers: list[int]) -> Record:

@@ -14,7 +14,6 @@ from transport import BlockingClient, Schema, SharedRingBuffer, StaleSlotError, 
 from transport.client.connections.connection import Want
 from transport.errors import ChecksumError, SchemaError, UsageError
 from transport.testing import LocalTransport
-from transport.wire import frames
 from transport.wire.frames import Answer, Kind
 
 pytestmark = pytest.mark.ucx
@@ -165,20 +164,6 @@ def test_what_cannot_be_asked_for_is_named(wire: Any) -> None:
         assert isinstance(outcome.error, SchemaError)
         assert ring.statistics().pins == 0
         client.read(ticket).release()
-
-
-def test_a_listener_of_the_version_before_sends_whole_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "VERSION", 3)  # of the listener, which runs in this process, and of this client
-    with (
-        SharedRingBuffer.create(SCHEMA, slots=2) as ring,
-        served(ring),
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
-    ):
-        ticket = ring.write(sample())
-        payload = client.read(ticket, fields=("messages", "reward"))
-        assert list(payload) == ["reward", "messages"]
-        assert payload["reward"] == 2.5
-        assert client.statistics().bytes_by_wire == {"tcp": ticket.size}
 
 
 @pytest.mark.parametrize("size", [50, 500])  # joined to the answer, and a message of its own

@@ -159,9 +159,11 @@ def test_what_a_thread_was_not_handed_is_not_consumed(wire: Any, how: str) -> No
 def test_a_call_that_is_interrupted_when_its_payload_is_here_consumes_nothing(
     wire: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    result = Job.result
+
     def interrupted(job: Job[Any], timeout: float | None = None) -> Any:
         try:
-            Job.__bases__[0].result(job, timeout)  # the payload came; this thread had not looked yet
+            result(job, timeout)  # the payload came; this thread had not looked yet
         finally:
             monkeypatch.undo()
         raise KeyboardInterrupt

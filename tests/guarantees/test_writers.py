@@ -43,11 +43,15 @@ class Serving:
 
 @contextlib.contextmanager
 def away(place: Place) -> Iterator[None]:
-    """Nothing can be published meanwhile. With rings nothing has to be."""
-    if place.server is not None and place.server.process is not None:
-        os.kill(place.server.process.pid, signal.SIGSTOP)
+    """Nothing can be published meanwhile. With rings nothing has to be.
+
+    The server is killed, not stopped: one that is stopped does what it finds in its socket when it goes on, also for a
+    writer that was killed meanwhile.
+    """
+    if place.server is not None:
+        place.server.kill()
         yield
-        os.kill(place.server.process.pid, signal.SIGCONT)
+        place.server.start()
     else:
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from packers import Packer
 from queue_waits import ticket as queued_ticket
 
 from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXRolloutMixin, config
+from transport.client.connections import links
 from transport.client.connections.acknowledgements import Ack, AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine
@@ -25,6 +27,7 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.server import listener
 from transport.server.lifetime import Lifetime, Phase, Watchdog
 from transport.testing import MemoryQueue
+from transport.wire import probing
 
 Configuration = config.Configuration
 PORT, OTHER = ("127.0.0.1", 1), ("127.0.0.1", 2)
@@ -165,21 +168,30 @@ def limit_of_a_large_read(found: Configuration) -> str:
     return read_error(found, 1 << 20)
 
 
-def limit_of_a_connection(found: Configuration) -> float:
-    """Connecting and shaking hands, together."""
+def limits_of_a_connection(found: Configuration) -> tuple[float, int]:
+    """Of the probe that comes first, and of everything until hands are shaken: probe, connecting and handshake."""
+    probes: list[float] = []
+    took: list[float] = []
     limits: list[float] = []
-    real = asyncio.timeout
+    real, real_probe = asyncio.timeout, probing.probe
 
     def timeout(seconds: float | None) -> Any:
         if sys._getframe(1).f_globals["__name__"] == "transport.client.connections.connection":
             limits.append(seconds or 0.0)
         return real(seconds)
 
+    async def probe(address: str, port: int, timeout_s: float) -> None:
+        began = time.monotonic()
+        await real_probe(address, port, timeout_s)
+        probes.append(timeout_s)
+        took.append(time.monotonic() - began)
+
     with pytest.MonkeyPatch.context() as patch, serving() as (ring, _):
         patch.setattr(asyncio, "timeout", timeout)
+        patch.setattr(links, "probe", probe)
         with BlockingClient(wire={"tcp"}, settings=found.settings) as client:
             client.read(ring.write_raw(noise(1)))
-    return limits[0]
+    return probes[0], round(limits[0] + took[0])
 
 
 def attempts_at_a_dead_port(found: Configuration) -> int:
@@ -239,9 +251,15 @@ def waits(found: Configuration) -> tuple[float, float]:
 
 def renewed_anew_by_memory(found: Configuration) -> list[str]:
     reasons: list[str] = []
+
+    async def sweep(ring: SharedRingBuffer) -> None:
+        one = listener.Listener(ring, settings=found.settings, restart=reasons.append)
+        one.sweep(0.0)
+        await one.stop()
+
     with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, pytest.MonkeyPatch.context() as patch:
         patch.setattr(listener.OwnMemory, "size", lambda _: 50 << 20)
-        listener.Listener(ring, settings=found.settings, restart=reasons.append).sweep(0.0)
+        asyncio.run(sweep(ring))
     return reasons
 
 
@@ -295,18 +313,18 @@ def pause_of_the_sweep(found: Configuration) -> float:
 
 
 class Silent:
-    """A connection of native code that has been idle, or has had an unacknowledged attempt, for a while."""
+    """A connection of native code that has been idle, or has had an unacknowledged read by ticket, for a while."""
 
     def __init__(self, oldest: float | None) -> None:
-        self.oldest, self.last_active, self.expired = oldest, 100.0, [0.0]
+        self.oldest, self.last_active, self.ended = oldest, 100.0, 0
         self.attempts = 0 if oldest is None else 1
         self.waiting = 0  # demands that wait for a payload
 
     def end_consumed(self) -> None: ...
 
     def expire(self, before: float) -> int:
-        self.expired.append(before)
-        return 1
+        self.ended += self.oldest is not None and self.oldest < before
+        return self.ended
 
 
 def swept(found: Configuration, native: Silent, now: float) -> bool:
@@ -336,7 +354,7 @@ def idle_connection_is_closed(found: Configuration) -> bool:
 def unacknowledged_attempts_end(found: Configuration) -> bool:
     native = Silent(100.0)
     swept(found, native, 100.0 + 20.0)
-    return len(native.expired) > 1
+    return native.ended > 0
 
 
 def staging_pool(found: Configuration) -> int:

@@ -350,8 +350,9 @@ class TakenBatch:
         rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]
         pieces = [self._buffer]
         for at, own in self._read.items():
-            rows[:2, at] = len(pieces), 0
-            pieces.append(memoryview(own).toreadonly())
+            piece = memoryview(own).toreadonly()
+            rows[:3, at] = len(pieces), 0, min(int(self.rows["length"][at]), piece.nbytes)  # none: no ticket to read by
+            pieces.append(piece)
         return _ring.ReceivedPayloads(pieces, rows)
 
     @property

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -260,7 +260,8 @@ class ClaimConnection:
         claims, owned = self._client.hold(self, rows)
         read: dict[int, Any] = {}
         if len(rows) and not (rows["flags"] & JOINED).all():
-            read, failed = await self._read(rows, notes, buffer, verify)
+            with _given_back_on_error(claims):
+                read, failed = await self._read(rows, notes, buffer, verify)
             wrong = [*wrong, *failed]
         if not wrong:
             return TakenBatch(claims, owned, buffer, notes, offsets, read, self._client.known)
@@ -305,13 +306,14 @@ class ClaimConnection:
         rows, notes, offsets = self._parsed(outcome, buffer)
         claims, owned = self._client.hold(self, rows)
         known = dict(self._client.known) if schema is None else {**self._client.known, schema.fingerprint: schema}
-        found, undecodable = self._tickets(rows, notes, buffer, every=True)
-        for error in undecodable.values():
-            raise error
-        tickets = [ticket for _, ticket in found]
-        wanted = WantedFields(tickets, fields, known, self._client.buffers)
-        wanted.look(rows, offsets, buffer, verify=verify)
-        failed = wanted.arrived(await self._fetched(wanted.wants), outcome[2:])
+        with _given_back_on_error(claims):
+            found, undecodable = self._tickets(rows, notes, buffer, every=True)
+            for error in undecodable.values():
+                raise error
+            tickets = [ticket for _, ticket in found]
+            wanted = WantedFields(tickets, fields, known, self._client.buffers)
+            wanted.look(rows, offsets, buffer, verify=verify)
+            failed = wanted.arrived(await self._fetched(wanted.wants), outcome[2:])
         self._note_changed(len(outcome[2:]))
         kept = self._without(claims, owned, sorted(failed))
         return wanted.batch(partial(self._client.hold, self), rows[kept], kept, len(failed))
@@ -512,3 +514,13 @@ def _returned(task: asyncio.Task[TakenBatch]) -> None:
     if not task.cancelled() and task.exception() is None:
         batch = task.result()
         batch.claims.return_soon(batch.positions)
+
+
+@contextlib.contextmanager
+def _given_back_on_error(claims: ClaimedRows) -> Iterator[None]:
+    """Give the claims back at once: an error that a caller keeps has frames, in which their owner stands."""
+    try:
+        yield
+    except BaseException:
+        claims.return_soon(np.arange(len(claims.rows), dtype=np.intp))
+        raise

@@ -294,10 +294,10 @@ class Links:
         settings = self._settings
         while True:
             address = await address_of(port[0])
+            worker = self._get_worker() if near else self._worker_for(ring, address)  # raises where no wire leads there
             began = time.monotonic()
             await probe(address, port[1], settings.connect_timeout_s)
             left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
-            worker = self._get_worker() if near else self._worker_for(ring, address)
             try:
                 return await Link.open(
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
