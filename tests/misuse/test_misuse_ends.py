@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,20 @@ import pytest
 from misuse import call, give_back, quiet, verdict
 from misuse_records import ENDS, LOOPS, SCENES
 from misuse_scenes import Scene
+from redis_server import needs_redis
 
 from transport.errors import TransportError
 
 pytestmark = pytest.mark.ucx
 PATIENCE_S = 20.0  # a watchdog
-WITH_END = list(SCENES)
+
+
+def cases(titles: Iterable[str]) -> list[Any]:
+    """Those of Redis only where there is a server."""
+    return [pytest.param(title, marks=needs_redis if "Redis" in title else ()) for title in titles]
+
+
+WITH_END = cases(SCENES)
 GIVES_UP = {"SharedRingBuffer"}  # closing it discards what was not read: its documentation says so
 
 
@@ -100,7 +108,7 @@ def test_two_ends_at_once(title: str) -> None:
             scene.intact()
 
 
-@pytest.mark.parametrize("title", [title for title in SCENES if title not in LOOPS])
+@pytest.mark.parametrize("title", cases(title for title in SCENES if title not in LOOPS))
 def test_calls_from_another_thread(title: str) -> None:
     with quiet(), SCENES[title]() as scene:
         made = {name: arguments for name, arguments in prepared(scene).items() if name not in ENDS}
@@ -153,7 +161,7 @@ def in_a_child(action: Callable[[], list[str]]) -> list[str]:
     return [] if status == 0 and said == b"[]" else [f"status {status}", *json.loads(said or b"[]")]
 
 
-@pytest.mark.parametrize("title", SCENES)
+@pytest.mark.parametrize("title", WITH_END)
 def test_calls_in_a_forked_child(title: str) -> None:
     with quiet(), SCENES[title]() as scene:
         made = prepared(scene)
