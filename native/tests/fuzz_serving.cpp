@@ -148,8 +148,9 @@ struct Scene {
   void settle() {
     for (int turns = 0; turns < 20 && !over; ++turns) turn();
     Connection& connection = *served.connection;
+    // What is left of its attempts are claims, which end with it: their holder is not silent for longer than its lease.
     const bool kept = ++inputs % 8 != 0 && !over && connection.expire(1e12) >= 0 && connection.waiting() == 0 &&
-                      connection.unsent() == 0;
+                      connection.unsent() == 0 && served.service->attempts() == 0;
     if (!kept) {
       connection.close();
       turn();
