@@ -27,9 +27,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left_out: set[pytest.Item] = set()
     for cases in _cases_of_each_test(items):
-        marker = cases[0].get_closest_marker("nightly")
-        keep = len(cases) if marker is None else marker.kwargs.get("keep", 0)
-        by_default = _spread(cases, keep)
+        marked = {case: marker for case in cases if (marker := case.get_closest_marker("nightly"))}
+        keep = next(iter(marked.values())).kwargs.get("keep", 0) if marked else 0
+        by_default = set(cases) - set(marked) | _spread(list(marked), keep)
         if not nightly:
             left_out.update(set(cases) - by_default)
             continue
