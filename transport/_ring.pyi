@@ -143,6 +143,7 @@ class Claim(Buffer):
     policy_version: int
     verdict: int  # OPEN, CONSUMED, REFUSED, GIVEN_BACK or ENDED
     held: bool  # open, and still this attachment's
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     def payload(self) -> memoryview:
         """The payload's bytes, read-only. The claim keeps them, also when the ring is closed."""
     def finish(self, keep_pin: bool = False) -> bool:
