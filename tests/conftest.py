@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ pytest.register_assert_rewrite(
 )
 
 pytest_plugins = ["tiers"]
+
+# A shell without job control starts what ends in & with SIGINT ignored; children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     own_shared_memory()  # so that one worker's segments are no leaks of the other's tests

@@ -33,6 +33,8 @@ class DataPacker(UCXXDataPackerMixin):
 
 
 def rollout(queue: TicketQueue, name: str, stop: threading.Event, trained: Path) -> None:
+    if trained.exists():  # in an earlier round
+        return
     worker = RolloutWorker()
     worker.setup_ucxx(SCHEMA, slots=8, name=name, queue=queue, settings=SETTINGS)
     try:
