@@ -75,6 +75,7 @@ def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureF
     assert (row["writers"], row["trainers"]) == (2, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_an_idle_system_is_measured_one_payload_at_a_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_an_idle_system_is_measured_one_payload_at_a_time(
     assert (row["mode"], row["batch"]) == ("idle", 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @needs_redis
 def test_every_payload_of_the_redis_queue_is_consumed_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +177,7 @@ def members(process: int) -> set[int]:
     return found
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -62,6 +62,7 @@ def test_fetch_measures_and_verifies(port: int, tmp_path: Path, capsys: pytest.C
     assert report["rails"] == {}
 
 
+@pytest.mark.nightly
 def test_another_wire_than_the_one_asked_for_has_no_figure(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader is told to take shared memory, which leads to a listener that has TCP only."""
     monkeypatch.setenv("UCX_TLS", "tcp")

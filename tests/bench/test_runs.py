@@ -48,6 +48,7 @@ def test_loopback_measures_us_and_peers_and_says_who_was_skipped(
     assert any(name.startswith("tcp/") for name in rows["transport"]["transports"])
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_a_mapped_ring_is_read_and_viewed_and_the_result_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

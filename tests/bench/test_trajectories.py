@@ -23,6 +23,7 @@ def test_a_trajectory_fits_the_schema() -> None:
     assert trajectory_rows.schema().layout(lengths).total > 250_000
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wire", ["mapped", pytest.param("tcp", marks=pytest.mark.ucx)])
 def test_put_get_and_the_whole_job_are_measured(wire: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "job", *SHORT, "--wire", wire, "--json", "-"]) == 0

@@ -6,6 +6,7 @@ import pytest
 from benchmark_programs import measured_rows, run_benchmark
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_trainers_go_on_while_another_one_is_stopped() -> None:
     arguments = ("--connections", "3", "--sizes", "64KiB", "--seconds", "0.3", "--repetitions", "1")
@@ -18,6 +19,7 @@ def test_trainers_go_on_while_another_one_is_stopped() -> None:
         assert 0 < row["us_p50"] <= row["us_p99"] <= row["us_p999"]
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_endpoints_and_their_memory_are_counted() -> None:
     arguments = ("--clients", "3", "--listeners", "1", "--sizes", "1KiB", "--seconds", "0.01", "--repetitions", "1")

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.ucx
 ROUNDS = 12
 
 
+@pytest.mark.nightly(keep=1)
 @over_ucx
 @asynchronous
 async def test_a_buffer_reused_at_once_after_a_cancelled_or_late_read_is_never_written(wire: Any) -> None:
@@ -57,7 +58,7 @@ async def test_a_server_in_processes_ends_with_reads_in_flight() -> None:
     assert not reuse.written_afterwards
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["writer first", "SIGKILL all"])
 def test_whole_processes_that_are_stopped_with_reads_in_flight_leave_nothing_behind(end: str, tmp_path: Path) -> None:

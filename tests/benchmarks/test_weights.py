@@ -12,6 +12,7 @@ from benchmark_programs import BENCHMARKS
 from links import Links, why_not
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_weights_reach_every_replica_and_a_delta_costs_less_of_the_link(tmp_path: Path) -> None:
@@ -29,6 +30,7 @@ def test_weights_reach_every_replica_and_a_delta_costs_less_of_the_link(tmp_path
     assert [row["received"] for row in rows if row["mode"] == "full"] == [1.0, 2.0]  # once for each host
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_shards_reach_every_engine_and_no_sender_sends_the_model(tmp_path: Path) -> None:

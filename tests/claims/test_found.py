@@ -50,6 +50,7 @@ def test_every_ring_is_found_and_each_payload_consumed_once(prefix: str, wire: s
         eventually(lambda: free(first) and free(second), "every slot is free")
 
 
+@pytest.mark.nightly(keep=1)
 @both
 def test_rings_that_appear_and_vanish_are_followed(prefix: str, wire: str, over: None) -> None:
     with open_queue(f"rings:{prefix}") as queue:

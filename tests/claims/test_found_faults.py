@@ -69,6 +69,7 @@ def test_a_killed_trainers_claims_are_anothers(prefix: str, wire: str, over: Non
         eventually(lambda: free(ring), "no slot is pinned")
 
 
+@pytest.mark.nightly(keep=1)
 @both
 def test_a_stopped_trainers_claims_are_anothers_and_it_is_refused(
     prefix: str, wire: str, over: None, monkeypatch: pytest.MonkeyPatch

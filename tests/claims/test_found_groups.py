@@ -125,6 +125,7 @@ def test_what_one_rank_gives_back_no_rank_trains_on_and_it_comes_again(store: St
             worker.cleanup_ucxx()
 
 
+@pytest.mark.nightly(keep=1)
 @both
 def test_slots_of_a_group_whose_follower_died_are_freed_for_the_writer(store: Store, wire: str) -> None:
     prefix = f"group-{secrets.token_hex(4)}-"
@@ -162,6 +163,7 @@ print(*found, flush=True)
 """
 
 
+@pytest.mark.nightly(keep=1)
 @both
 def test_independent_ranks_each_consume_every_payload_once(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", wire)

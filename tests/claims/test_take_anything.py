@@ -126,6 +126,7 @@ def undecodable(note: bytes) -> bool:
     return False
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("seed", SEEDS)
 @asynchronous
 async def test_any_answer_to_a_take_fits_or_is_an_error_of_the_link(seed: int) -> None:
@@ -199,6 +200,7 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
     )
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("seed", SEEDS)
 @asynchronous
 async def test_whatever_is_asked_of_a_listener_no_slot_stays_held_when_the_askers_are_gone(seed: int) -> None:

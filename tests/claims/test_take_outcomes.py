@@ -212,6 +212,7 @@ async def test_what_is_given_back_while_its_connection_breaks_is_given_back(ring
         await comes_again(of)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("then", ["finish", "end"])
 @asynchronous
 async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_keeps_no_later_one_waiting(

@@ -83,7 +83,7 @@ def server() -> Iterator[str]:
     process.stdout.close()
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)

@@ -189,6 +189,7 @@ print("main done", flush=True)
     eventually(lambda: free(ring))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("how", ["close", "read", "exit", "del"])
 def test_a_forked_child_has_no_client_and_leaves_its_parents_alone(ring: SharedRingBuffer, how: str) -> None:
     code = f"""{LEFT_OPEN}

@@ -70,6 +70,7 @@ async def test_a_connection_that_is_lost_right_after_its_handshake_is_made_again
 IMPATIENT = settings_with(read_timeout_s=1.0, attempts_per_read=1)
 
 
+@pytest.mark.nightly(keep=2)
 @over_ucx
 @pytest.mark.parametrize("size", [5000, 50_000, 4 << 20])
 @asynchronous

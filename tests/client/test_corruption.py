@@ -53,6 +53,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("when", ["before attaching", "while attached"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_segment_with_any_bytes_yields_errors_at_worst(seed: int, when: str) -> None:

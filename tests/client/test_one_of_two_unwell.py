@@ -75,6 +75,7 @@ async def test_a_callers_hurry_says_nothing_against_the_port(connected: bool) ->
             assert client.statistics().quarantined_ports == ()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_more_reads_than_the_pool_has_places_wait_for_a_place_however_long() -> None:
     one_place = msgspec.structs.replace(QUICK_TO_DOUBT, pool_endpoints_per_port=1, attempts_per_read=1)
@@ -124,6 +125,7 @@ async def test_acknowledgements_reach_their_ring_although_another_one_cannot_be_
             assert client.statistics().acks_pending == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("ask", ["state", "discard"])
 @asynchronous
 async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -> None:
@@ -141,6 +143,7 @@ async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -
                 assert client.statistics().quarantined_ports == (f"127.0.0.1:{stopped}",)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("ask", [UCXXClient.state, UCXXClient.discard])
 @asynchronous
 async def test_a_question_that_nobody_answers_ends_in_an_error_of_ours(ask: Any) -> None:
@@ -182,6 +185,7 @@ async def test_a_port_that_serves_another_ring_is_not_asked_again(first: int, kn
             assert client.statistics().quarantined_ports == ()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_listeners_killed_while_they_write_into_shared_memory_cost_no_payload_and_no_patience() -> None:
     """UCX waits for ever at the gap that a killed writer leaves in the queue of the client's worker."""

@@ -183,6 +183,7 @@ def test_of_several_addresses_the_reachable_one_is_found(hosts: tuple[Host, Host
     assert written["addresses"] == ["10.203.77.99", here.address]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("address", ["10.203.77.99", "127.0.0.1"])
 def test_an_unreachable_address_is_an_error_that_names_it(hosts: tuple[Host, Host], queue: str, address: str) -> None:
     here, there = hosts

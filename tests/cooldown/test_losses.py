@@ -226,6 +226,7 @@ class Full(SQLiteStore):
         return super().put_many(changes)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("whose", ["client", "coordinator"])
 @asynchronous
 async def test_a_store_that_is_full_for_a_while_delays_the_checkpoint_only(tmp_path: Path, whose: str) -> None:

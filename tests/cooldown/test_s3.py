@@ -126,6 +126,7 @@ def test_what_was_altered_in_the_store_is_refused(place: S3, model: Path) -> Non
     assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     "stored", [{"etag": "0" * 32}, {"of another kind": "0" * 32}, {}], ids=["other", "unknown", "none"]
 )

@@ -65,6 +65,7 @@ def test_every_payload_reaches_every_reader_once(tmp_path: Path, wire: str) -> N
     assert demo.left() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_metrics_are_those_of_every_process_of_the_run(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_signal_stops_everything_in_order(tmp_path: Path, number: signal.Signa
     assert demo.left() == []
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rollout", "trainer"])

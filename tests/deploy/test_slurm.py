@@ -225,6 +225,7 @@ def test_the_job_trains_on_every_episode_of_every_node_once(cluster: Cluster, fo
     assert secrets(folder) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_job_that_is_asked_to_end_leaves_in_order(cluster: Cluster, folder: Path) -> None:
     job = cluster.submit(ROOT / "deploy/slurm/job.sbatch", folder, PYTHON=sys.executable, EPISODES="1000000")

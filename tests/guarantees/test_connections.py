@@ -42,6 +42,7 @@ def trainer(run: Run, way: Detour) -> Iterator[Told]:
 taking = pytest.mark.parametrize("run", ["tcp"], indirect=True)
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_connection_that_breaks_in_the_middle_of_a_payload(run: Run, way: Detour, trainer: Told) -> None:
     numbers = run.next_numbers(4)
     way.arm("cut", "to the trainer", middle(numbers[1]))
@@ -87,6 +88,7 @@ def test_a_connection_that_breaks_between_payload_and_acknowledgement(
     run.account(accepted)
 
 
+@pytest.mark.nightly(keep=1)
 def test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again(
     run: Run, way: Detour, trainer: Told
 ) -> None:

@@ -35,6 +35,7 @@ def train(ranks: list[Told], n: int) -> list[int]:
     return accepted
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("place", "victim"), [("mapped", 0), ("tcp", 1)], indirect=["place"])
 def test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group(
     place: Place, victim: int, tmp_path: Path

@@ -38,6 +38,7 @@ def dies(writer: Told) -> None:
     Path(f"/dev/shm{segment}").unlink()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("place", "directory"), [("redis", False), ("redis", True)], indirect=["place"])
 def test_the_payloads_of_a_host_that_dies_are_lost_and_reported(place: Place, directory: bool, tmp_path: Path) -> None:
     store = f"sqlite://{tmp_path}/store.sqlite3" if directory else ""

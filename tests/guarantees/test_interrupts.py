@@ -78,6 +78,7 @@ def test_an_interrupted_job_loses_doubles_holds_and_leaves_nothing(wire: str, in
     assert left(run) == []
 
 
+@pytest.mark.nightly
 def test_the_accounts_show_a_planted_fault() -> None:
     run = f"interrupted-{secrets.token_hex(4)}"
     assert any(each.startswith("lost") for each in faults(interrupted(run, "mapped", 5 * FEW, 2, "consumed too early")))

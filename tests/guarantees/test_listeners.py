@@ -37,6 +37,7 @@ def listener_of(run: Run) -> int:
         return served_by(ring)()[0]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("run", "how"),
     [("redis", signal.SIGKILL), ("tcp", signal.SIGKILL), ("redis", signal.SIGSTOP), ("tcp", signal.SIGTERM)],
@@ -52,6 +53,7 @@ def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Sign
     run.account(accepted)
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_listener_that_is_killed_in_the_middle_of_a_payload(run: Run, way: Detour) -> None:
     numbers = run.publish(4)
     with run.trainer(detour=way) as trainer:
@@ -164,6 +166,7 @@ def settled(trainer: Told) -> list[int]:
     return accepted
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("heard", [True, False], ids=["accepted", "not accepted"])
 def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Run, way: Detour, heard: bool) -> None:
     doomed.publish(4)

@@ -24,6 +24,7 @@ def log_of(server: RedisServer) -> Path:
     return newest
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("flushed", ["always", "everysec"])
 def test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repetition(
     flushed: str, tmp_path: Path

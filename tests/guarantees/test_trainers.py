@@ -20,6 +20,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 mapped = pytest.mark.parametrize("run", ["mapped"], indirect=True)
 
 
+@pytest.mark.nightly(keep=1)
 def test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_one(run: Run) -> None:
     run.publish(8)
     with run.trainer(**SHORT_LEASE) as victim:
@@ -32,6 +33,7 @@ def test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_o
     run.account(accepted)
 
 
+@pytest.mark.nightly(keep=1)
 def test_what_a_stopped_trainer_held_passes_to_another_one_and_its_own_consume_is_refused(run: Run) -> None:
     run.publish(8)
     with run.trainer(**SHORT_LEASE) as victim:
@@ -63,6 +65,7 @@ def test_what_a_stopped_trainer_claimed_without_a_lease_stays_its_own(run: Run) 
         second.end()
 
 
+@pytest.mark.nightly
 @mapped
 def test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once(run: Run) -> None:
     with run.trainer(wires="tcp", **SHORT_LEASE) as there:

@@ -65,6 +65,7 @@ def consumed(place: Place, count: int) -> list[int]:
     return accepted
 
 
+@pytest.mark.nightly(keep=1)
 def test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published(place: Place) -> None:
     with Told("writer", place) as writer, place.open() as queue:
         segment = writer.ask("segment")
@@ -97,6 +98,7 @@ def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_a
         second.end()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("then", ["another writer", "no writer"])
 def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(place: Place, then: str) -> None:
     """It is consumed where a writer takes the ring over, and else not published; listeners serve the rest."""
@@ -122,6 +124,7 @@ def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(p
         Path(f"/dev/shm{serving.segment}").unlink(missing_ok=True)
 
 
+@pytest.mark.nightly
 @redis_alone
 def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_payloads(place: Place) -> None:
     name = f"{place.prefix}named"

@@ -222,6 +222,7 @@ def test_parents_are_bounded_and_checked(rings: Rings) -> None:
     assert rings.reward.write(with_parents({"reward": 1}, others))  # the largest fits
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     "found",
     [None, [], "text", [1], [[b"x", 0]], [[b"x"]], [["text", 0]], [[b"TK\x01", True]], {"a": 1}, [[b"", 0]] * 9],
@@ -327,6 +328,7 @@ payload.ack()
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("acknowledged", range(3))
 def test_a_reader_that_is_killed_between_acknowledgements_leaves_no_part_that_no_payload_names(
     rings: Rings, acknowledged: int

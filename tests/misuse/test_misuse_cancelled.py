@@ -144,6 +144,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.nightly(keep=16)
 @pytest.mark.ucx
 @pytest.mark.parametrize("before", [True, False], ids=["before", "while"])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])

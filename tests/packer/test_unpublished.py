@@ -103,6 +103,7 @@ def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is
         eventually(lambda: gone(segment), "the ring is gone when everything is consumed")
 
 
+@pytest.mark.nightly(keep=1)
 @needs_redis
 @pytest.mark.parametrize("how", ["one by one", "many"])
 def test_a_backlog_of_a_killed_writer_is_published_when_the_server_answers_again(how: str) -> None:
@@ -117,6 +118,7 @@ def test_a_backlog_of_a_killed_writer_is_published_when_the_server_answers_again
         assert queue.depth() == QueueDepth(done=40)
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_a_writer_that_is_killed_again_and_again_loses_nothing_and_has_nothing_consumed_twice() -> None:
     with redis_server() as server, open_queue(server.place()) as queue:

@@ -377,6 +377,7 @@ async def test_a_run_does_not_delete_what_another_run_below_its_name_has(tmp_pat
             assert (await other.finish()).reason is Reason.SUCCESS
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("call", ["finish", "restart", "close"])
 @asynchronous
 async def test_calls_and_the_end_do_not_wait_for_a_store_that_hangs(call: str) -> None:

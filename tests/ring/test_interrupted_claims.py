@@ -81,6 +81,7 @@ CLAIMS: dict[str, Callable[[SharedRingBuffer], object]] = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_a_claim_that_is_interrupted_anywhere_holds_nothing(ring: SharedRingBuffer, kind: str) -> None:
     fill(ring)
@@ -103,6 +104,7 @@ WRITES: dict[str, Callable[[SharedRingBuffer], object]] = {
 }
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_write_that_is_interrupted_anywhere_holds_no_slot(ring: SharedRingBuffer, kind: str) -> None:
     held: list[int] = []

@@ -47,6 +47,7 @@ def claim_in_a_thread(queue: TicketQueue) -> tuple[threading.Thread, list[BaseEx
     return thread, errors
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_calls_in_progress_and_later_ones_end_when_the_process_is_told_to(
     server: RedisServer, queue: TicketQueue, how: signal.Signals

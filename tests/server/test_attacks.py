@@ -78,7 +78,7 @@ async def reads(client: UCXXClient, ring: SharedRingBuffer, count: int, seed: in
     await read_all(client, tickets)
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "enough", "secret"),
     [
@@ -115,6 +115,7 @@ async def test_what_nobody_asked_for_does_not_fill_a_listeners_memory(
 AT_ONCE = {"bytes": 1500, "lengths": 600, "half": 600, "forged": 40, "nothing": 1500, "slowly": 300, "clients": 400}
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_readers_lose_nothing_while_a_port_is_attacked_and_afterwards_it_serves() -> None:
     """UCX may abort the listener, which is then back on its port; it may also just stand it."""

@@ -200,6 +200,7 @@ def sealed(body: bytes) -> bytes:
     return struct.pack("<BBHI", frames.FRAMING, Kind.HELLO, 0, len(body)) + body
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     "said",
     [

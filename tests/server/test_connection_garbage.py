@@ -54,6 +54,7 @@ def sealed(data: bytes) -> bytes:
     return bytes(frame_codec.sealed(bytearray(data)))
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(
     "message",
     [

@@ -78,6 +78,7 @@ def test_a_port_is_usable_again_at_once_after_a_close_with_clients(ring: SharedR
         assert read(ring.write_raw(b"second")) == b"second"
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_busy_port_is_an_error_and_leaves_nothing_running(ring: SharedRingBuffer, mode: Any, busy_port: int) -> None:
     server = UCXXServer(ring, (0, busy_port), addresses=LOCAL, mode=mode)
@@ -124,6 +125,7 @@ def test_settings_that_contradict_each_other_are_refused(ring: SharedRingBuffer)
         UCXXServer(ring, settings=msgspec.structs.replace(DEFAULTS, heartbeat_s=5.0))
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(ring: SharedRingBuffer, mode: Any) -> None:
     tickets = []

@@ -100,6 +100,7 @@ def reads(ring: SharedRingBuffer, count: int) -> None:
     run(reading())
 
 
+@pytest.mark.nightly(keep=3)
 @both_modes
 @pytest.mark.parametrize("saying", SAYINGS)
 def test_a_stranger_that_stays_is_ended_and_keeps_no_core_busy(mode: Any, saying: str) -> None:
@@ -115,6 +116,7 @@ def test_a_stranger_that_stays_is_ended_and_keeps_no_core_busy(mode: Any, saying
         assert mode == "thread" or listener_pids(ring)[port] == pid
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_stranger_that_has_gone_leaves_no_descriptor_and_keeps_no_core_busy(mode: Any) -> None:
     with served(mode) as (ring, port, pid):
@@ -140,6 +142,7 @@ def crowd(port: int, count: int, kept: int) -> Iterator[socket.socket]:
     yield from here
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 @pytest.mark.slow
 def test_two_thousand_strangers_leave_nothing_and_readers_go_on(mode: Any) -> None:
@@ -163,6 +166,7 @@ def test_two_thousand_strangers_leave_nothing_and_readers_go_on(mode: Any) -> No
         assert mode == "thread" or listener_pids(ring)[port] == pid
 
 
+@pytest.mark.nightly(keep=1)
 @both_modes
 def test_a_client_that_is_connected_for_long_is_no_stranger(mode: Any) -> None:
     """It has said less than a stranger on the connection that it made, and keeps it."""

@@ -103,6 +103,7 @@ def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
             assert [served.port for served in Supervisor(ring, config).served_ports] == [moved, here]
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_supervisor_that_stood_still_itself_does_not_hold_it_against_its_listeners() -> None:
     with served() as (ring, server):
@@ -192,6 +193,7 @@ class Watch:
         self._thread.join()
 
 
+@pytest.mark.nightly
 @asynchronous
 async def test_a_port_that_another_program_takes_meanwhile_does_not_cost_the_healthy_listener() -> None:
     with served() as (ring, server), socket.socket() as thief, Watch(ring) as watch:

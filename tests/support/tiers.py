@@ -1,12 +1,13 @@
 """Which tests `make pytest` leaves to `make nightly`: those that take long and seldom find what the others do not.
 
 `@pytest.mark.nightly` leaves out a test, `@pytest.mark.nightly(keep=8)` all but eight of its cases, which are evenly
-spread over the list of them and the same each time. A test that is asked for by its name (FILE::TEST), or that failed
-before (--last-failed), runs whatever its marker is.
+spread over the list of them, from one that depends on the test's name, and the same each time. A test that is asked
+for by its name (FILE::TEST), or that failed before (--last-failed), runs whatever its marker is.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 
 import pytest
@@ -47,7 +48,8 @@ def _cases_of_each_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:
 
 
 def _spread(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
-    """``count`` of the cases, the first and the last among them."""
+    """``count`` of the cases, from another one on for each test, so that together they reach every wire and queue."""
     if count >= len(cases):
         return set(cases)
-    return {cases[round(at * (len(cases) - 1) / max(count - 1, 1))] for at in range(count)}
+    first = zlib.crc32(cases[0].nodeid.partition("[")[0].encode())
+    return {cases[(first + at * len(cases) // count) % len(cases)] for at in range(count)}

@@ -61,6 +61,7 @@ async def shard_engines(prefix: str) -> list[ShardEngine]:
     return made
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", [ring_engines, shard_engines])
 @asynchronous
 async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(kind: Any) -> None:

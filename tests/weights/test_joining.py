@@ -340,6 +340,7 @@ def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(meetin
     assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("step", ["init_process_group", "send_weights"])
 def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: Meeting, step: str) -> None:
     soon = msgspec.structs.replace(meeting, timeout_s=1.0)

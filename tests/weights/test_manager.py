@@ -201,6 +201,7 @@ def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: S
 TAKEN = [step for step in Step if step not in (Step.PAUSE_IN_PLACE, Step.RESTORE)]  # by replicas that fail nothing
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("at", TAKEN, ids=lambda step: step.value.replace(" ", "-"))
 def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: Step) -> None:
     async def body(group: MemberGroup) -> None:

@@ -33,6 +33,7 @@ from transport.weights.worker import Replica
 pytestmark = pytest.mark.ucx
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("trainers", "engines", "shape"),
     [

@@ -193,7 +193,7 @@ async def test_in_place_an_engine_that_may_hold_a_mixture_takes_no_traffic(who: 
             assert group.manager.admitted == {alive: 3}
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("who", "place", "after", "versions"),
     [

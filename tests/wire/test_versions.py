@@ -63,6 +63,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch, oldest: int, newest: int) -> None:
 
 
 # --- two processes -----------------------------------------------------------------------------------------
+@pytest.mark.nightly(keep=2)
 @pytest.mark.ucx
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
 @pytest.mark.parametrize(

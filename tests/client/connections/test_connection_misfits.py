@@ -84,6 +84,7 @@ MISFITS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("name", MISFITS)
 @asynchronous
 async def test_an_answer_that_does_not_fit_its_request_is_refused_as_a_whole(name: str) -> None:
