@@ -3,7 +3,7 @@
     python benchmarks/pool_reuse.py --servers 10000 --reads-per-s 100
 
 The real pool on a made-up clock: reads go to servers chosen at random, one listener each, one after the other; the pool
-opens, keeps and closes as it does in a client (`transport/client/connections/pool.py`). docs/SCALING.md quotes it.
+opens, keeps and closes as it does in a client (`transport/client/connections/pool.py`). docs/CLUSTER.md quotes it.
 """
 
 from __future__ import annotations

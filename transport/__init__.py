@@ -8,7 +8,7 @@
         payload = await client.read(ticket)
 
 Nothing below imports ucxx before an endpoint is needed, so that schemas, tickets, rings and same-host reads work
-without it. docs/DESIGN.md has the order in which to read the files.
+without it. docs/developers/DESIGN.md has the order in which to read the files.
 """
 
 from __future__ import annotations

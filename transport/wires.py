@@ -17,7 +17,7 @@ from transport.errors import UsageError, WireNotAllowedError
 Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 
-# Chosen by measurement for endpoints with error handling on (docs/SETTINGS.md, "Tuning").
+# Chosen by measurement for endpoints with error handling on (docs/UCXX.md, "UCX settings").
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",

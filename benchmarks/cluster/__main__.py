@@ -4,7 +4,7 @@
 
 Hosts are namespaces on one bridge. Every payload is accounted for: consumed once and right, or lost with its host, or
 reported with a reason. Exit status 1 if one is not, if the job does not get on, or if something is left behind.
-docs/SOAK.md has the rest.
+docs/developers/TESTING.md has the rest.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from transport.cooldown.epochs.election import ALGORITHM, _mix, checkpointers, elect
 from transport.errors import UsageError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "CHECKPOINTS.md"
 
 
 def clients(count: int) -> tuple[str, ...]:
@@ -68,12 +67,6 @@ def test_the_mixing_function_is_that_of_splitmix64() -> None:
 @pytest.mark.parametrize(("among", "seed", "epoch", "elected"), VECTORS)
 def test_golden_vectors(among: tuple[str, ...], seed: int, epoch: int, elected: tuple[str, ...]) -> None:
     assert elect(among, seed=seed, epoch=epoch, algorithm=1) == elected
-
-
-def test_the_page_has_the_vectors() -> None:
-    rows = re.findall(r"^\| `([^`|]*)` \| (\d+) \| (\d+) \| `([^`|]*)` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    found = [(tuple(among.split()), int(seed), int(epoch), tuple(won.split())) for among, seed, epoch, won in rows]
-    assert found == [vector for vector in VECTORS if 0 < len(vector[0]) <= 9]
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,3 @@ def test_what_is_no_record_is_refused(data: bytes) -> None:
 def test_an_unread_note_has_a_default() -> None:
     assert decode(encode(RECORD), EpochRecord).notes == {}
     assert Note(kind=ReportKind.FAILED).refusal is None
-
-
-def test_the_page_has_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "COOLDOWN.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\w+) \| `(\w+)` \|", page, re.MULTILINE)
-    assert rows == [(state.name, event.__name__) for state, event in TABLE]
-    assert module.__doc__

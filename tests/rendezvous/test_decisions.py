@@ -20,7 +20,6 @@ from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reas
 from transport.rendezvous.rules import ExitCodes, Rules
 from transport.store.base import MOST_KEY_BYTES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "MEMBERSHIP.md"
 RULES = Rules(least=2, most=3, last_call_s=5.0, join_timeout_s=60.0)
 
 
@@ -167,14 +166,7 @@ def test_a_place_of_another_round_is_not_taken() -> None:
     member.validate()
 
 
-# --- the page, codes, names, the archive --------------------------------------------------------------------
-def test_the_pages_table_of_states_is_the_codes() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| `(\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    page = {
-        (State(before), Event(event)): State(after) for before, events, after in rows for event in events.split(", ")
-    }
-    code = {move: after for move, after in TABLE.items() if move[0] is not State.ENDED}
-    assert page == code
+# --- codes, names, the archive --------------------------------------------------------------------
 
 
 def test_exit_codes_are_those_of_the_reason_and_never_success_by_default() -> None:

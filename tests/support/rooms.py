@@ -19,9 +19,9 @@ FILES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in 
 
 def listed_rooms() -> list[str]:
     """The rooms in the order of the page. The first line lists the files of the package's own folder, room "."."""
-    page = (ROOT / "docs" / "DESIGN.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "developers" / "DESIGN.md").read_text(encoding="utf-8")
     block = re.search(r"^## Rooms\n(?:(?!    )[^\n]*\n)*((?:    [^\n]+\n)+)", page, re.MULTILINE)
-    assert block, "docs/DESIGN.md has no list of rooms"
+    assert block, "docs/developers/DESIGN.md has no list of rooms"
     return [".", *(line.split()[0] for line in block[1].splitlines()[1:])]
 
 

@@ -6,7 +6,7 @@ Three layers use the same plan, one inside the other, under one deadline:
     layer 2     calls for a ticket           calls_per_ticket
     layer 1       attempts of a read           attempts_per_read, and at least one per port
 
-docs/DELIVERY.md has what follows for one ticket: the most attempts, and the longest wait.
+docs/UCXX.md has what follows for one ticket: the most attempts, and the longest wait.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "transport_queue_retried_total": Family("counter", _OF_QUEUE, "claims given back"),
     "transport_queue_expired_total": Family("counter", _OF_QUEUE, "leases that ended before their claim did"),
 }
-"""All metrics; tests compare docs/grafana.json and docs/MONITORING.md with this list."""
+"""All metrics; tests compare docs/grafana.json and docs/OPERATIONS.md with this list."""
 
 Sample = tuple[str, tuple[str, ...], float]
 """Name of a family, its labels' values, and the number."""

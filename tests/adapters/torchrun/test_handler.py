@@ -106,7 +106,7 @@ def test_the_run_of_a_redis_url_is_the_rdzv_id_and_a_closed_one_says_so(redis: S
 
 @needs_redis
 def test_the_command_to_paste_runs(tmp_path: Path) -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "TORCHRUN.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "TORCH.md"
     block = page.read_text(encoding="utf-8").split("```console\n$ ")[1].split("```")[0]
     with redis_server() as server:
         here = {"store.example:6379": f"127.0.0.1:{server.port}", "$SLURM_JOB_ID": "job", "per-node=8": "per-node=1"}

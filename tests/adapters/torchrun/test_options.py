@@ -144,17 +144,6 @@ def test_a_wrong_position_is_named(source: str, message: str) -> None:
         where_of(source, {}, "host7")
 
 
-# --- the page -------------------------------------------------------------------------------------------
-def test_every_row_of_the_pages_table_has_its_test() -> None:
-    page = (ROOT / "docs" / "TORCHRUN.md").read_text(encoding="utf-8").split("## Beside c10d")[1].split("\n## ")[0]
-    measured, tested, _ = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
-    titles = [row.split(" | ")[0] for row in measured.splitlines()[2:]]
-    assert [row.split(" | ")[0] for row in tested.splitlines()[2:]] == titles
-    handler = Path(__file__).with_name("test_handler.py").read_text(encoding="utf-8")
-    for row in tested.splitlines()[2:]:
-        names = re.findall(r"`(\w+)`", row)
-        assert names
-        assert all(f"def {name}(" in handler for name in names), row
 
 
 # --- torch, the end ---------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_a_wrong_option_is_an_error_that_names_it(config: dict[str, Any], messag
 
 
 def test_the_configuration_to_paste_is_accepted() -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "VERL.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "ADAPTERS.md"
     block = page.read_text(encoding="utf-8").split("\n## TransferQueue\n")[1].split("```yaml\n")[1].split("```")[0]
     backend = OmegaConf.create(block).backend
     assert backend.storage_backend == BACKEND

@@ -14,7 +14,7 @@ from transport.adapters.verl.options import ring_arguments
 from transport.errors import ConfigurationError
 from transport.weights.options import EngineOptions
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "VERL.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "ADAPTERS.md"
 
 
 def test_the_configuration_to_paste_is_accepted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/SCALING.md says what the simulation of the pool says."""
+"""docs/CLUSTER.md says what the simulation of the pool says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pool_reuse = benchmark_module("pool_reuse")
 
 
 def test_the_table_is_the_simulations() -> None:
-    table = (ROOT / "docs" / "SCALING.md").read_text().partition("<!-- pool_reuse -->")[2].partition("<!-- /")[0]
+    table = (ROOT / "docs" / "CLUSTER.md").read_text().partition("<!-- pool_reuse -->")[2].partition("<!-- /")[0]
     rows = ROW.findall(table)
     assert len(rows) == 4
     for idle, share, links, megabytes in rows:
