@@ -1,4 +1,4 @@
-"""How a value lies in the bytes of its field. docs/PAYLOADS.md has the layout; here are its names and limits.
+"""How a value lies in the bytes of its field: the layout, its names and limits.
 
 0        magic, then the bytes of the tree (u32)
 8        the tree, MessagePack: None, bool, int, float, str, bytes, lists and dicts of text to values are themselves,
