@@ -213,21 +213,6 @@ def without_password(value: Any) -> Any:
     return _PASSWORD.sub(r"\1...@", value) if isinstance(value, str) else value
 
 
-def table() -> str:
-    """Every key, its variable, default and meaning, as a Markdown table."""
-    lines = ["| key | variable | default | what it bounds or says |", "|---|---|---|---|"]
-    lines += [
-        f"| `{key}` | `{variable_of(key)}` | {shown(default)} | {MEANINGS[key]} |"
-        for key, default in zip(Configuration.__struct_fields__, _defaults(), strict=True)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _defaults() -> list[object]:
-    plain = Configuration()
-    return [getattr(plain, key) for key in Configuration.__struct_fields__]
-
-
 def _path(environment: Mapping[str, str], folder: Path) -> Path | None:
     if named := environment.get(FILE_VARIABLE):
         return Path(named).expanduser()

@@ -3,7 +3,8 @@
     python benchmarks/soak --payloads 50000 --kills 100 --seed 1 --json build/soak.json
 
 Every payload must be consumed exactly once by every rank it was written for, byte for byte. Exit status 1 if one was
-lost, wrong or duplicated, if a process ended by itself, or if something was left behind; docs/developers/TESTING.md has the rest.
+lost, wrong or duplicated, if a process ended by itself, or if something was left behind.
+docs/developers/TESTING.md has the rest.
 """
 
 from __future__ import annotations

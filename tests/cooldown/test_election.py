@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 
 from transport.cooldown.epochs.election import ALGORITHM, _mix, checkpointers, elect
 from transport.errors import UsageError
-
 
 
 def clients(count: int) -> tuple[str, ...]:

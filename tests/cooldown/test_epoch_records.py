@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 from coordinators import RECORD, checkpoint, in_cooldown, report, verify
 
-from transport.cooldown.epochs import coordinator as module
 from transport.cooldown.epochs.coordinator import (
-    TABLE,
     Reported,
     Verified,
 )

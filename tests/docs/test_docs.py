@@ -122,12 +122,18 @@ def rules_list() -> str:
     return "".join(f"* `{rule}`\n" for _, rule in DEFAULTS._rules())
 
 
-def metrics_table() -> str:
-    lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
+def configuration_table() -> str:
+    plain = config.Configuration()
+    lines = ["| key | default | what it bounds or says |", "|---|---|---|"]
     lines += [
-        f"| `{name}` | {family.kind} | {', '.join(family.labels)} | {family.says} |"
-        for name, family in metrics.FAMILIES.items()
+        f"| `{key}` | {config.shown(getattr(plain, key))} | {config.MEANINGS[key]} |" for key in plain.__struct_fields__
     ]
+    return "\n".join(lines) + "\n"
+
+
+def metrics_table() -> str:
+    lines = ["| metric | labels | what it says |", "|---|---|---|"]
+    lines += [f"| `{name}` | {', '.join(family.labels)} | {family.says} |" for name, family in metrics.FAMILIES.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +142,7 @@ def test_every_setting_has_a_meaning() -> None:
 
 
 def test_the_table_of_settings_is_that_of_the_code() -> None:
-    assert part("configuration") == config.table(), "python tests/docs/test_docs.py writes it anew"
+    assert part("configuration") == configuration_table(), "python tests/docs/test_docs.py writes it anew"
 
 
 def test_the_table_of_metrics_is_that_of_the_code() -> None:
@@ -171,7 +177,8 @@ def section(title: str) -> str:
 def test_the_status_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and getattr(kind, "status", 0)]
     expected = {str(kind.status): (f"`{kind.__name__}`", kind.retryable) for kind in kinds}
-    table = (ROOT / "docs" / "developers" / "WIRE.md").read_text(encoding="utf-8").partition("| code | error")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "developers" / "WIRE.md").read_text(encoding="utf-8")
+    table = page.partition("| code | error")[2].partition("\n\n")[0]
     written = {row[0]: (row[1], row[2] != "no") for row in rows("| code | error" + table)}
     assert written == expected
 
@@ -194,7 +201,7 @@ def test_the_ucx_settings_are_those_chosen() -> None:
 def main() -> None:
     parts = [
         ("rules", rules_list()),
-        ("configuration", config.table()),
+        ("configuration", configuration_table()),
         ("metrics", metrics_table()),
     ]
     for name, content in parts:

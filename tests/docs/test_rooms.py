@@ -1,4 +1,4 @@
-"""Folders are rooms: docs/developers/DESIGN.md lists them in the order of their imports, and a room imports only rooms above it.
+"""Folders are rooms, listed by docs/developers/DESIGN.md in the order of imports: a room imports only rooms above it.
 
 The front doors (``__init__`` and ``__main__`` of the package, and the ``__init__`` of a room) are not counted: they
 name what is behind them and import it on first use. Imports under TYPE_CHECKING count as all others.

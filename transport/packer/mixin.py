@@ -83,7 +83,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws it on the terminal.
-            joined: a payload that names its parents (docs/PAYLOADS.md) comes as a `JoinedPayload` of all parts, which is
+            joined: a payload that names its parents (docs/PAYLOADS.md) is a `JoinedPayload` of all parts, which is
                 consumed as a whole. ``schemas`` has those of the parents, too.
             client: further choices, for example ``client=ClientOptions(device="torch")``.
             wire, settings: default: the operator's configuration (config.py), which may also turn on metrics.

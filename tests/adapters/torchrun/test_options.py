@@ -144,8 +144,6 @@ def test_a_wrong_position_is_named(source: str, message: str) -> None:
         where_of(source, {}, "host7")
 
 
-
-
 # --- torch, the end ---------------------------------------------------------------------------------------
 def test_a_torch_that_does_not_fit_is_named_with_those_that_do() -> None:
     old = {
