@@ -3,7 +3,7 @@
 * Every ``python`` block of README.md, CONTRIBUTING.md and docs/ runs, each in a namespace and an empty folder of its
   own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
   that is not installed. Every file in examples/ runs as a program.
-* Tables that repeat code (settings, rules, layouts, status codes, transitions, UCX settings) equal it.
+* Tables that repeat code (settings, layouts, status codes, transitions, UCX settings) equal it.
 
 test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the generated tables
 anew.
@@ -29,7 +29,6 @@ from doc_pages import PAGES, ROOT, page_parameters
 
 from transport import config, errors, wires
 from transport.observe import metrics
-from transport.settings import DEFAULTS
 from transport.wire import frames
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -118,10 +117,6 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-def rules_list() -> str:
-    return "".join(f"* `{rule}`\n" for _, rule in DEFAULTS._rules())
-
-
 def configuration_table() -> str:
     plain = config.Configuration()
     lines = ["| key | default | what it bounds or says |", "|---|---|---|"]
@@ -147,10 +142,6 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
 
 def test_the_table_of_metrics_is_that_of_the_code() -> None:
     assert part("metrics") == metrics_table(), "python tests/docs/test_docs.py writes it anew"
-
-
-def test_the_rules_are_those_of_the_code() -> None:
-    assert part("rules") == rules_list()
 
 
 @pytest.mark.parametrize("name", ["_PREFIX", "_HEADER", "_RECORD", "_ANSWER"])
@@ -200,7 +191,6 @@ def test_the_ucx_settings_are_those_chosen() -> None:
 # --- writing the generated parts ----------------------------------------------------------------------
 def main() -> None:
     parts = [
-        ("rules", rules_list()),
         ("configuration", configuration_table()),
         ("metrics", metrics_table()),
     ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 
@@ -41,11 +39,3 @@ def test_only_a_proof_leads_to_serving() -> None:
 def test_a_new_replica_is_not_admitted() -> None:
     assert not Admission().admitted
     assert str(Admission()) == "pending weights (it has no weights yet)"
-
-
-def test_the_page_has_this_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "WEIGHTS.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\S[^|]*?) \| (\S[^|]*?) \| (\S[^|]*?) \|$", page, re.MULTILINE)
-    assert {(a, b, c) for a, b, c in rows if a in set(State)} == {
-        (state.value, event.value, to.value) for (state, event), to in TRANSITIONS.items()
-    }
