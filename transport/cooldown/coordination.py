@@ -75,13 +75,14 @@ class StoredCoordinator:
     """
 
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
-        record, self._version = ledger.look(epoch)
+        record, _ = ledger.look(epoch)
         if record is None:
             raise UsageError(f"run {ledger.run}: epoch {epoch} is not open; open() it first")
         self.machine = Coordinator(record)
         self._ledger = ledger
         self._epoch = epoch
         self._wall = wall
+        self._known = record  # as it stood in the store when it was last read or written
         self._unwritten: EpochRecord | None = None
         self._due: list[Report] = []  # to be verified; kept until a call that returns them
         self._heard = (ABSENT, 0)  # the bell's version, and the shares refused, when the shares were read
@@ -155,25 +156,25 @@ class StoredCoordinator:
 
     def _flush(self) -> None:
         """Write the pending record; a record of another coordinator causes further actions."""
-        while self._unwritten is not None:
-            record = self._unwritten
-            if record.phase is Phase.ENDED and not record.ended_at:
-                record = self._unwritten = msgspec.structs.replace(record, ended_at=self._wall())
-            version = self._ledger.write(record, self._version)
-            event: Event = Written()
-            if version is None:
-                theirs, version = self._ledger.look(self._epoch)
-                if theirs is None:
-                    raise RunError(
-                        f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store"
-                    )
-                # A write whose answer was lost may have been done: then the record is our own.
-                event = Written() if theirs == record else Superseded(theirs)
-            self._version = version
+        if self._unwritten is None:
+            return
+        self._ledger.advance(self._epoch, self._next)
+        if self._unwritten is not None:
+            self.machine.record = self._known = self._unwritten
             self._unwritten = None
-            if isinstance(event, Written):
-                self.machine.record = record
-            self._note(self.machine.handle(event))
+            self._note(self.machine.handle(Written()))
+
+    def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
+        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
+        if standing is None:
+            raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
+        if standing not in (self._known, self._unwritten):
+            self._known, self._unwritten = standing, None
+            self._note(self.machine.handle(Superseded(standing)))
+        record = self._unwritten
+        if record is not None and record.phase is Phase.ENDED and not record.ended_at:
+            record = self._unwritten = msgspec.structs.replace(record, ended_at=self._wall())
+        return None if record == standing else record
 
 
 class CooldownHost:
