@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from transport.cooldown.epochs.records import EpochRecord, Phase, Report, Report
 from transport.cooldown.upload import remove
 from transport.errors import CoordinatorLostError, InternalError, RunError
 from transport.runtime.blocking_calls import in_thread, retry_store, settled
+from transport.runtime.durable import flush
 from transport.store.base import ABSENT
 
 log = logging.getLogger(__name__)
@@ -178,11 +178,7 @@ def made_durable(folder: Path, *, below: bool = True) -> None:
     for path in [*(folder.rglob("*") if below else ()), folder]:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
 
 
 def prune(scratch: Path, keep: int) -> list[str]:

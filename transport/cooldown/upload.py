@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
@@ -152,24 +152,33 @@ class _Moving:
 def _copy(source: Path, name: str, destination: Destination, target: str, moving: _Moving) -> File:
     digest = hashlib.sha256()
     size = 0
+
+    def pieces(file: BinaryIO) -> Iterator[bytes]:
+        nonlocal size
+        while True:
+            with _reading(source):
+                piece = file.read(PIECE)
+            if not piece:
+                break
+            moving.check()
+            yield piece
+            digest.update(piece)
+            size += len(piece)
+            moving.moved(len(piece))
+        moving.check()
+
     moving.check()
-    try:
+    with _reading(source):
         file = source.open("rb")
+    with file:
+        proofs = destination.write(target, source.stat().st_size, pieces(file))
+    moving.moved(0, done=1)
+    return File(name=name, size=size, sha256=digest.hexdigest(), proofs=proofs)
+
+
+@contextlib.contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"{source} cannot be uploaded: {error.strerror}; this client cannot read its files") from error
-    with file:
-        writer = destination.writer(target, source.stat().st_size)
-        try:
-            while piece := file.read(PIECE):
-                moving.check()
-                writer.write(piece)
-                digest.update(piece)
-                size += len(piece)
-                moving.moved(len(piece))
-            moving.check()
-            writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
-    moving.moved(0, done=1)
-    return File(name=name, size=size, sha256=digest.hexdigest(), proofs=writer.proofs())

@@ -11,6 +11,7 @@ import msgspec
 
 from transport.errors import StoreUnsuitableError
 from transport.rendezvous.records import Closing
+from transport.runtime.durable import flush
 
 
 class Archive:
@@ -59,9 +60,5 @@ class Archive:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 draft.unlink()
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(self.path.parent)
         return True
