@@ -118,6 +118,18 @@ def test_what_is_not_there_is_none(destination: Destination) -> None:
         list(pieces)
 
 
+def test_what_another_process_wrote_is_seen_at_once(destination: Destination) -> None:
+    with open_destination(destination.url) as other:
+        assert (destination.names("a"), destination.size("a/b")) == ([], None)
+        other.put("a/b", b"1")
+        assert (destination.names("a"), destination.size("a/b")) == (["b"], 1)
+        other.put("a/b", b"12")
+        other.put("a/c", b"1")
+        assert (destination.names("a"), destination.size("a/b")) == (["b", "c"], 2)
+        other.delete("a")
+        assert (destination.names("a"), destination.size("a/b")) == ([], None)
+
+
 def test_a_small_file_is_replaced(destination: Destination) -> None:
     destination.put("outcome", b"first")
     destination.put("outcome", b"second and longer")

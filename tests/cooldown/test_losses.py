@@ -289,7 +289,7 @@ async def test_a_save_that_outlasts_its_cooldown_writes_into_no_later_one(coolin
     taking = asyncio.create_task(client.cooldown(7))
     await until(begun.is_set)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_module, "STOP_WAIT_S", 0.01)
+        patch.setattr(following, "STOP_WAIT_S", 0.01)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
     assert (await client.cooldown(7)).part is Part.WON

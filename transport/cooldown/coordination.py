@@ -57,7 +57,7 @@ from transport.errors import (
     StoreError,
     UsageError,
 )
-from transport.runtime.blocking_calls import in_thread, retry_store, settled
+from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -369,18 +369,13 @@ class CooldownHost:
 
     async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
         """Write the outcome to the destination too, in case the store is lost."""
-        written = in_thread(put_outcome, record, destination)
-        if not await settled(written, OUTCOME_COPY_S):
-            log.warning("epoch %d: the outcome is in the store only: timeout at %s", record.epoch, destination.url)
-        elif error := written.exception():
-            log.warning("epoch %d: the outcome is in the store only: %s", record.epoch, error)
+        if why := await failure(in_thread(put_outcome, record, destination), OUTCOME_COPY_S):
+            log.warning("epoch %d: the outcome is not at %s: %s", record.epoch, destination.url, masked(why))
 
     async def _publish(self, record: EpochRecord, destination: Destination) -> None:
         """Offer the checkpoint as the service's own tools expect it. A further `cooldown` of this epoch repeats it."""
         call = in_thread(publish, record, destination)
-        if not await settled(call, PUBLISH_S):
-            log.warning("epoch %d: its checkpoint is not published: timeout at %s", record.epoch, destination.url)
-        elif error := call.exception():
-            log.warning("epoch %d: its checkpoint is not published: %s", record.epoch, masked(str(error)))
+        if why := await failure(call, PUBLISH_S):
+            log.warning("epoch %d: its checkpoint is not published: %s", record.epoch, masked(why))
         else:
             log.info("epoch %d: %s", record.epoch, call.result())

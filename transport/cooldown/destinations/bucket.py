@@ -48,6 +48,7 @@ class Bucket(Destination):
             import fsspec
             from fsspec.config import apply_config
 
+            # Other processes write here too.
             options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
             # What the operator has in fsspec's configuration: an argument would replace all of its key.
             given = apply_config(fsspec.get_filesystem_class(scheme), {})
@@ -71,7 +72,6 @@ class Bucket(Destination):
     def names(self, path: str) -> list[str]:
         """See `Destination`."""
         with self.translated("list", path):
-            self._forget()
             try:
                 found = self._fs.ls(self._at(path), detail=False)
             except FileNotFoundError:
@@ -81,7 +81,6 @@ class Bucket(Destination):
     def size(self, path: str) -> int | None:
         """See `Destination`."""
         with self.translated("look at", path):
-            self._forget()
             try:
                 found = self._fs.info(self._at(path))
             except FileNotFoundError:
@@ -122,26 +121,19 @@ class Bucket(Destination):
     def proofs(self, path: str) -> dict[str, str]:
         """See `Destination`."""
         with self.translated("look at", path):
-            self._forget()
             found = self._fs.info(self._at(path))
             return {kind: found[name].strip('"') for kind, name in _PROOFS.items() if found.get(name)}
 
     def delete(self, path: str) -> None:
         """See `Destination`."""
-        with self.translated("delete", path):
-            self._forget()
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(self._at(path), recursive=True)
+        with self.translated("delete", path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._at(path), recursive=True)
 
     def close(self) -> None:
         """See `Destination`. Connections of gcsfs, and the thread that fsspec keeps for all, end with the process."""
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
-
-    def _forget(self) -> None:
-        """Drop cached listings, because other processes write here too."""
-        self._fs.invalidate_cache()
 
     def translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
         """See `Destination`."""
