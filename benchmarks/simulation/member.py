@@ -8,7 +8,6 @@ from typing import Any, Final
 from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.epochs.coordinator import Begin, Refuted, Verified
 from transport.cooldown.epochs.coordinator import Event as EpochEvent
-from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
 from transport.cooldown.epochs.records import Phase as EpochPhase
@@ -137,7 +136,7 @@ class Member:
                 return
             self.coordinator = StoredCoordinator(self.ledger, epoch, wall=lambda: self.world.now)
         coordinator = self.coordinator
-        if coordinator.machine.state is EpochState.TRAINING:
+        if coordinator.machine.record.phase is EpochPhase.TRAINING:
             members = tuple(peer.member for peer in self.session.roster().peers)
             coordinator.handle(Begin(step=coordinator.machine.record.epoch, clients=members))
         due = coordinator.step(self.world.now + self.skew_s)

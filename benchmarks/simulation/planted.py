@@ -22,10 +22,9 @@ from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
 from transport.cooldown.epochs.coordinator import TABLE, Superseded
-from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
-from transport.cooldown.epochs.records import encode
+from transport.cooldown.epochs.records import Phase, encode
 from transport.errors import RetriesExhaustedError
 from transport.rendezvous import decisions, placement
 from transport.rendezvous.hosting import Hosting
@@ -174,7 +173,7 @@ def _ended_again() -> None:
     def again(self: Any, event: Any) -> Any:
         return self._write()
 
-    TABLE[EpochState.DECIDED, Superseded] = again  # type: ignore[index]
+    TABLE[Phase.ENDED, Superseded] = again  # type: ignore[index]
 
 
 def _question_cancelled() -> None:

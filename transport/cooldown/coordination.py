@@ -27,12 +27,10 @@ from transport.cooldown.epochs.coordinator import (
     Event,
     Refuted,
     Reported,
-    State,
     Superseded,
     Verified,
     Verify,
     Write,
-    Written,
 )
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
@@ -90,7 +88,7 @@ class StoredCoordinator:
 
     def ended(self) -> bool:
         """Whether the store has the epoch's end."""
-        return self.machine.state is State.ENDED
+        return self.machine.record.phase is Phase.ENDED and self._unwritten is None
 
     def step(self, now: float) -> list[Report]:
         """Handle new reports and the time; returns the reports to verify."""
@@ -162,7 +160,6 @@ class StoredCoordinator:
         if self._unwritten is not None:
             self.machine.record = self._known = self._unwritten
             self._unwritten = None
-            self._note(self.machine.handle(Written()))
 
     def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
         """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
