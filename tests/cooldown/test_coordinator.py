@@ -268,7 +268,7 @@ def of_members() -> Coordinator:
 
 def test_members_are_elected_on_each_host() -> None:
     record = of_members().record
-    assert (record.layout, record.hosts, record.clients) == (2, HOSTS, tuple(sorted(HOSTS)))
+    assert (record.hosts, record.clients) == (HOSTS, tuple(sorted(HOSTS)))
     assert len(record.elected) == 2
     assert record.elected_of("a") == elect(("a0", "a1", "a2"), seed=8, epoch=7)
     assert record.elected_of("b") == ("b0",)

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import BinaryIO
 from transport.cooldown.destinations.base import Destination, within
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError
-from transport.runtime.durable import flush
+from transport.runtime.durable import flush, write_whole
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DRAFT = re.compile(r"\.[0-9a-f]{16}\.tmp$")
@@ -61,20 +60,7 @@ class Folder(Destination):
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
         """See `Destination`. A killed process leaves a draft beside the file."""
         with self.translated("create", path):
-            target = self._made(path)
-            draft = target.with_name(f"{target.name[:50]}.{secrets.token_hex(8)}.tmp")
-            try:
-                with draft.open("xb") as file:
-                    for piece in pieces:
-                        file.write(piece)
-                    file.flush()
-                    os.fsync(file.fileno())
-                draft.replace(target)
-                flush(target.parent)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    draft.unlink()
-                raise
+            write_whole(self._made(path), pieces)
         return {}
 
     def delete(self, path: str) -> None:

@@ -26,7 +26,6 @@ import msgspec
 
 from transport.cooldown.epochs.records import (
     SET,
-    SHARDED_LAYOUT,
     Checkpoint,
     EpochRecord,
     Note,
@@ -152,10 +151,7 @@ class Coordinator:
     # --- transitions ----------------------------------------------------------------------------------
     def _begin(self, event: Begin) -> list[Action]:
         clients = tuple(sorted(set(event.clients) | set(event.hosts)))
-        layout = SHARDED_LAYOUT if event.hosts else self.record.layout
-        return self._write(
-            phase=Phase.COOLDOWN, step=event.step, clients=clients, hosts=dict(event.hosts), layout=layout
-        )
+        return self._write(phase=Phase.COOLDOWN, step=event.step, clients=clients, hosts=dict(event.hosts))
 
     def _report(self, event: Reported) -> list[Action]:
         report, record = event.report, self.record
