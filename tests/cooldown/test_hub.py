@@ -26,7 +26,7 @@ from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.destinations.hub import Hub
 from transport.cooldown.epochs.records import upload_folder
 from transport.cooldown.pruning import carry_out, plan
-from transport.errors import DestinationError, UsageError
+from transport.errors import DestinationError, UploadCancelledError, UsageError
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = [
@@ -90,11 +90,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def write(hub: Destination, path: str, data: bytes) -> dict[str, str]:
-    writer = hub.writer(path, len(data))
-    writer.write(data)
-    writer.finish()
-    writer.discard()  # harmless now
-    return writer.proofs()
+    return hub.write(path, len(data), [data])
 
 
 def test_what_was_written_is_visible_once_it_is_settled(server: Child, hub: Destination) -> None:
@@ -113,8 +109,13 @@ def test_what_was_written_is_visible_once_it_is_settled(server: Child, hub: Dest
 
 def test_an_upload_that_was_given_up_leaves_nothing(server: Child, hub: Destination) -> None:
     write(hub, f"{PLACE}/files/a", b"1")
-    writer = hub.writer(f"{PLACE}/files/b", 10)
-    writer.discard()
+
+    def given_up() -> Iterator[bytes]:
+        yield b"1"
+        raise UploadCancelledError("given up")
+
+    with pytest.raises(UploadCancelledError):
+        hub.write(f"{PLACE}/files/b", 10, given_up())
     hub.delete(f"{PLACE}/manifest.json")
     hub.delete(PLACE)
     hub.delete(PLACE)

@@ -8,13 +8,12 @@ import secrets
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from transport.cooldown.destinations.base import Writer
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.records import (
@@ -238,11 +237,11 @@ def test_files_that_are_copied_at_the_same_time_end_with_the_first_that_fails(
     together = threading.Barrier(4)
 
     class Failing(Folder):
-        def writer(self, path: str, size: int) -> Writer:
+        def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
             together.wait(10)  # four at once, not less
             if path.endswith("/2"):
                 raise DestinationError("this one")
-            return super().writer(path, size)
+            return super().write(path, size, pieces)
 
     with pytest.raises(DestinationError, match="this one"):
         upload(tmp_path / "many", Failing(destination.root), RECORD, "a", ATTEMPT)

@@ -19,7 +19,7 @@ from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import DeliveryState, QueueDepth, RedisQueue, TicketQueue, open_queue
-from transport.queue.group import GroupQueue, _Vote, decide
+from transport.queue.group import GroupQueue, _Vote, counted
 from transport.storage.urls import parse_url
 from transport.store import SQLiteStore, Store, open_store
 from transport.testing import MemoryQueue
@@ -220,10 +220,10 @@ def test_a_name_is_used_once_and_a_rank_is_its_own(place: Place) -> None:
 
 def test_a_final_no_comes_before_others() -> None:
     yes, no, never = _Vote(True), _Vote(False, reason="no"), _Vote(False, final=True, reason="never")
-    assert decide([yes, yes]) == yes
-    assert decide([yes, no]) == no
-    assert decide([no, never]) == never
-    assert decide([yes, None]).reason == "rank 1 of the group was silent"
+    assert counted([yes, yes]) == yes
+    assert counted([yes, no]) == no
+    assert counted([no, never]) == never
+    assert counted([yes, None]).reason == "rank 1 of the group was silent"
 
 
 MEMBER = """

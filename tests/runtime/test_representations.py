@@ -30,6 +30,7 @@ from transport.queue.base import Came, QueueAddress
 from transport.server.after_writer import AfterWriter
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
+from transport.store.decision import Next
 from transport.ticket import Ticket
 from transport.weights import offers
 from transport.weights.meeting import Meeting
@@ -60,6 +61,7 @@ RECORDS = [
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),
     Change("groups/g/claims/1", TICKET.encode()),
+    Next(TICKET.encode()),
     RedisURL(PLACE, "run"),
     Ack("ab" * 16, 3, 9, 0, KEY),
     frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),

@@ -9,9 +9,9 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
                one voted no, or is silent ──► gives back  ──► decided no: no rank trains on it
 
-A decision is made once and stored, so ranks never differ in what they train on. An ack that is repeated has the same
-answer. The claims of a group that died are claimed by another group when the leader's lease
-ends. A rank that cannot read a decision raises GroupBrokenError: the group must be restarted under another name.
+Votes and decisions are final (transport.store.decision), so ranks never differ in what they train on. An ack that is
+repeated has the same answer. The claims of a group that died are claimed by another group when the leader's lease ends.
+A rank that cannot read a decision raises GroupBrokenError: the group must be restarted under another name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.runtime.decoders import ready
-from transport.store.base import ABSENT, Change, Store, check_key
+from transport.store.base import ABSENT, Store, check_key
+from transport.store.decision import decide, decide_all, wait_decided
 
 if TYPE_CHECKING:
     from transport.runtime.loop_thread import LoopThread
@@ -50,6 +51,7 @@ LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
 _AGAIN_S = 0.1  # interval of questions to a ring out of reach
 _MOST_TOKEN = 200
+_YES, _NO = b"yes", b"no"  # decisions on a claim
 
 
 class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +72,7 @@ def _part(claim: Claim) -> str:
     return token if len(token) <= _MOST_TOKEN else hashlib.sha256(claim.token.encode()).hexdigest()
 
 
-def decide(votes: Sequence[_Vote | None]) -> _Vote:
+def counted(votes: Sequence[_Vote | None]) -> _Vote:
     """The group's decision from the votes of its ranks; None: no vote in time. A final no takes precedence."""
     noes = [
         _Vote(False, reason=f"rank {rank} of the group was silent") if vote is None else vote
@@ -199,9 +201,9 @@ class GroupQueue(TicketQueue):
     def _lead(self, claims: list[Claim]) -> list[Claim]:
         """Decide on what is not decided. The queue's answers are the same when a call is repeated, so decisions are."""
         before = self._store.get_many([self._decision(claim) for claim in claims])
-        said = {claim.token: entry.value == b"yes" for claim, entry in zip(claims, before, strict=True) if entry}
+        said = {claim.token: entry.value == _YES for claim, entry in zip(claims, before, strict=True) if entry}
         fresh = [claim for claim in claims if claim.token not in said]
-        decisions = [decide([_Vote(True), *each]) for each in self._votes(fresh)]
+        decisions = [counted([_Vote(True), *each]) for each in self._votes(fresh)]
         wanted = [claim for claim, decision in zip(fresh, decisions, strict=True) if decision.yes]
         accepted, asked = self._consume(wanted)
         self._decide([(claim, True) for claim in accepted])
@@ -254,9 +256,9 @@ class GroupQueue(TicketQueue):
     def _decide(self, outcomes: Sequence[tuple[Claim, bool]]) -> None:
         if not outcomes:
             return
-        changes = [Change(self._decision(claim), b"yes" if yes else b"no", None, _KEEP_S) for claim, yes in outcomes]
+        proposals = {self._decision(claim): _YES if yes else _NO for claim, yes in outcomes}
         try:
-            self._store.put_many(changes)
+            decide_all(self._store, proposals, lease_s=_KEEP_S)
         except StoreError as error:
             raise GroupBrokenError(
                 f"the queue recorded {len(outcomes)} claims of {self._prefix}, but the store did not take the decision "
@@ -272,13 +274,13 @@ class GroupQueue(TicketQueue):
         accepted = []
         give_up_at = time.monotonic() + 3 * self._patience_s
         for claim in claims:
-            entry = self._store.watch(self._decision(claim), ABSENT, max(0.0, give_up_at - time.monotonic()))
-            if entry is None:
+            outcome = wait_decided(self._store, self._decision(claim), max(0.0, give_up_at - time.monotonic()))
+            if outcome is None:
                 raise GroupBrokenError(
                     f"the leader of {self._prefix} did not decide on {claim.ticket_id} within "
                     f"{3 * self._patience_s:g} s: restart the group under another name"
                 )
-            if entry.value == b"yes":
+            if outcome == _YES:
                 accepted.append(claim)
         return accepted
 
@@ -306,9 +308,9 @@ class GroupQueue(TicketQueue):
         return given_up
 
     def _vote(self, claim: Claim, vote: _Vote) -> bool:
-        """False when this rank has voted before."""
-        key = self._key("vote", _part(claim), self._rank)
-        return self._store.compare_and_set(key, msgspec.msgpack.encode(vote), ABSENT, lease_s=_KEEP_S) is not None
+        """False when this rank has voted otherwise before."""
+        own = msgspec.msgpack.encode(vote)
+        return decide(self._store, self._key("vote", _part(claim), self._rank), own, lease_s=_KEEP_S) == own
 
     # --- as of the queue -----------------------------------------------------------------------
     @property
