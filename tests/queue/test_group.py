@@ -141,6 +141,30 @@ def test_a_decision_that_the_store_did_not_take_is_made_by_the_repeated_call(
     assert place.queue.depth() == QueueDepth(done=2)
 
 
+@needs_redis
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_ends_gives_its_claims_back_with_as_many_calls_for_many_as_for_one(
+    server: RedisServer, who: int
+) -> None:
+    import redis
+
+    def calls(count: int) -> int:
+        """Of the server's scripts and transactions."""
+        server.flush()
+        with RedisQueue(parse_url(server.place())) as queue, open_store(server.place()) as store:
+            queue.publish(tickets(count))
+            group = [GroupQueue(queue, store, "a", rank, 2) for rank in range(2)]
+            claims = [member.claim(count, rank=rank, consumer="g") for rank, member in enumerate(group)][who]
+            with redis.Redis(port=server.port) as client:
+                client.config_resetstat()
+                assert group[who].retry_many(claims, reason="the trainer stopped") == claims
+                assert group[who].retry_many(claims, reason="again") == (claims if who == 0 else [])
+                seen = client.info("commandstats")
+        return sum(seen.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "eval", "exec"))
+
+    assert calls(50) <= calls(1) + 2
+
+
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("final", [False, True])
 def test_what_one_rank_could_not_read_nobody_trains_on(place: Place, who: int, final: bool) -> None:
