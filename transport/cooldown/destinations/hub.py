@@ -43,20 +43,29 @@ T = TypeVar("T")
 
 
 def _bound_requests() -> None:
-    """Bound the requests of the service's package where it has no limit (before 1.0) and the program sets none."""
+    """Bound the requests of the service's package that have no limit, unless the program makes its own sessions."""
     http: Any = import_module("huggingface_hub.utils._http")
-    default: Any = getattr(http, "_default_backend_factory", None)
-    current: Any = getattr(http, "_GLOBAL_BACKEND_FACTORY", None)
-    if default is None or default != current:
+    if hasattr(http, "set_client_factory"):  # from 1.0 on
+        default, current, use = http.default_client_factory, http._GLOBAL_CLIENT_FACTORY, http.set_client_factory
+        bound: Callable[[Any], None] = _bound_client
+    else:
+        default, current, use = http._default_backend_factory, http._GLOBAL_BACKEND_FACTORY, http.configure_http_backend
+        bound = _bound_session
+    if default != current:
         return
 
     def bounded() -> Any:
-        session = default()
-        for adapter in session.adapters.values():
-            adapter.send = partial(_send, adapter.send)
-        return session
+        made = default()
+        bound(made)
+        return made
 
-    http.configure_http_backend(bounded)
+    use(bounded)
+
+
+def _bound_session(session: Any) -> None:
+    """Of requests."""
+    for adapter in session.adapters.values():
+        adapter.send = partial(_send, adapter.send)
 
 
 def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **options: Any) -> Any:
@@ -66,6 +75,17 @@ def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **opti
     service may pause.
     """
     return send(request, timeout=(base.ANSWER_S, base.ANSWER_S) if timeout is None else timeout, **options)
+
+
+def _bound_client(client: Any) -> None:
+    """Of httpx: the limits of a request stand in its extensions."""
+    client.event_hooks["request"].append(_limit)
+
+
+def _limit(request: Any) -> None:
+    given = request.extensions.get("timeout") or {}
+    if not any(given.values()):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), base.ANSWER_S)
 
 
 class Hub(Destination):
