@@ -287,6 +287,12 @@ TEST(of_slots_that_are_used_again_the_oldest_payload_comes_first) {
   CHECK(claimed.size() == 3 && same(claimed[0], second) && same(claimed[1], third) && same(claimed[2], newest));
 }
 
+TEST(the_numbers_of_claims_begin_again_behind_the_last_one_and_none_is_zero) {
+  CHECK(ClaimWord{}.claimed(3).attempts() == 1);
+  CHECK(ClaimWord::of(ClaimWord::kMostAttempts - 1, 0, 0).claimed(3).attempts() == ClaimWord::kMostAttempts);
+  CHECK(ClaimWord::of(ClaimWord::kMostAttempts, 7, 0).claimed(3) == ClaimWord::of(1, 7, 4));
+}
+
 TEST(a_holder_is_gone_when_its_lease_is_over_or_it_is_dead_and_not_before) {
   CHECK(!holder_gone(1000, 500, true, 1499) && holder_gone(1000, 500, true, 1500));
   CHECK(!holder_gone(1000, 500, true, 999));  // heard after the looker has read the clock
