@@ -98,6 +98,23 @@ def test_a_follower_waits_for_the_leaders_claim(place: Place) -> None:
     assert ids(claims[0]) == [ticket(0).id]
 
 
+def test_claims_that_the_store_does_not_take_for_the_followers_go_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> int:
+        raise StoreUnavailableError("away")
+
+    place.queue.publish(tickets(2))
+    leader, follower = place.group()
+    with monkeypatch.context() as patched:
+        patched.setattr(place.store, "put", away)
+        with pytest.raises(StoreUnavailableError):
+            leader.claim(2, rank=0, consumer="g")
+    assert place.queue.depth().ready == 2
+    again = leader.claim(2, rank=0, consumer="g")
+    assert ids(follower.claim(2, rank=1, consumer="g")) == ids(again) == [ticket(0).id, ticket(1).id]
+
+
 def test_what_all_could_read_is_consumed_once_and_by_all(place: Place) -> None:
     place.queue.publish(tickets(3))
     group = place.group(ranks=3)
