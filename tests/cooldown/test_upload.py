@@ -335,3 +335,29 @@ def test_a_name_that_not_every_system_takes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a:b").touch()
     with pytest.raises(UsageError, match="rename it"):
         plain_files(tmp_path)
+
+
+def test_restored_files_are_on_disk_before_their_folder_appears(
+    destination: Folder, uploaded: Uploaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: dict[int, int] = {}
+    appeared: list[Path] = []
+    fsync, rename = os.fsync, Path.rename
+    record = ended(verified(destination, RECORD, report(uploaded.sha256)))
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        flushed[found.st_ino] = found.st_mtime_ns
+
+    def appear(self: Path, target: Path) -> Path:
+        files = [path.stat() for path in self.rglob("*") if path.is_file()]
+        assert len(files) == len(FILES)
+        assert all(flushed.get(each.st_ino, 0) >= each.st_mtime_ns for each in files)
+        appeared.append(target)
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", appear)
+    restore(record, destination, tmp_path / "restored")
+    assert appeared == [tmp_path / "restored"]

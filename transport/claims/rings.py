@@ -93,10 +93,6 @@ class ClaimsOfRings(TicketQueue):
         """See `TicketQueue.ack_many`."""
         return self._end(arguments.held(claims, "ack"), CONSUME)
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """See `TicketQueue.retry`."""
-        return bool(self.retry_many([claim], delay_s, reason))
-
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
         """See `TicketQueue.retry_many`."""
         listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")

@@ -218,13 +218,13 @@ class TicketQueue(abc.ABC):
         """Consume one delivery: whether the claim was the caller's."""
         return bool(self.ack_many([claim]))
 
-    @abc.abstractmethod
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        return bool(self.retry_many([claim], delay_s, reason))
 
+    @abc.abstractmethod
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """`retry` of several, those of all rings at once; returns the claims that the caller still owned."""
-        return [claim for claim in claims if self.retry(claim, delay_s, reason)]
+        """`retry` of several in one call to the queue; returns the claims that the caller still owned."""
 
     @abc.abstractmethod
     def discard(self, claim: Claim, reason: str) -> bool:

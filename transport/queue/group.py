@@ -41,7 +41,7 @@ from transport.queue.base import (
 )
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store, check_key
-from transport.store.decision import decide, decide_all, wait_decided
+from transport.store.decision import decide_all, wait_decided
 
 if TYPE_CHECKING:
     from transport.runtime.loop_thread import LoopThread
@@ -160,8 +160,7 @@ class GroupQueue(TicketQueue):
         try:
             self._store.put(self._key("claims", step), msgspec.msgpack.encode(plain), lease_s=_KEEP_S)
         except StoreError:
-            for claim in claims:  # the other ranks will not get them
-                self._queue.retry(claim, reason="the store did not take the group's claim")
+            self._queue.retry_many(claims, reason="the store did not take the group's claim")  # no other rank gets them
             self._next = step, []
             raise
 
@@ -190,8 +189,7 @@ class GroupQueue(TicketQueue):
             return []
         if self.leads:
             return self._lead(claims)
-        for claim in claims:
-            self._vote(claim, _Vote(True))
+        self._vote(claims, _Vote(True))
         return self._follow(claims)
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -207,9 +205,12 @@ class GroupQueue(TicketQueue):
         wanted = [claim for claim, decision in zip(fresh, decisions, strict=True) if decision.yes]
         accepted, asked = self._consume(wanted)
         self._decide([(claim, True) for claim in accepted])
+        refused: dict[_Vote, list[Claim]] = {}
         for claim, decision in zip(fresh, decisions, strict=True):
             if not decision.yes:
-                self._give_up(claim, decision)
+                refused.setdefault(decision, []).append(claim)
+        for decision, group in refused.items():
+            self._give_up(group, decision)
         known = {claim.token for claim in (*accepted, *asked)}
         self._decide([(claim, False) for claim in fresh if claim.token not in known])
         if asked:
@@ -265,10 +266,11 @@ class GroupQueue(TicketQueue):
                 "for the other ranks: restart the group under another name"
             ) from error
 
-    def _give_up(self, claim: Claim, decision: _Vote) -> bool:
+    def _give_up(self, claims: Sequence[Claim], decision: _Vote) -> list[Claim]:
+        """Those of the claims that were the leader's."""
         if decision.final:
-            return self._queue.discard(claim, decision.reason)
-        return self._queue.retry(claim, decision.delay_s, decision.reason)
+            return [claim for claim in claims if self._queue.discard(claim, decision.reason)]
+        return self._queue.retry_many(claims, decision.delay_s, decision.reason)
 
     def _follow(self, claims: Sequence[Claim]) -> list[Claim]:
         accepted = []
@@ -288,29 +290,35 @@ class GroupQueue(TicketQueue):
     def discard(self, claim: Claim, reason: str) -> bool:
         """This rank can never read it: no rank will train on it, and the leader discards it."""
         arguments.given_back(claim, 0.0, reason, "discard")
-        return self._refuse(claim, _Vote(False, final=True, reason=self._said(reason)))
+        return bool(self._refuse([claim], _Vote(False, final=True, reason=self._said(reason))))
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """This rank could not read it: no rank trains on it now, and the leader gives it back."""
-        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        return self._refuse(claim, _Vote(False, reason=self._said(reason), delay_s=delay_s))
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """This rank could not read them: no rank trains on them now, and the leader gives them back."""
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        vote = _Vote(False, reason=self._said(reason), delay_s=delay_s)
+        return self._refuse(listed, vote) if listed else []
 
     def _said(self, reason: str) -> str:
         return reason if self.leads else f"rank {self._rank}: {reason}"
 
-    def _refuse(self, claim: Claim, vote: _Vote) -> bool:
+    def _refuse(self, claims: Sequence[Claim], vote: _Vote) -> list[Claim]:
         if not self.leads:
-            return self._vote(claim, vote)
-        given_up = self._give_up(claim, vote)
+            return self._vote(claims, vote)
+        given_up = self._give_up(claims, vote)
+        mine = {claim.token for claim in given_up}
+        others = [claim for claim in claims if claim.token not in mine]
         # What the queue has accepted, or may have, is left to the repeated ack.
-        if given_up or not (self._queue.ack_many([claim]) or self._queue.in_question([claim])):
-            self._decide([(claim, False)])
+        kept = [*self._queue.ack_many(others), *self._queue.in_question(others)] if others else []
+        left = {claim.token for claim in kept}
+        self._decide([(claim, False) for claim in claims if claim.token not in left])
         return given_up
 
-    def _vote(self, claim: Claim, vote: _Vote) -> bool:
-        """False when this rank has voted otherwise before."""
+    def _vote(self, claims: Sequence[Claim], vote: _Vote) -> list[Claim]:
+        """Those of the claims on which this rank has not voted otherwise before."""
         own = msgspec.msgpack.encode(vote)
-        return decide(self._store, self._key("vote", _part(claim), self._rank), own, lease_s=_KEEP_S) == own
+        keys = [self._key("vote", _part(claim), self._rank) for claim in claims]
+        standing = decide_all(self._store, dict.fromkeys(keys, own), lease_s=_KEEP_S)
+        return [claim for claim, key in zip(claims, keys, strict=True) if standing[key] == own]
 
     # --- as of the queue -----------------------------------------------------------------------
     @property

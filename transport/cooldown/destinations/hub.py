@@ -41,20 +41,33 @@ T = TypeVar("T")
 
 
 def _bound_requests() -> None:
-    """Bound this thread's requests where the service's package has no limit (before 1.0) and the program sets none.
+    """Bound the requests that the service's package makes without a limit; what the program has set stays as it is.
 
     The limit for connecting is that of an answer: urllib3 also applies it while it sends the bytes, during which a
-    service may pause. An adapter that is not the package's own is the program's, and stays as it is.
+    service may pause. An adapter that is not the package's own is the program's.
     """
     from huggingface_hub.utils import get_session
 
-    for adapter in getattr(get_session(), "adapters", {}).values():
+    session = get_session()
+    hooks = getattr(session, "event_hooks", None)
+    if hooks is not None:  # httpx, one for all threads: from 1.0 on
+        if _limit not in hooks["request"]:
+            hooks["request"].append(_limit)
+        return
+    for adapter in session.adapters.values():  # requests, one for each thread
         if type(adapter).__module__.startswith("huggingface_hub") and "send" not in vars(adapter):
             adapter.send = partial(_send, adapter.send)
 
 
 def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **options: Any) -> Any:
     return send(request, timeout=(base.ANSWER_S, base.ANSWER_S) if timeout is None else timeout, **options)
+
+
+def _limit(request: Any) -> None:
+    """Of httpx: the limits of a request stand in its extensions."""
+    given = request.extensions.get("timeout") or {}
+    if not any(given.values()):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), base.ANSWER_S)
 
 
 class Hub(Destination):
