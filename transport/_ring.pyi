@@ -506,6 +506,8 @@ class ClaimedBatch(Buffer):
         """The encoded ticket."""
 
 RECEIVED_ROWS: tuple[str, ...]
+TAKEN_FIELDS: tuple[tuple[str, str], ...]
+"""Name and numpy format of each field of a payload's row in the answer to TAKE, without gaps between them."""
 
 @final
 class ReceivedPayloads:

@@ -16,7 +16,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transport._ring import MAX_READERS
-from transport.claims.batch import TAKEN
 from transport.wire import frames
 from transport.wire.frames import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 
@@ -243,11 +242,7 @@ def test_every_part_of_the_largest_message_has_a_tag() -> None:
 
 # --- native code ----------------------------------------------------------------------------------
 FRAMES = (Path(__file__).resolve().parents[2] / "native" / "ucp" / "frames.hpp").read_text()
-FORMATS = {"std::uint8_t": "B", "std::uint16_t": "H", "std::uint32_t": "I", "std::uint64_t": "Q", "std::int64_t": "q"}
-LETTERS = {("u", 1): "B", ("u", 2): "H", ("u", 4): "I", ("u", 8): "Q", ("i", 8): "q"}
-TAKEN_STRUCT = struct.Struct(
-    "<" + "".join(LETTERS[TAKEN[name].kind, TAKEN[name].itemsize] for name in TAKEN.names or ())
-)
+FORMATS = {"std::uint8_t": "B", "std::uint16_t": "H", "std::uint32_t": "I", "std::uint64_t": "Q"}
 
 
 def native_layout(name: str) -> struct.Struct:
@@ -270,7 +265,6 @@ def native_number(name: str) -> int:
         ("Header", frame_codec.HEADER),
         ("Record", frame_codec.RECORD),
         ("Answer", frame_codec.ANSWER),
-        ("Taken", TAKEN_STRUCT),
     ],
 )
 def test_frames_of_native_code_have_the_same_layout(name: str, python: struct.Struct) -> None:

@@ -87,7 +87,7 @@ class BlockingClient:
         ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
         payload = self._thread.run(
-            self._client._fetch(ticket, out if target is None else target, rank, timeout, fields)
+            self._client._reads.one(ticket, out if target is None else target, rank, timeout, fields)
         )
         if target is not None:
             target.looked_at()
@@ -103,14 +103,14 @@ class BlockingClient:
         fields: Sequence[str] | None = None,
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client._fetch_many(tickets, rank, timeout, concurrency, fields)
+        outcomes = self._client._reads.many(tickets, rank, timeout, concurrency, fields)
         try:
             while True:
                 try:
                     outcome = self._thread.run(_next(outcomes))
                 except _Finished:
                     return
-                yield self._client._handed_over(outcome)
+                yield self._client._deliveries.hand_over_outcome(outcome)
         finally:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))

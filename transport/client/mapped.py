@@ -24,9 +24,14 @@ _SHARE_OF_SLOTS = 0.5  # views beyond it become copies, so that a reader with ma
 
 
 class MappedRings:
-    """This process's attachments to rings of this host. Belongs to the client's loop."""
+    """This process's attachments to rings of this host. Belongs to the client's loop.
 
-    def __init__(self) -> None:
+    Args:
+        allowed: whether payloads may be mapped at all.
+    """
+
+    def __init__(self, *, allowed: bool = True) -> None:
+        self._allowed = allowed
         self._rings: dict[str, SharedRingBuffer] = {}
         self._refused: dict[str, float] = {}
         # Invariant: the same keys. A view keeps its ring attached, also without this object.
@@ -37,11 +42,11 @@ class MappedRings:
         return f"<MappedRings {len(self._rings)} attached, {sum(map(len, self._views.values()))} views>"
 
     def find(self, ticket: Ticket) -> SharedRingBuffer | None:
-        """The ticket's ring, if it is on this host and can be attached; None: read it through the network."""
+        """The ticket's ring, if it is on this host, allowed and can be attached; None: read it through the network."""
         ring = self._rings.get(ticket.ring)
         if ring is not None:
             return ring
-        if not ticket.segment or ticket.host != host_identity():
+        if not self._allowed or not ticket.segment or ticket.host != host_identity():
             return None
         if time.monotonic() < self._refused.get(ticket.ring, 0.0):
             return None

@@ -28,7 +28,7 @@ READ_RANGE is a READ of some bytes of a payload: ``length`` of them, from a mult
 checksum of these bytes as they stand in the slot.
 
 TAKE asks for payloads of the ring itself, whichever come first: up to so many, of so many bytes together, waited for so
-long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/claims/batch.py), their
+long. They are claimed for this connection. Its answer has a row for each (`Taken` of native/ucp/frames.hpp), their
 encoded tickets, and the payloads, each at a multiple of 64 bytes from the first one, which stands at a multiple of 64
 bytes itself. A payload beyond what the demand has room for is claimed and not joined: it is asked for by READ. FINISH
 consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay, and says whether

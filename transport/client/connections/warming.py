@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from transport.client.connections.links import Links
-from transport.client.connections.pool import PortKey
+from transport.client.connections.pool import PortKey, port_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, TicketError, TransportError, UsageError
 from transport.settings import Settings
@@ -35,7 +35,6 @@ class Warming:
     Args:
         wires: the wires that may carry payloads; None: any.
         maps: whether a ticket's payload is read from mapped memory.
-        port_of: (host, port) of an address. Raises UsageError.
         buffers: gets memory of the tickets' sizes, whose pages are mapped.
     """
 
@@ -45,14 +44,12 @@ class Warming:
         settings: Settings,
         wires: frozenset[Wire] | None,
         maps: Callable[[Ticket], bool],
-        port_of: Callable[[str], PortKey],
         buffers: BufferPool,
     ) -> None:
         self._links = links
         self._settings = settings
         self._wires = wires
         self._maps = maps
-        self._port_of = port_of
         self._buffers = buffers
         self._tasks: set[asyncio.Task[int]] = set()
         self.failures = 0
@@ -123,7 +120,7 @@ class Warming:
         for place in places:
             found = self._ticket(place)
             if found is None:
-                port = self._port_of(str(place))
+                port = port_of(str(place))
                 if not self._shared_here(port[0]):
                     ports.setdefault(port, "")
             elif found.ports and (found.addresses or found.host) and not self._maps(found):
