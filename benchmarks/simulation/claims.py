@@ -102,7 +102,7 @@ class Claims:
             demand.link.answer_later(demand.number, np.empty(0, TAKEN))
 
     def take_back(self, link: Any, number: int) -> None:
-        """UNTAKE: by the number of the demand."""
+        """CANCEL_TAKE: by the number of the demand."""
         for demand in list(self.demands):
             if demand.link is link and demand.number == number:
                 self.give_up(demand)

@@ -28,7 +28,7 @@ enum class Kind : std::uint8_t {
   take = 0x25,
   finish = 0x26,
   give_back = 0x27,
-  untake = 0x28,
+  cancel_take = 0x28,
   renew = 0x29,
   outcome = 0x2a,
   end = 0x2b,

@@ -237,7 +237,7 @@ void Service::forget(const Connection& connection) {
 }
 
 // The client does not want it any more: the answer is an empty one, unless it is on its way.
-void Service::untake(const Connection& connection, std::uint32_t number) {
+void Service::cancel_take(const Connection& connection, std::uint32_t number) {
   const auto found = std::find_if(waiting_.begin(), waiting_.end(), [&](const Demand& each) {
     return each.connection == &connection && each.number == number;
   });
@@ -248,11 +248,11 @@ void Service::untake(const Connection& connection, std::uint32_t number) {
   answer(demand, Code::accepted);
 }
 
-void Service::untake_all(const Connection& connection) {
+void Service::cancel_takes(const Connection& connection) {
   while (connection.waiting_ != 0) {  // each is in `waiting_`
     const auto found = std::find_if(waiting_.begin(), waiting_.end(),
                                     [&](const Demand& each) { return each.connection == &connection; });
-    untake(connection, found->number);
+    cancel_take(connection, found->number);
   }
 }
 

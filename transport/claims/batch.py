@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from transport import _ring
 from transport.errors import ProtocolError, TicketError, UsageError
-from transport.ring.packing import looked_at
+from transport.ring.packing import decoded_views
 from transport.runtime.arguments import seconds, whole
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
@@ -241,7 +241,7 @@ class TakenPayload:
         """The tensors by name, read-only, in the batch's memory. Text, bytes and values are decoded."""
         ticket = self.ticket
         schema = ticket.schema or self._batch.schemas.get(ticket.schema_fingerprint)
-        return looked_at(ticket.layout(schema), self.data, schema.kinds if schema else {})
+        return decoded_views(ticket.layout(schema), self.data, schema.kinds if schema else {})
 
 
 class TakenBatch:

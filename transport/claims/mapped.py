@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from transport import _ring
 from transport.claims.batch import End, Verdict
-from transport.claims.places import Observed, Places
+from transport.claims.places import Discovery, Observed, RingAddress
 from transport.devices.buffers import BufferPool
 from transport.errors import RingNotFoundError, TransportError, UsageError
-from transport.queue.base import Came, Claim
+from transport.queue.base import Claim, PayloadBytes
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import named
 from transport.runtime.decoders import hiding
-from transport.runtime.logs import Seldom
+from transport.runtime.logs import LogLimit
 from transport.ticket import NO_SCHEMA, Ticket
 
 if TYPE_CHECKING:
-    from transport.claims.places import Place
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +56,17 @@ class MappedSource:
 
     Args:
         max_deliveries: claims in vain after which a delivery is dead.
-        brought: the payload of a claim; None: it is to be read by its ticket.
+        payload_bytes: the payload of a claim; None: it is to be read by its ticket.
 
     Attributes:
         bell: ends waits of `claim`.
     """
 
-    def __init__(self, max_deliveries: int, brought: Callable[[MappedClaim], Came | None] = lambda claim: None) -> None:
+    def __init__(
+        self, max_deliveries: int, payload_bytes: Callable[[MappedClaim], PayloadBytes | None] = lambda claim: None
+    ) -> None:
         self._max_deliveries = max_deliveries
-        self.brought = brought
+        self.payload_bytes = payload_bytes
         self.bell = _ring.Bell()
         self._turn = 0
 
@@ -185,7 +187,7 @@ class MappedSource:
 class RingsOfHost:
     """Attachments to the segments of some places. Any thread."""
 
-    def __init__(self, places: Places, lease_s: float) -> None:
+    def __init__(self, places: Discovery, lease_s: float) -> None:
         self._places = places
         self._lease_s = lease_s
         self._lock = threading.RLock()
@@ -195,7 +197,7 @@ class RingsOfHost:
         self._refused: dict[str, float] = {}
         self._seen = Observed()
         self._buffers = BufferPool()
-        self._seldom = Seldom()
+        self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
         return f"<RingsOfHost {len(self._attached)} attached>"
@@ -224,7 +226,7 @@ class RingsOfHost:
                     del self._views[ring_id]
                 self._attach_all(schemas)
             except TransportError as error:
-                if (before := self._seldom.due()) is not None:
+                if (before := self._log_limit.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
@@ -276,7 +278,7 @@ class RingsOfHost:
         if views is None or views[1].close():
             ring.close()
 
-    def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, Place]:
+    def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
         """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
         with self._lock:
             known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
@@ -302,12 +304,12 @@ class RingsOfHost:
             return [*ours, *others.values()]
 
     # --- payloads -------------------------------------------------------------------------------------
-    def brought(self, claim: MappedClaim) -> Came | None:
+    def payload_bytes(self, claim: MappedClaim) -> PayloadBytes | None:
         """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
         if not claim.data or claim.ring.native.closed:
             return None
         data = self._payload(claim.ring, claim.native, Ticket.decode(claim.data).size)
-        return None if data is None else Came("mapped", data)
+        return None if data is None else PayloadBytes("mapped", data)
 
     def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
         slot, generation = claim.slot, claim.generation
@@ -337,7 +339,7 @@ class RingsOfHost:
             views = _ring.Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
             self._views[ring.ring_id] = ring, views
             # Before the ring's own finalizer: a segment whose last reader exits with views must not stay behind.
-            weakref.finalize(ring, views.let_go)
+            weakref.finalize(ring, views.unpin_all)
             return views
 
     def close(self) -> None:

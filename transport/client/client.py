@@ -24,7 +24,7 @@ from transport.claims.in_place import Plan, TakenPayloads, Taker, taken_in_place
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links
 from transport.client.connections.pool import port_of
-from transport.client.connections.warming import CONCURRENCY, Place, Warming
+from transport.client.connections.warming import CONCURRENCY, Warming, WarmUpTarget
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
@@ -37,7 +37,7 @@ from transport.errors import ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.arguments import expect, several
-from transport.runtime.needs_loop import check_place
+from transport.runtime.event_loop import check_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory, Finder
@@ -156,12 +156,12 @@ class UCXXClient:
         """Raise unless the client is open, and called where it belongs."""
         if self._closed:
             raise ClosedError("this client is closed")
-        check_place(
+        check_loop(
             self._loop, self._pid, "this client", "make one there, or use BlockingClient, which any thread may call"
         )
 
     # --- before the first read ----------------------------------------------------------------------
-    async def warm(self, *places: Place) -> int:
+    async def warm(self, *places: WarmUpTarget) -> int:
         """Make UCX ready and open connections, so that the first reads find them; the connections that stand then.
 
         A listener that cannot be reached raises nothing: it is logged and counted (``warm_up_failures``), and a read
@@ -446,7 +446,7 @@ class UCXXClient:
         """
         if os.getpid() != self._pid:
             return
-        check_place(self._loop, self._pid, "this client", "close it in its own")
+        check_loop(self._loop, self._pid, "this client", "close it in its own")
         if self._closing is None:
             self._closed = self._deliveries.closed = True
             self._closing = self._loop.create_task(self._close(), name="transport client closes")

@@ -67,7 +67,7 @@ class MappedRings:
         views = Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
         # At the end of the process, before the ring's own finalizer: a segment whose last reader exits with views must
         # not stay behind.
-        weakref.finalize(ring, views.let_go)
+        weakref.finalize(ring, views.unpin_all)
         self._rings[ticket.ring] = ring
         self._views[ticket.ring] = views
         return ring

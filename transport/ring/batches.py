@@ -19,7 +19,7 @@ import numpy.typing as npt
 from transport import _ring
 from transport.devices.landing import landing_for
 from transport.errors import RankError, SchemaError, UsageError
-from transport.ring.batch import Batch, Part
+from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 from transport.ring.gathering import gathered
 from transport.ring.several import claim_any
@@ -33,7 +33,7 @@ __all__ = ["MAX_DELIVERIES", "BatchLayout", "EndingPart", "PayloadBatch", "claim
 MAX_DELIVERIES: Final = 5
 
 
-class EndingPart(Part, Protocol):
+class EndingPart(ClaimedPart, Protocol):
     """Claims whose ends are told by calls that wait for the answer."""
 
     def finish(self, keep: bool = False) -> bytes:

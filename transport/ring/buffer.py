@@ -47,7 +47,7 @@ from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
-from transport.runtime.logs import Seldom
+from transport.runtime.logs import LogLimit
 from transport.schema import Schema
 from transport.ticket import Ticket
 
@@ -86,7 +86,7 @@ class SharedRingBuffer(Attachment):
         self._overflowing = Overflowing(native, overflow)
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
-        self._refusals = Seldom()
+        self._refusals = LogLimit()
         self._named_ranks = 0
         if writable:
             self._named_ranks = sum(map(len, consumers_of(native.consumers).values()))
@@ -681,7 +681,7 @@ class SharedRingBuffer(Attachment):
     def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
         """Say that these were used; returns those that were still this attachment's, and only those count.
 
-        With ``keep_memory`` what is returned stays in its slot until each is let go (`ClaimedPayload.let_go`).
+        With ``keep_memory`` what is returned stays in its slot until `ClaimedPayload.release_memory`.
         """
         return [claim for claim in claims if self._call(claim.native.finish, keep_memory)]
 

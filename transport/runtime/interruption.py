@@ -41,7 +41,7 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _OF_UCX: Final = "ucx_shm_"  # UCX removes a segment's name right after it made the segment
 
 _libc: Final = ctypes.CDLL(None)
-_watching: Watch | None = None
+_watching: TimeLimit | None = None
 _prefixes: set[str] = set()  # prefixes of the command's segment names; random, hence unique
 _names: set[str] = set()
 _folders: set[str] = set()
@@ -87,13 +87,13 @@ def began(extra_s: float = 0.0) -> None:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[Watch]:
+def bounded() -> Iterator[TimeLimit]:
     """While the block runs, an interrupt ends this process within the time limit. For the main thread.
 
     The first interrupt raises KeyboardInterrupt. Later ones do not: they would interrupt the clean-up.
     """
     global _watching
-    watch = _watching = Watch()
+    watch = _watching = TimeLimit()
 
     def interrupt(*_: object) -> None:
         if watch.begin():
@@ -111,7 +111,7 @@ def bounded() -> Iterator[Watch]:
             _watching = None
 
 
-class Watch:
+class TimeLimit:
     """The thread that enforces the time limit.
 
     Attributes:

@@ -361,12 +361,12 @@ async def _supervise(config: SupervisorConfig) -> int:
     with attached(config.listener.segment, "observer") as ring, holding(ring.name):
         supervisor = Supervisor(ring, config, own_writers)
 
-        def told() -> None:
+        def on_signal() -> None:
             stacks.exit_at(_EXIT_S)
             supervisor.request_stop()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told)
+            loop.add_signal_handler(number, on_signal)
         supervisor.fill()
         if config.first:
             await supervisor.filled_at_first()

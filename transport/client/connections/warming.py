@@ -20,7 +20,7 @@ from transport.wires import Wire
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 8  # reads in flight of one read_many; more gains nothing on one host (measured)
-Place = Ticket | str | bytes
+WarmUpTarget = Ticket | str | bytes
 
 _PORTS_AT_A_TIME = 4  # that are warmed up
 _MOST_MAPPED_BYTES = 256 << 20  # ahead; the pool keeps more
@@ -57,7 +57,7 @@ class Warming:
     def __repr__(self) -> str:
         return f"<Warming {len(self._tasks)} under way, {self.failures} failed>"
 
-    async def warm(self, places: Iterable[Place]) -> int:
+    async def warm(self, places: Iterable[WarmUpTarget]) -> int:
         """Connections that stand when all have been opened or have failed. Raises UsageError for what is no place."""
         ports, sizes = self._look(places)
         if self._wires is not None and not self._wires - {"mapped"}:
@@ -109,7 +109,7 @@ class Warming:
         self.failures += 1
         log.info("warming up: %s failed, reads will try again: %s", doing, error)
 
-    def _look(self, places: Iterable[Place]) -> tuple[dict[PortKey, str], list[int]]:
+    def _look(self, places: Iterable[WarmUpTarget]) -> tuple[dict[PortKey, str], list[int]]:
         """Ports to connect to, with the ring that is read there ("": whichever is served), and the payloads' sizes.
 
         As many ports as the pool keeps connections, and a bounded number of bytes.
@@ -132,7 +132,7 @@ class Warming:
         return dict(list(ports.items())[: self._settings.pool_endpoints_idle]), sizes
 
     @staticmethod
-    def _ticket(place: Place) -> Ticket | None:
+    def _ticket(place: WarmUpTarget) -> Ticket | None:
         try:
             return Ticket.of(place)
         except TicketError:

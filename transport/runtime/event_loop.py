@@ -8,7 +8,7 @@ import os
 from transport.errors import ClosedError, UsageError
 
 
-def check_place(loop: asyncio.AbstractEventLoop | None, pid: int, what: str, instead: str) -> None:
+def check_loop(loop: asyncio.AbstractEventLoop | None, pid: int, what: str, instead: str) -> None:
     """Raise where ``what``, which belongs to this loop of this process, is used from another one.
 
     ``instead``: what to do there. ClosedError in a forked child, UsageError in another loop or thread: neither has the
