@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from transport._ring import MAX_READERS
 from transport.wire import frames
-from transport.wire.frames import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
+from transport.wire.frames import VERSION, Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 
 # Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION.
 HANDSHAKES: dict[str, tuple[Any, str]] = {
@@ -50,9 +50,9 @@ HANDSHAKES: dict[str, tuple[Any, str]] = {
     ),
 }
 
-CONTROL_HEADER = "05 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
+CONTROL_HEADER = f"{VERSION:02x} 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
 
-STATUS_HEADER = "05 11 0100 03020100"  # then joined bytes and four reserved
+STATUS_HEADER = f"{VERSION:02x} 11 0100 03020100"  # then joined bytes and four reserved
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "separate": (
         Answer(0, 1, length=0x100000000, checksum=BIG),
