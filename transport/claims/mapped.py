@@ -9,7 +9,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +19,7 @@ from transport.devices.buffers import BufferPool
 from transport.errors import RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
 from transport.ring.buffer import SharedRingBuffer
+from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
-_SHARE_OF_SLOTS: Final = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
 _ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
 _ANY_SIZE: Final = (1 << 64) - 1
 
@@ -243,17 +242,14 @@ class RingsOfHost:
     def _attach(self, name: str, schemas: frozenset[str]) -> str:
         """Why not; "": attached, or not to be attached yet."""
         try:
-            ring = SharedRingBuffer.attach(name, role="reader")
+            ring = attached_reader(name)
         except RingNotFoundError:  # gone, or being made: the next look sees
             return ""
         except TransportError as error:
             return str(error)
-        readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
         why = ""
         if not _fits(ring, _fitting(schemas)):
             why = "its schema is none of this trainer's"
-        elif readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
-            why = "its remaining owner numbers are reserved for its writer and listeners"
         elif len(self._attached) + len(self._own) >= _ring.MAX_WAITED:
             why = f"a queue is of at most {_ring.MAX_WAITED} rings"
         if why:
@@ -336,11 +332,8 @@ class RingsOfHost:
             known = self._views.get(ring.ring_id)
             if known is not None and known[0] is ring:
                 return known[1]
-            views = _ring.Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
-            self._views[ring.ring_id] = ring, views
-            # Before the ring's own finalizer: a segment whose last reader exits with views must not stay behind.
-            weakref.finalize(ring, views.unpin_all)
-            return views
+            self._views[ring.ring_id] = ring, views_of(ring)
+            return self._views[ring.ring_id][1]
 
     def close(self) -> None:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
