@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 
 
 def payload_of(queue: FoundRings, claim: Claim) -> bytes:
-    came = queue.brought(claim)
+    came = queue.payload_bytes(claim)
     assert came is not None
     return bytes(memoryview(came.data))
 
@@ -190,7 +190,7 @@ def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
         stack.enter_context(Announcement(Directory(store), ring, server))
         ring.write_raw(b"published")
         claims = some(queue, 1)
-        came = queue.brought(claims[0])
+        came = queue.payload_bytes(claims[0])
         assert came is not None
         assert came.wire == wire
         assert queue.ack_many(claims) == claims

@@ -109,7 +109,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 @hiding("data")
-class Came(NamedTuple):
+class PayloadBytes(NamedTuple):
     """The bytes of a payload that came with its claim, and what carried them. The claim's end acknowledges it."""
 
     wire: Wire
@@ -276,7 +276,7 @@ class TicketQueue(abc.ABC):
     def disconnect(self, client: Carrier) -> None:  # noqa: B027  # most queues need none
         """This client is closed from now on; what was claimed through it can be claimed again."""
 
-    def brought(self, claim: Claim) -> Came | None:
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
         """The payload, where it came with the claim; None: it is to be read by its ticket."""
         return None
 

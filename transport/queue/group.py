@@ -28,12 +28,12 @@ from transport.config import lease_or_configured
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
 from transport.queue import arguments
 from transport.queue.base import (
-    Came,
     Carrier,
     Claim,
     DeliveryState,
     Failure,
     Notice,
+    PayloadBytes,
     QueueAddress,
     QueueDepth,
     QueuedTicket,
@@ -375,9 +375,9 @@ class GroupQueue(TicketQueue):
         if self.leads:
             self._queue.disconnect(client)
 
-    def brought(self, claim: Claim) -> Came | None:
-        """See `TicketQueue.brought`; the other ranks read by the ticket."""
-        return self._queue.brought(claim) if self.leads else None
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
+        """See `TicketQueue.payload_bytes`; the other ranks read by the ticket."""
+        return self._queue.payload_bytes(claim) if self.leads else None
 
     def close(self) -> None:
         """Does nothing: the owner of queue and store closes them, which ends the waits."""

@@ -28,7 +28,7 @@ from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
 from transport.runtime.blocking_calls import in_thread
-from transport.runtime.needs_loop import check_place
+from transport.runtime.event_loop import check_loop
 from transport.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class Rendezvous:
         if os.getpid() != self._pid:
             return
         if self._loop is not None:
-            check_place(self._loop, self._pid, "this rendezvous", "leave it in its own")
+            check_loop(self._loop, self._pid, "this rendezvous", "leave it in its own")
         self._life.stopping.set()
         if self._loop is not None:
             await asyncio.shield(self._gone())
@@ -210,7 +210,7 @@ class Rendezvous:
     def _check_entered(self) -> None:
         if self._life.stopping.is_set() or self._loop is None:
             raise ClosedError("this rendezvous is not entered, or was left")
-        check_place(self._loop, self._pid, "this rendezvous", "make a member for each loop")
+        check_loop(self._loop, self._pid, "this rendezvous", "make a member for each loop")
 
     async def _until(self, reached: Callable[[View], bool]) -> View:
         while True:
