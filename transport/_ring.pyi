@@ -147,8 +147,8 @@ class Claim(Buffer):
     def payload(self) -> memoryview:
         """The payload's bytes, read-only. The claim keeps them, also when the ring is closed."""
     def finish(self, keep_pin: bool = False) -> bool:
-        """Consume: True if the claim was held. With ``keep_pin`` the memory stays until `let_go` or the end."""
-    def let_go(self) -> None:
+        """Consume: True if the claim was held. With ``keep_pin`` the memory stays until `release_memory` or the end."""
+    def release_memory(self) -> None:
         """Release memory that `finish` kept."""
     def give_back(self, delay_s: float = 0.0, in_vain: bool = True) -> bool:
         """To be claimed again, by any owner, after the delay; ``in_vain``: it counts as a delivery. False: it was not
@@ -394,7 +394,7 @@ class Views:
         """
     def close(self) -> bool:
         """Acknowledge what letting go would acknowledge. True: no view is out; else the last one calls owner.close."""
-    def let_go(self) -> None:
+    def unpin_all(self) -> None:
         """End every view as if it were unused; their memory stays mapped."""
     def __len__(self) -> int: ...
 
@@ -506,6 +506,8 @@ class ClaimedBatch(Buffer):
         """The encoded ticket."""
 
 RECEIVED_ROWS: tuple[str, ...]
+TAKEN_FIELDS: tuple[tuple[str, str], ...]
+"""Name and numpy format of each field of a payload's row in the answer to TAKE, without gaps between them."""
 
 @final
 class ReceivedPayloads:

@@ -78,8 +78,12 @@ class Claims:
             self._of.setdefault(token, set()).add(where)
             self._attempts[where] += 1
             attempts = self._attempts[where] & 0xFFFF
-            rows.append((*where, 0, JOINED, attempts, 0, 0, 8, 0, self._sequence[where], _ring.NO_VERSION))
-        return np.array(rows, TAKEN)
+            rows.append((*where, attempts, self._sequence[where]))
+        taken = np.zeros(len(rows), TAKEN)
+        for name, column in zip(("slot", "generation", "attempts", "sequence"), zip(*rows, strict=True), strict=False):
+            taken[name] = column
+        taken["flags"], taken["length"], taken["policy_version"] = JOINED, 8, _ring.NO_VERSION
+        return taken
 
     # --- messages -------------------------------------------------------------------------------------------
     def ask(self, demand: Demand, wait_s: float) -> None:
@@ -98,7 +102,7 @@ class Claims:
             demand.link.answer_later(demand.number, np.empty(0, TAKEN))
 
     def take_back(self, link: Any, number: int) -> None:
-        """UNTAKE: by the number of the demand."""
+        """CANCEL_TAKE: by the number of the demand."""
         for demand in list(self.demands):
             if demand.link is link and demand.number == number:
                 self.give_up(demand)

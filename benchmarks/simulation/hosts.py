@@ -327,7 +327,7 @@ class SimLink:
         for ack in acks:
             if not isinstance(ack, Record) or ack.kind in (Kind.ACK, Kind.DISCARD):
                 host.consume(ack.slot, ack.generation)
-            elif ack.kind is Kind.UNTAKE:
+            elif ack.kind is Kind.CANCEL_TAKE:
                 host.claims.take_back(self, ack.slot)
         found = serve()
         if found is _LATER:

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from transport.cooldown.epochs.coordinator import (
-    Begin,
-    Coordinator,
-    Refuted,
-    Reported,
-    Superseded,
-    Verified,
-    Verify,
-    Write,
-    Written,
-)
+from transport.cooldown.coordination import StoredCoordinator
+from transport.cooldown.epochs.coordinator import Begin, Refuted, Verified
 from transport.cooldown.epochs.coordinator import Event as EpochEvent
-from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
 from transport.cooldown.epochs.records import Phase as EpochPhase
 from transport.errors import StaleRoundError, StoreError, StoreUnavailableError
 from transport.rendezvous.member_states import State
 from transport.rendezvous.session import Session
-from transport.store.base import ABSENT, Change, Entry, Store
+from transport.store.base import Change, Entry, Store
 
 RUN: Final = "run"
 _COOLDOWN_S: Final = 40.0
@@ -41,11 +31,10 @@ class _Line(Store):
         self._world, self._name = world, name
         self.away_until = 0.0
         self.forgets_until = 0.0  # answers are lost, and what was asked is done
-        self.ends_epoch = False
         self.die_after = -1  # calls from now; the last one takes place, or does not
         self.die_before = False
 
-    def _call(self, call: Callable[[], Any], writes: bool = True) -> Any:
+    def _call(self, call: Callable[[], Any], writes: bool = True, ends_epoch: bool = False) -> Any:
         if self._world.now < max(self.away_until, self._world.away_until):
             raise StoreUnavailableError("the store is away")
         dies = self.die_after == 0
@@ -53,7 +42,7 @@ class _Line(Store):
         if dies and self.die_before:
             raise Killed
         if writes:
-            self._world.meanwhile(self._name, self.ends_epoch)
+            self._world.meanwhile(self._name, ends_epoch)
         result = call()
         if dies:
             raise Killed
@@ -78,7 +67,8 @@ class _Line(Store):
                     self._world.written(self._name, change)
             return versions
 
-        return self._call(write)  # type: ignore[no-any-return]
+        ends_epoch = any(b'"phase":"ended"' in (change.value or b"") for change in changes)
+        return self._call(write, ends_epoch=ends_epoch)  # type: ignore[no-any-return]
 
     def add(self, key: str, amount: int = 1) -> int:
         return self._call(lambda: self._world.store.add(key, amount))  # type: ignore[no-any-return]
@@ -105,8 +95,7 @@ class Member:
             self.line, RUN, name, world.rules, address=f"{name}:1", clock=lambda: world.now + self.skew_s
         )
         self.ledger = Ledger(self.line, RUN)
-        self.coordinator: Coordinator | None = None
-        self.version = ABSENT
+        self.coordinator: StoredCoordinator | None = None
         self.reported: set[int] = set()
         self.unheard_s = 0.0  # for so long answers are lost from when it waits for others in a round
 
@@ -141,60 +130,31 @@ class Member:
 
     # --- epochs -------------------------------------------------------------------------------------------
     def _coordinate(self) -> None:
-        now = self.world.now + self.skew_s
         if self.coordinator is None:
-            record = self._record()
-            if record is None:
+            epoch = self._epoch()
+            if epoch is None:
                 return
-            self.coordinator = Coordinator(record)
-            self._handle(None, now)
-        for report in self.ledger.reports(self.coordinator.record.epoch):
-            self._handle(Reported(report), now)
-        self._handle(None, now)
-        if self.coordinator is not None and self.coordinator.state is EpochState.ENDED:
+            self.coordinator = StoredCoordinator(self.ledger, epoch, wall=lambda: self.world.now)
+        coordinator = self.coordinator
+        if coordinator.machine.record.phase is EpochPhase.TRAINING:
+            members = tuple(peer.member for peer in self.session.roster().peers)
+            coordinator.handle(Begin(step=coordinator.machine.record.epoch, clients=members))
+        due = coordinator.step(self.world.now + self.skew_s)
+        while due:
+            due += coordinator.handle(self._verified(due.pop(0)))
+        if coordinator.ended():
             self.coordinator = None
 
-    def _record(self) -> EpochRecord | None:
+    def _epoch(self) -> int | None:
         """The epoch that is not over; a new one, when its time has come."""
         known = self.ledger.epochs()
         last = max(known, default=0)
         if known and known[last].phase is not EpochPhase.ENDED:
-            record, self.version = self.ledger.look(last)
-            return record
+            return last
         if self.world.now < self.world.next_epoch_at:
             return None
         record = EpochRecord(run=RUN, epoch=last + 1, destination="", cooldown_s=_COOLDOWN_S, seed=self.world.seed)
-        version = self.ledger.write(record, ABSENT)
-        if version is None:
-            return None
-        self.version = version
-        return record
-
-    def _handle(self, event: EpochEvent | None, now: float) -> None:
-        machine = self.coordinator
-        if machine is None:
-            return
-        actions = machine.tick(now) if event is None else machine.handle(event)
-        if machine.state is EpochState.TRAINING:
-            roster = self.session.roster()
-            actions += machine.handle(Begin(step=machine.record.epoch, clients=tuple(p.member for p in roster.peers)))
-        while actions:
-            action = actions.pop(0)
-            if isinstance(action, Write):
-                self.line.ends_epoch = action.record.phase is EpochPhase.ENDED
-                try:
-                    version = self.ledger.write(action.record, self.version)
-                finally:
-                    self.line.ends_epoch = False
-                if version is not None:
-                    self.version = version
-                    actions += machine.handle(Written())
-                else:
-                    theirs, self.version = self.ledger.look(action.record.epoch)
-                    assert theirs is not None
-                    actions += machine.handle(Superseded(theirs))
-            elif isinstance(action, Verify):
-                actions += machine.handle(self._verified(action.report))
+        return record.epoch if self.ledger.open(record) else None
 
     def _verified(self, report: Report) -> EpochEvent:
         chance = self.world.rng.random()

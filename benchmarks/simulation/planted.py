@@ -22,9 +22,9 @@ from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
 from transport.cooldown.epochs.coordinator import TABLE, Superseded
-from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.records import Phase, encode
 from transport.errors import RetriesExhaustedError
 from transport.rendezvous import decisions, placement
 from transport.rendezvous.hosting import Hosting
@@ -173,7 +173,7 @@ def _ended_again() -> None:
     def again(self: Any, event: Any) -> Any:
         return self._write()
 
-    TABLE[EpochState.DECIDED, Superseded] = again  # type: ignore[index]
+    TABLE[Phase.ENDED, Superseded] = again  # type: ignore[index]
 
 
 def _question_cancelled() -> None:
@@ -275,12 +275,12 @@ def _two_seats() -> None:
 
 
 def _unfenced_epochs() -> None:
-    original = Ledger.write
+    def advance(self: Any, epoch: int, step: Any) -> None:
+        record = step(self.look(epoch)[0])
+        if record is not None:
+            self._store.put(self._epoch_key(epoch), encode(record))
 
-    def write(self: Any, record: Any, expected: int) -> Any:
-        return original(self, record, self.look(record.epoch)[1])
-
-    Ledger.write = write  # type: ignore[method-assign]
+    Ledger.advance = advance  # type: ignore[method-assign]
 
 
 RINGS = Plan(faults_per_minute=12.0, rings=True, writes_per_s=0.5)

@@ -7,6 +7,7 @@ dropped, also while their ring is being asked. A trainer that is killed loses wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -24,6 +25,7 @@ from transport.store.directory import Directory
 from transport.wire import frames
 
 BATCH: Final = 8
+_ASKS_AGAIN_S: Final = 1.0
 _DROPPED: Final = 0.03  # of groups of claims, without an end
 _SOME: Final = 0.7  # of claims end in one call, the others in the next one
 _INTERRUPTED: Final = 0.25  # of calls
@@ -121,7 +123,9 @@ class RingTrainer(TrainerProcess):
             source.want(0, BATCH, None)
             self._came.clear()
             if not await self._batch(source):
-                await self._came.wait()
+                with contextlib.suppress(TimeoutError):  # who waits asks again, as `FoundRings.claim`
+                    async with asyncio.timeout(_ASKS_AGAIN_S):
+                        await self._came.wait()
             self.world.check_ring_trainer(self)
 
     async def _batch(self, source: NetworkSource) -> bool:

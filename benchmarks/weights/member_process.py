@@ -56,9 +56,9 @@ def make(config: MemberConfig) -> Trainer | Replica:
     named["options"] = msgspec.convert(options, EngineOptions)
     if hasattr(made, "progress"):
         named["progress"] = made.progress
+    if named.pop("in_place", False):
+        named["in_place"] = made.tensors
     if hasattr(made, "layout"):
-        if named.pop("in_place", False):
-            named["in_place"] = made.tensors
         shards = ShardEngine(config.name, made.layout, **named)
         return Replica(shards, made) if isinstance(made, RolloutWorker) else Trainer(shards, made)
     engine = RingEngine(config.name, **named)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from transport import _ring
 from transport.devices.arrays import require_cupy
 from transport.devices.streams import Mark
 from transport.weights.worker import ReferenceWorker
@@ -88,8 +90,32 @@ class Model:
 
 
 class Server(ReferenceWorker):
-    """A replica that serves what it is given: the mapped version, or arrays of its engine's device; or a copy."""
+    """A replica that serves what it is given: the mapped version, or arrays of its engine's device; or a copy.
 
-    def told(self) -> int:
-        """The most memory that this process has had of its own, in bytes."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    proves: hashes what it serves, where that is not what it was given. size_bytes: of the model for which it has
+    ``tensors``, if versions are to land in these.
+    """
+
+    def __init__(self, resident: str = "mapped", proves: bool = True, size_bytes: int = 0) -> None:
+        super().__init__(resident)
+        self._proves = proves
+        self._copied = self._from = np.empty(0, np.uint8)
+        self.tensors = {
+            name: np.ones(shape, np.uint16).view(ml_dtypes.bfloat16)
+            for name, shape in (shapes(size_bytes).items() if size_bytes else ())
+        }
+
+    def served_checksum(self) -> int | None:
+        return super().served_checksum() if self._proves else None
+
+    def told(self, question: str = "memory") -> float:
+        """The most memory that this process has had of its own, in bytes; or ("copy") the seconds of one memcpy of what
+        it serves to memory that is there."""
+        if question == "memory":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        size = sum(array.nbytes for array in self.weights.values())
+        if len(self._copied) != size:
+            self._copied, self._from = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        begun = time.perf_counter()
+        _ring.copy(self._copied.data, self._from.data)
+        return time.perf_counter() - begun

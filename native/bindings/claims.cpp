@@ -224,7 +224,7 @@ void bind_claim_types(nb::module_& module) {
       .def("payload", &Claim::payload)
       .def(
           "finish", [](Claim& claim, bool keep_pin) { return claim.owned.finish(keep_pin); }, "keep_pin"_a = false)
-      .def("let_go", [](Claim& claim) { claim.owned.let_go(); })
+      .def("release_memory", [](Claim& claim) { claim.owned.release_memory(); })
       .def(
           "give_back",
           [](Claim& claim, double delay_s, bool in_vain) { return claim.owned.give_back(delay_s, in_vain); },

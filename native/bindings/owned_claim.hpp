@@ -66,7 +66,7 @@ class OwnedClaim {
     return verdict_ == Verdict::ended && how_ == how;
   }
   // Memory that `finish` kept.
-  void let_go() {
+  void release_memory() {
     if (verdict_ == Verdict::open || !pinned_) return;
     ring_->unpin(claimed_.id.slot, claimed_.id.generation);
     unpinned();

@@ -1,11 +1,15 @@
 // The Python module `transport._ring`; transport/_ring.pyi is its interface.
 #include <nanobind/nanobind.h>
 #include <nanobind/eval.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
 
 #include "bindings/faults.hpp"
 #include "bindings/ring_bindings.hpp"
 #include "common/error.hpp"
 #include "ring/ring.hpp"
+#include "ucp/frames.hpp"
 
 namespace transport::python {
 
@@ -51,6 +55,11 @@ void bind_constants(nb::module_& module) {
   module.attr("MAX_OWNERS") = kMaxOwners;
   module.attr("MAX_PORTS") = kMaxPorts;
   module.attr("NOTE_CAPACITY") = kNoteCapacity;
+
+  nb::list taken;  // here, since rows are also made and read where UCX is not loaded
+  for (const ucp::Field& field : ucp::kTakenFields)
+    taken.append(nb::make_tuple(field.name, (field.is_signed ? "<i" : "<u") + std::to_string(field.bytes)));
+  module.attr("TAKEN_FIELDS") = nb::tuple(taken);
 
   const std::pair<const char*, State> states[] = {
       {"FREE", State::free}, {"WRITING", State::writing}, {"READY", State::ready}, {"READING", State::reading}};

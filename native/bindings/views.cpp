@@ -42,7 +42,7 @@ class Hold {
 
   void link();
   // False: done before.
-  bool let_go() noexcept;
+  bool unpin() noexcept;
 
   Views& views() const { return *views_; }
 
@@ -79,8 +79,8 @@ class Views {
     return out_ == 0;
   }
   // Releases every pin. For the end of the process, when no view is used.
-  void let_go() {
-    while (first_ != nullptr) first_->let_go();
+  void unpin_all() {
+    while (first_ != nullptr) first_->unpin();
   }
 
   void add(Hold& hold) {
@@ -119,7 +119,7 @@ void Hold::link() {
   views_->add(*this);
 }
 
-bool Hold::let_go() noexcept {
+bool Hold::unpin() noexcept {
   if (!views_->remove(*this)) return false;
   Ring& ring = views_->ring();
   try {  // a closed ring gives the pin back with its last loan; a forked child has none
@@ -142,7 +142,7 @@ class PayloadView {
   ~PayloadView() {
     if (!hold_.is_valid()) return;  // moved from
     Hold& hold = *nb::inst_ptr<Hold>(hold_);
-    if (hold.let_go() && hold.views().closing() && hold.views().size() == 0) close_owner();
+    if (hold.unpin() && hold.views().closing() && hold.views().size() == 0) close_owner();
   }
 
   nb::object hold() const { return hold_; }
@@ -212,7 +212,7 @@ void bind_views(nb::module_& module) {
       .def(nb::init<nb::handle_t<Ring>, std::size_t>(), "ring"_a, "most"_a)
       .def("read", &Views::read, "owner"_a, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a, "consume"_a)
       .def("close", &Views::close)
-      .def("let_go", &Views::let_go)
+      .def("unpin_all", &Views::unpin_all)
       .def("__len__", &Views::size);
 }
 

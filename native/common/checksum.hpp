@@ -1,5 +1,11 @@
 // XXH3, 64 bits, as python-xxhash's xxh3_64 computes it. On x86-64 checksum.cpp is compiled twice, with
 // and without AVX2, and the processor chooses at run time; elsewhere once (NEON is the baseline of aarch64).
+//
+// Computed: of a payload by its writer, while it is copied into the slot or when a `WriteLease` is published; of a
+// range by the listener that is asked for it; of a message by its sender (ucp/frames.hpp).
+// Verified: by the client on arrival (ucp/reading.cpp; ucp/takes.cpp for TAKE), in a thread where the payload is
+// large (transport/client/attempts.py), or while a batch is copied together (ring/gathering.hpp). A mapped payload
+// is verified where its reader asks for it: `ClaimedPayload.verify`, ``verify`` of a batch.
 #pragma once
 
 #include <array>

@@ -97,6 +97,8 @@ CONFIGURATIONS += (
     Case("futex: 2 sleepers, 2 wakers", "", model="futex"),
     Case("decision: 2 deciders", "", model="decision"),
     Case("decision: 3 deciders", "DECIDERS=3", model="decision"),
+    Case("decision: 2 deciders, 4 values before", "OPEN=4", model="decision"),
+    Case("decision: 3 deciders, 3 values before", "DECIDERS=3 OPEN=3", model="decision"),
 )
 
 REWRITTEN = "P2_rewritten_under_a_live_pin"
@@ -172,7 +174,8 @@ FAULTS = (
     Case("LOWERED_AFTER_ADVANCING", "", "F1_asleep_on_an_old_count", model="futex"),
     Case("NOT_LOOKED_AT_AGAIN", "", "F1_asleep_on_an_old_count", model="futex"),
     Case("FLAG_NOT_RAISED", "", "F1_asleep_on_an_old_count", model="futex"),
-    Case("WRITES_WITHOUT_COMPARING", "", "W1_two_decisions", model="decision"),
+    Case("WRITES_WITHOUT_COMPARING", "", "W5_written_after_its_end", model="decision"),
+    Case("COMPARES_VALUES", "OPEN=3", "W4_made_of_an_older_value", model="decision"),
     Case("LOST_ANSWER_IS_NO", "", "W1_two_decisions", model="decision"),
     Case("LOST_ANSWER_IS_YES", "", "W1_two_decisions", model="decision"),
     Case("REFUSED_IS_THE_END", "", "W3_stuck", model="decision"),

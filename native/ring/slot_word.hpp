@@ -29,6 +29,12 @@
 // therefore "published and pinned", and a payload is consumed (done) independently of whether its
 // memory is still being read (pins).
 //
+// Who makes a slot READY again when its reader is killed. Of a reader that maps the ring: the first to call
+// `Ring::reclaim`, which is a consumer that claims (`Ring::find_candidates`), a writer that waits for a slot,
+// or the next owner of its place; its claims end in the same step (`Ring::clear_slot`). Of a reader over the
+// network: the listener, when the connection ends (`Service::end` of ucp/attempts.cpp), which unpins what was
+// read and gives back what was claimed. Of a listener that is killed: its supervisor, by `reclaim`.
+//
 // Ranks that a payload was not written for start as done, so "every rank is done" is done == all.
 // FREE keeps the done bits of what the slot held last: all set tells a consumed or discarded payload
 // from one that was never published. Generation 0 is a slot that was never taken.

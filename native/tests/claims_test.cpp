@@ -277,6 +277,29 @@ TEST(lost_ready_hints_are_found_and_those_that_promise_too_much_do_no_harm) {
   }
 }
 
+TEST(of_slots_that_are_used_again_the_oldest_payload_comes_first) {
+  Fixture f("again", 3);
+  const Lease first = f.publish(), second = f.publish(), third = f.publish();
+  CHECK(f.ring->finish(claim(*f.ring, 1)[0].id));
+  const Lease newest = f.publish();
+  CHECK(newest.slot == first.slot);
+  const auto fresh = f.ring->attach_again(Role::reader);  // which has found nothing before
+  const auto claimed = claim(*fresh, 3);
+  CHECK(claimed.size() == 3 && same(claimed[0], second) && same(claimed[1], third) && same(claimed[2], newest));
+}
+
+TEST(the_numbers_of_claims_begin_again_behind_the_last_one_and_none_is_zero) {
+  CHECK(ClaimWord{}.claimed(3).attempts() == 1);
+  CHECK(ClaimWord::of(ClaimWord::kMostAttempts - 1, 0, 0).claimed(3).attempts() == ClaimWord::kMostAttempts);
+  CHECK(ClaimWord::of(ClaimWord::kMostAttempts, 7, 0).claimed(3) == ClaimWord::of(1, 7, 4));
+}
+
+TEST(a_holder_is_gone_when_its_lease_is_over_or_it_is_dead_and_not_before) {
+  CHECK(!holder_gone(1000, 500, true, 1499) && holder_gone(1000, 500, true, 1500));
+  CHECK(!holder_gone(1000, 500, true, 999));  // heard after the looker has read the clock
+  CHECK(!holder_gone(1000, 0, true, 1'000'000'000) && holder_gone(1000, 0, false, 1000));
+}
+
 TEST(claims_of_a_silent_holder_are_anothers_and_it_is_refused_and_leaves_no_pin) {
   Fixture f("lapse", 4);
   const auto slow = f.ring->attach_again(Role::reader), other = f.ring->attach_again(Role::reader);

@@ -215,6 +215,30 @@ TEST(a_listener_that_is_stopped_in_a_finish_is_waited_for) {
   }
 }
 
+TEST(a_claim_that_is_being_finished_stays_its_holders_though_that_is_stopped_for_longer_than_its_lease) {
+  for (const std::string_view point : {"outcome.noted", "mark_consumed.marked"}) {
+    Shared s("ending");
+    const Lease lease = published(*s.ring, 1);
+    const ClaimId claim = first_claim_of(lease);
+    stopped_at(
+        point,
+        [&] {
+          const auto taker = Ring::attach(s.guard.name, Role::listener, false);
+          taker->set_lease(20'000'000);
+          const int entry = taker->open_taker(kToken);
+          claimed(*taker);
+          if (!taker->finish(claim, false, entry)) _exit(1);
+        },
+        [&] {
+          std::vector<Claimed> others;
+          const Deadline enough(0.25);  // several looks at silent holders
+          while (enough.left_ns() > 0) CHECK(s.ring->claim({}, others) == 0);
+        });
+    CHECK(s.ring->outcome(kToken, claim) == Outcome::accepted);
+    CHECK(s.ring->info(lease.slot).state == State::free);
+  }
+}
+
 TEST(the_last_finishes_of_a_connection_are_told_and_its_entry_is_its_own_while_it_lasts) {
   Shared s("entries");
   const auto taker = s.ring->attach_again(Role::listener);

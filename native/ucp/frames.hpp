@@ -1,10 +1,12 @@
 // The hot frames of transport/wire/frames.py as they lie in memory: little-endian, fixed layouts, checked before they are read.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "common/checksum.hpp"
 
@@ -26,7 +28,7 @@ enum class Kind : std::uint8_t {
   take = 0x25,
   finish = 0x26,
   give_back = 0x27,
-  untake = 0x28,
+  cancel_take = 0x28,
   renew = 0x29,
   outcome = 0x2a,
   end = 0x2b,
@@ -75,14 +77,46 @@ static_assert(sizeof(Answer) == 32);
 //    header | a Taken for each payload | their notes | zeros up to a multiple of 64 | payloads, each at a multiple of 64
 //
 // Payloads without kJoined are claimed, and asked for by READ. `joined_bytes` are those from the first multiple on.
+// The fields of Taken are listed here and nowhere else: the struct follows from the list, and so does the dtype of
+// transport/claims/batch.py, through `_ring.TAKEN_FIELDS`.
+#define TRANSPORT_TAKEN_FIELDS(FIELD)                                              \
+  FIELD(std::uint32_t, slot)                                                       \
+  FIELD(std::uint32_t, generation)                                                 \
+  FIELD(std::uint8_t, rank)                                                        \
+  FIELD(std::uint8_t, flags)                                                       \
+  FIELD(std::uint16_t, attempts)                                                   \
+  FIELD(std::uint16_t, note_bytes) /* of the encoded ticket */                     \
+  FIELD(std::uint16_t, in_vain)    /* deliveries that counted before this one */   \
+  FIELD(std::uint64_t, length)                                                     \
+  FIELD(std::uint64_t, checksum)                                                   \
+  FIELD(std::uint64_t, sequence)                                                   \
+  FIELD(std::int64_t, policy_version)
+
 struct Taken {
-  std::uint32_t slot, generation;
-  std::uint8_t rank, flags;
-  std::uint16_t attempts, note_bytes, in_vain;  // the last: deliveries that counted before this one
-  std::uint64_t length, checksum, sequence;
-  std::int64_t policy_version;
+#define TRANSPORT_MEMBER(type, name) type name;
+  TRANSPORT_TAKEN_FIELDS(TRANSPORT_MEMBER)
+#undef TRANSPORT_MEMBER
 };
-static_assert(sizeof(Taken) == 48);
+
+struct Field {
+  const char* name;
+  bool is_signed;
+  std::size_t bytes, offset;
+};
+inline constexpr std::array kTakenFields{
+#define TRANSPORT_FIELD(type, name) Field{#name, std::is_signed_v<type>, sizeof(type), offsetof(Taken, name)},
+    TRANSPORT_TAKEN_FIELDS(TRANSPORT_FIELD)
+#undef TRANSPORT_FIELD
+};
+consteval bool without_gaps() {  // what lies in a gap would be sent as it is
+  std::size_t end = 0;
+  for (const Field& field : kTakenFields) {
+    if (field.offset != end) return false;
+    end += field.bytes;
+  }
+  return end == sizeof(Taken);
+}
+static_assert(without_gaps(), "fill the gap with a reserved field");
 
 inline constexpr std::uint32_t kMostTaken = 256;
 inline constexpr std::uint64_t kMostTakenBytes = std::uint64_t{1} << 30;

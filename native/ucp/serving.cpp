@@ -209,8 +209,8 @@ bool Connection::answer(const std::byte* message) {
       case Kind::outcome:
         said.code = static_cast<std::uint8_t>(service_->outcome(record));
         break;
-      case Kind::untake:
-        service_->untake(*this, record.slot);
+      case Kind::cancel_take:
+        service_->cancel_take(*this, record.slot);
         continue;
       case Kind::renew:  // its message is the sign of life
         continue;
@@ -352,7 +352,7 @@ long Connection::expire(double before) {
     each = next;
   }
   // A silent client would be given the same payloads again and again.
-  if (ended != 0) service_->untake_all(*this);
+  if (ended != 0) service_->cancel_takes(*this);
   return ended;
 }
 

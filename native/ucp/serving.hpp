@@ -171,8 +171,8 @@ class Service {
   void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
   void serve_waiting();
   void forget(const Connection& connection);
-  void untake(const Connection& connection, std::uint32_t number);
-  void untake_all(const Connection& connection);
+  void cancel_take(const Connection& connection, std::uint32_t number);
+  void cancel_takes(const Connection& connection);
   void arm(std::uint32_t before);
   Attempt* held(const Connection& connection, const Record& record) const;
   Code finish(Connection& connection, const Record& record);

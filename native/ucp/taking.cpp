@@ -108,17 +108,17 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     const Claimed& one = claimed[at];
     const auto note = ring_.note(one.id.slot, one.id.generation);
     const std::size_t note_bytes = note ? note->size() : 0;
-    Taken taken{one.id.slot,
-                one.id.generation,
-                static_cast<std::uint8_t>(one.id.rank),
-                kChecked,
-                static_cast<std::uint16_t>(one.id.attempts),
-                static_cast<std::uint16_t>(note_bytes),
-                static_cast<std::uint16_t>(one.in_vain),
-                one.length,
-                one.checksum,
-                one.sequence,
-                one.policy_version};
+    Taken taken{.slot = one.id.slot,
+                .generation = one.id.generation,
+                .rank = static_cast<std::uint8_t>(one.id.rank),
+                .flags = kChecked,
+                .attempts = static_cast<std::uint16_t>(one.id.attempts),
+                .note_bytes = static_cast<std::uint16_t>(note_bytes),
+                .in_vain = static_cast<std::uint16_t>(one.in_vain),
+                .length = one.length,
+                .checksum = one.checksum,
+                .sequence = one.sequence,
+                .policy_version = one.policy_version};
     if (note) {
       const auto* const text = reinterpret_cast<const std::byte*>(note->data());
       head.insert(head.end(), text, text + note_bytes);
@@ -237,7 +237,7 @@ void Service::forget(const Connection& connection) {
 }
 
 // The client does not want it any more: the answer is an empty one, unless it is on its way.
-void Service::untake(const Connection& connection, std::uint32_t number) {
+void Service::cancel_take(const Connection& connection, std::uint32_t number) {
   const auto found = std::find_if(waiting_.begin(), waiting_.end(), [&](const Demand& each) {
     return each.connection == &connection && each.number == number;
   });
@@ -248,11 +248,11 @@ void Service::untake(const Connection& connection, std::uint32_t number) {
   answer(demand, Code::accepted);
 }
 
-void Service::untake_all(const Connection& connection) {
+void Service::cancel_takes(const Connection& connection) {
   while (connection.waiting_ != 0) {  // each is in `waiting_`
     const auto found = std::find_if(waiting_.begin(), waiting_.end(),
                                     [&](const Demand& each) { return each.connection == &connection; });
-    untake(connection, found->number);
+    cancel_take(connection, found->number);
   }
 }
 

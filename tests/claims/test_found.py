@@ -13,6 +13,7 @@ from helpers import eventually, free
 from packers import SCHEMA, Packer, Worker, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
 from transport.packer.options import ServerOptions
@@ -26,7 +27,7 @@ both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 
 
 def payload_of(queue: FoundRings, claim: Claim) -> bytes:
-    came = queue.brought(claim)
+    came = queue.payload_bytes(claim)
     assert came is not None
     return bytes(memoryview(came.data))
 
@@ -48,6 +49,17 @@ def test_every_ring_is_found_and_each_payload_consumed_once(prefix: str, wire: s
         assert queue.depth() == QueueDepth(done=6)
         assert queue.claim(1, 0.01, consumer="test") == []
         eventually(lambda: free(first) and free(second), "every slot is free")
+
+
+def test_trainers_that_map_a_ring_leave_places_to_its_listeners_and_to_a_writer_that_takes_it_over(prefix: str) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=64, prefix=prefix) as ring, contextlib.ExitStack() as stack:
+        for _ in range(MAX_OWNERS):
+            queue = stack.enter_context(open_queue(f"rings:{prefix}"))
+            assert queue.claim(1, consumer="test") == []
+        readers = sum(owner.alive and owner.role == ROLE_READER for owner in ring.native.owners())
+        assert readers > MAX_OWNERS / 2
+        for role in ("listener", "writer"):
+            stack.enter_context(SharedRingBuffer.attach(ring.name, role=role))  # type: ignore[arg-type]
 
 
 @pytest.mark.nightly(keep=1)
@@ -178,7 +190,7 @@ def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
         stack.enter_context(Announcement(Directory(store), ring, server))
         ring.write_raw(b"published")
         claims = some(queue, 1)
-        came = queue.brought(claims[0])
+        came = queue.payload_bytes(claims[0])
         assert came is not None
         assert came.wire == wire
         assert queue.ack_many(claims) == claims

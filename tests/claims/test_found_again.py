@@ -40,7 +40,7 @@ def test_a_ring_that_was_made_again_is_found_while_an_array_of_the_old_one_is_he
         with SharedRingBuffer.create(SCHEMA, slots=2, name=f"{prefix()}a") as ring:
             old = ring.write(ONE)
             (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
-            came = queue.brought(claim)
+            came = queue.payload_bytes(claim)
             assert came is not None
             kept = np.frombuffer(came.data, np.int64)
             assert queue.ack(claim)

@@ -17,7 +17,7 @@ from helpers import Child, dead_port, eventually, free, listener_pids
 from queue_waits import in_thread
 
 from transport.claims.batch import Verdict
-from transport.claims.places import OnThisHost, Place
+from transport.claims.places import OnThisHost, RingAddress
 from transport.queue import FoundRings
 from transport.settings import Settings
 
@@ -51,9 +51,9 @@ class Gone(OnThisHost):
         super().__init__(prefix)
         self._port = port
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """It."""
-        return {"gone": Place(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
+        return {"gone": RingAddress(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
 @both

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ucx
 def claimed(queue: FoundRings) -> bytes:
     """The next payload, consumed."""
     [claim] = queue.claim(1, LONG_S, consumer="test")
-    came = queue.brought(claim)
+    came = queue.payload_bytes(claim)
     assert came is not None
     data = bytes(memoryview(came.data))
     del came

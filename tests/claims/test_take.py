@@ -12,10 +12,8 @@ import pytest
 from helpers import Child, asynchronous, settings_with, until
 from takes import LONG_S, SLOTS, addresses, contents, depth, tcp
 
-from transport import Schema, SharedRingBuffer, TensorSpec, UCXXServer, _ring
-from transport.claims.batch import TAKEN
+from transport import Schema, SharedRingBuffer, TensorSpec, UCXXServer
 from transport.settings import Settings
-from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 
@@ -226,9 +224,3 @@ async def test_a_listener_that_is_killed_loses_its_claims_and_another_port_has_t
             assert (await batch.consume()).tolist() == [False]
             assert batch.lost
             assert (await again.consume()).tolist() == [True]
-
-
-# --- native code --------------------------------------------------------------------------------------------
-def test_the_row_is_that_of_native_code() -> None:
-    assert TAKEN.itemsize == 48
-    assert engine().room_for(1, 0) >= 16 + 48 + _ring.NOTE_CAPACITY

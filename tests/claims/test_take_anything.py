@@ -169,7 +169,7 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
             Kind.FINISH,
             Kind.FINISH,
             Kind.GIVE_BACK,
-            Kind.UNTAKE,
+            Kind.CANCEL_TAKE,
             Kind.RENEW,
             Kind.OUTCOME,
             Kind.END,
@@ -186,7 +186,7 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
             attempts=rng.choice((0, 0, 3)),
             joined_most=rng.choice((0, 1 << 20)),
         )
-    if kind is Kind.UNTAKE:
+    if kind is Kind.CANCEL_TAKE:
         return Record(kind, slot=rng.choice(numbers or [0]))
     return Record(
         kind,

@@ -94,6 +94,25 @@ async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(
     assert reasons(ring) == [("discarded", "late", "")]
 
 
+@asynchronous
+async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pin_behind(
+    ring: SharedRingBuffer,
+) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring, ack_timeout_s=3000.0) as stage:
+        peer = await stage.connected()
+        number = peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20))
+        await peer.endpoint.receive(bytearray(8192), frames.tag(peer.base, number))
+        peer.holds = True
+        [answer] = await peer.ask(Record(Kind.READ, ticket.slot, ticket.generation, 0, ticket.key, ticket.size))
+        assert answer.code == 0
+        [answer] = await peer.ask(Record(Kind.GIVE_BACK, ticket.slot, ticket.generation, attempts=1))
+        assert answer.code == 0
+        assert ring.native.own_pins(ticket.slot) == 1  # UCX is in the slot
+        await peer.complete()
+        await until(lambda: ring.native.own_pins(ticket.slot) == 0, "nothing holds the slot")
+
+
 @pytest.mark.parametrize(
     ("count", "fields", "texts"),
     [

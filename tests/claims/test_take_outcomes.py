@@ -15,7 +15,7 @@ from takes import LONG_S, SLOTS, addresses, broken_between, ended, link_of, tcp
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.claims.batch import TakenBatch, Verdict
-from transport.claims.outcomes import Outcomes
+from transport.claims.outcomes import Outcomes, Served
 from transport.wire.frames import MOST_UNANSWERED, Kind
 
 pytestmark = pytest.mark.ucx
@@ -175,6 +175,25 @@ async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes
             assert (await batch.consume()).tolist() == [False]
             assert client._claims.outcomes.unknown == 1
             assert any("no port of the ring knows" in message for message in caplog.messages)
+
+
+@asynchronous
+async def test_a_port_that_has_another_ring_by_now_does_not_keep_the_others_from_being_asked(
+    ring: SharedRingBuffer,
+) -> None:
+    ring.write_raw(b"x")
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=64) as another,
+        UCXXServer(another, mode="thread") as moved,
+        UCXXServer(ring, mode="thread"),
+    ):
+        async with tcp() as client:
+            batch = await client.take(addresses(ring)[0], 1)
+            link = link_of(batch)
+            host, port = link.link.port
+            link.served = lambda: Served(((host, moved.ports[0]), (host, port)))
+            broken_between(batch, lambda: eventually(lambda: ring.statistics().free == SLOTS))
+            assert (await batch.consume()).tolist() == [True]
 
 
 # --- ends that are not consumption --------------------------------------------------------------------

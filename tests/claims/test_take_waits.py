@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from helpers import Child, asynchronous, until
@@ -80,6 +81,18 @@ async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(rin
         await until(lambda: service.waiting == 0, "its demand is gone, too")
         with pytest.raises(ClosedError):
             await client.take(address, 1)
+
+
+@asynchronous
+async def test_a_connection_is_not_idle_while_a_demand_of_its_waits(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, listener_idle_eviction_s=120) as stage, tcp() as client:
+        service = stage.listener._service
+        assert service is not None
+        waiting = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
+        await until(lambda: service.waiting == 1, "it waits")
+        stage.listener.sweep(time.monotonic() + 1000)
+        ring.write_raw(b"x")
+        assert contents(await waiting) == [b"x"]
 
 
 @asynchronous

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.claims import takers as takers_module
-from transport.claims.takers import Ask, Close, Open, Takers, Untake
+from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
 
 
 def opened(ahead: int, most: int, *places: str) -> Takers:
@@ -95,7 +95,7 @@ def test_more_places_than_payloads_are_wanted_are_all_asked() -> None:
     takers = opened(1, 1, "a", "b", "c")
     assert asked(takers) == {"a": (1, True), "b": (1, True), "c": (1, True)}
     takers.answered("b", 1, full=True)
-    assert [type(action) for action in takers.step(0.0)] == [Untake, Untake]
+    assert [type(action) for action in takers.step(0.0)] == [CancelDemand, CancelDemand]
     takers.answered("a", 0, full=False)
     takers.answered("c", 0, full=False)
     assert takers.step(0.0) == []
@@ -111,7 +111,7 @@ def test_demands_for_whole_batches_give_way_when_more_places_are_found() -> None
     takers.opened("d")
     assert asked(takers) == {"d": (2, True)}
     takers.answered("d", 2, full=True)
-    assert sorted(action.place for action in takers.step(0.0) if isinstance(action, Untake)) == ["a", "b", "c"]
+    assert sorted(action.place for action in takers.step(0.0) if isinstance(action, CancelDemand)) == ["a", "b", "c"]
     for place in "abc":
         takers.answered(place, 0, full=False)
     takers.used("d", 2)
@@ -168,7 +168,7 @@ def test_a_place_that_vanishes_is_closed_when_nothing_of_it_is_in_hand() -> None
     takers.ended("a", 2)
     assert Close("a") in takers.step(0.0)
     takers.found([])
-    assert [type(action) for action in takers.step(0.0)] == [Untake]
+    assert [type(action) for action in takers.step(0.0)] == [CancelDemand]
     takers.answered("b", 0, full=False)
     assert takers.step(0.0) == [Close("b")]
 

@@ -16,7 +16,6 @@ from transport.cooldown import Ledger, Outcome, Phase, recorded_outcomes
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import EpochRecord
 from transport.cooldown.upload import upload
-from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore
 
 MODEL = {"config.json": b"{}", "shards/1": b"one" * 1000}
@@ -174,7 +173,7 @@ def timed_out(path: Path, store: str) -> EpochRecord:
         run="run", epoch=4, destination=root.url, cooldown_s=1.0, seed=1, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT
     )
     with SQLiteStore(Path(store.removeprefix("sqlite://"))) as opened:
-        assert Ledger(opened, "run").write(record, ABSENT)
+        assert Ledger(opened, "run").open(record)
     upload(path / "model", root, record, "a", "0" * 16)
     root.put(f"run/epoch-{4:012d}/b/{'1' * 16}/files/half", b"half")
     return record
@@ -217,6 +216,6 @@ def test_what_a_damaged_manifest_may_name_stays(uploaded: Path, store: str, caps
 def test_runs_are_chosen(uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     with SQLiteStore(Path(store.removeprefix("sqlite://"))) as opened:
         record = msgspec.structs.replace(Ledger(opened, "run").epochs()[1], run="other")
-        assert Ledger(opened, "other").write(record, ABSENT)
+        assert Ledger(opened, "other").open(record)
     assert run(["cooldown", "restore", str(uploaded / "new"), "--store", store]) == 2
     assert "the store has the runs other, run; choose one with --run" in capsys.readouterr().err

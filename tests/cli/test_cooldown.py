@@ -13,7 +13,6 @@ from transport.cooldown import Ledger, Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, encode
 from transport.cooldown.restoring import outcome_path
-from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore
 
 CLIENTS = tuple("abcdef")
@@ -41,7 +40,7 @@ def store(tmp_path: Path) -> str:
     ]  # fmt: skip
     with SQLiteStore(tmp_path / "store.sqlite3") as opened:
         for record in records:
-            assert Ledger(opened, "run").write(record, ABSENT)
+            assert Ledger(opened, "run").open(record)
     for record in records[:2]:
         Folder(tmp_path).put(outcome_path("run", record.epoch), encode(record))
     return f"sqlite://{tmp_path}/store.sqlite3"

@@ -15,7 +15,6 @@ from helpers import Child
 
 from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Outcome, Part, recorded_outcomes, restore
 from transport.cooldown.destinations import bucket
-from transport.cooldown.destinations import s3 as s3_module
 from transport.cooldown.destinations.base import PIECE, Destination, check_permissions
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.destinations.open import open_destination
@@ -75,7 +74,6 @@ server.stop()
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least that S3 takes for a part, so that a few MiB are several."""
     monkeypatch.setattr(bucket, "PART", 5 << 20)
-    monkeypatch.setattr(s3_module, "PART", 5 << 20)
 
 
 def folder(request: pytest.FixtureRequest) -> Destination:
@@ -94,11 +92,7 @@ def destination(request: pytest.FixtureRequest) -> Iterator[Destination]:
 
 
 def write(destination: Destination, path: str, data: bytes) -> None:
-    writer = destination.writer(path, len(data))
-    for at in range(0, len(data), PIECE):
-        writer.write(data[at : at + PIECE])
-    writer.finish()
-    writer.discard()  # harmless now
+    destination.write(path, len(data), (data[at : at + PIECE] for at in range(0, len(data), PIECE)))
 
 
 # --- the contract ---------------------------------------------------------------------------------------
@@ -124,6 +118,18 @@ def test_what_is_not_there_is_none(destination: Destination) -> None:
         list(pieces)
 
 
+def test_what_another_process_wrote_is_seen_at_once(destination: Destination) -> None:
+    with open_destination(destination.url) as other:
+        assert (destination.names("a"), destination.size("a/b")) == ([], None)
+        other.put("a/b", b"1")
+        assert (destination.names("a"), destination.size("a/b")) == (["b"], 1)
+        other.put("a/b", b"12")
+        other.put("a/c", b"1")
+        assert (destination.names("a"), destination.size("a/b")) == (["b", "c"], 2)
+        other.delete("a")
+        assert (destination.names("a"), destination.size("a/b")) == ([], None)
+
+
 def test_a_small_file_is_replaced(destination: Destination) -> None:
     destination.put("outcome", b"first")
     destination.put("outcome", b"second and longer")
@@ -146,15 +152,18 @@ def test_a_folder_is_deleted_with_all_that_is_in_it(destination: Destination) ->
     assert destination.size("xy/c") == 1
 
 
-@pytest.mark.parametrize("size", [0, 6 << 20])
-def test_a_file_that_was_given_up_is_not_there(destination: Destination, size: int) -> None:
-    writer = destination.writer("given/up", 12 << 20)
-    for _ in range(0, size, PIECE):
-        writer.write(bytes(min(size, PIECE)))
-    writer.discard()
-    writer.discard()
-    del writer
-    assert destination.size("given/up") is None
+@pytest.mark.parametrize("size", [0, 2 * PIECE])
+def test_a_file_that_was_given_up_leaves_what_was_there(destination: Destination, size: int) -> None:
+    def given_up() -> Iterator[bytes]:
+        yield from [bytes(PIECE)] * (size // PIECE)
+        raise UploadCancelledError("given up")
+
+    destination.put("given/before", b"before")
+    for name in ("up", "before"):
+        with pytest.raises(UploadCancelledError):
+            destination.write(f"given/{name}", 3 * PIECE, given_up())
+    assert destination.names("given") == ["before"]
+    assert destination.read("given/before", 10) == b"before"
 
 
 def test_one_may_join_where_everything_is_allowed(destination: Destination) -> None:
@@ -212,45 +221,6 @@ def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path
         assert destination.names("") == []
 
 
-class UnreachableUpload:
-    """A file of fsspec's whose service does not answer."""
-
-    closed = False
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def discard(self) -> None:
-        raise self._error
-
-
-@pytest.mark.parametrize(
-    ("error", "warned"),
-    [
-        (ConnectionError("no route, very-secret-token"), True),
-        (AttributeError("this version cannot"), True),
-        (FileNotFoundError("NoSuchUpload"), False),
-    ],
-    ids=repr,
-)
-def test_parts_that_cannot_be_removed_are_named_in_the_log(
-    error: Exception, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("STORE_TOKEN", "very-secret-token")
-    place = object.__new__(bucket.Bucket)
-    place.url = "gs://checkpoints/x"
-    bucket._ObjectWriter(place, "step/model", UnreachableUpload(error)).discard()
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
-    assert ("step/model" in caplog.text, "very-secret" in caplog.text) == (warned, False)
-
-
-def test_an_interrupt_while_parts_are_removed_is_passed_on() -> None:
-    place = object.__new__(bucket.Bucket)
-    place.url = "gs://checkpoints/x"
-    with pytest.raises(KeyboardInterrupt):
-        bucket._ObjectWriter(place, "model", UnreachableUpload(KeyboardInterrupt())).discard()
-
-
 # --- refusals -------------------------------------------------------------------------------------------
 @needs_s3
 @pytest.mark.usefixtures("s3_server")
@@ -280,7 +250,7 @@ def test_what_is_refused_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     destination = Folder(tmp_path)
 
     def refuse(*_: object) -> None:
-        with destination._translated(operation, "x"):
+        with destination.translated(operation, "x"):
             raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(destination, operation, refuse)
@@ -340,8 +310,8 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     (root / "a").rmdir()
     root.rmdir()
     calls: list[Callable[[], object]] = [
-        lambda: destination.put("a/b", b"1"), lambda: destination.writer("a/c", 1), lambda: destination.names(""),
-        lambda: destination.size("a/b"),
+        lambda: destination.put("a/b", b"1"), lambda: destination.write("a/c", 1, [b"1"]),
+        lambda: destination.names(""), lambda: destination.size("a/b"),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(DestinationError, match="No such file"):

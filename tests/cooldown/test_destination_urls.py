@@ -66,6 +66,6 @@ def test_secrets_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_service_says_is_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STORE_TOKEN", "very-secret-token")
-    with pytest.raises(TransportError) as caught, Folder(tmp_path)._translated("list", ""):
+    with pytest.raises(TransportError) as caught, Folder(tmp_path).translated("list", ""):
         raise OSError("refused very-secret-token")
     assert "very-secret" not in str(caught.value)

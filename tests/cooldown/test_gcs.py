@@ -22,7 +22,7 @@ from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.epochs.records import Refusal, Report, ReportKind
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
-from transport.errors import DestinationError
+from transport.errors import DestinationError, UploadCancelledError
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = [
@@ -116,9 +116,12 @@ def test_what_was_altered_in_the_store_is_refused(place: Destination, model: Pat
 
 
 def test_an_upload_that_is_given_up_is_not_there(server: Child, place: Destination) -> None:
-    writer = place.writer("given/up", 3 << 20)
-    writer.write(bytes(2 << 20))
-    writer.discard()
+    def given_up() -> Iterator[bytes]:
+        yield bytes(2 << 20)
+        raise UploadCancelledError("given up")
+
+    with pytest.raises(UploadCancelledError):
+        place.write("given/up", 3 << 20, given_up())
     assert place.size("given/up") is None
     server.tell("said")
     assert server.line().split()[2] == "0"  # nor is it begun any more
@@ -168,7 +171,7 @@ def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
         with open_destination(URL) as place:
             with pytest.raises(DestinationError, match="cannot look at a"):
                 place.size("a")
-            with pytest.raises(DestinationError, match="cannot create b"):
+            with pytest.raises(DestinationError, match="cannot write b"):
                 place.put("b", b"x")
 
 

@@ -23,7 +23,7 @@ from transport.cooldown.epochs.coordinator import Begin
 from transport.cooldown.epochs.records import EpochRecord, Report, ReportKind
 from transport.cooldown.epochs.shares import Saved
 from transport.errors import CoordinatorLostError, DestinationDeniedError, StoreFullError, StoreUnavailableError
-from transport.store.base import ABSENT, Change
+from transport.store.base import Change
 from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
 
@@ -197,17 +197,17 @@ def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verificati
     cooling: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = EpochRecord(run="run", epoch=7, destination=str(cooling.root), cooldown_s=60.0, seed=8)
-    assert cooling.ledger.write(record, ABSENT)
+    assert cooling.ledger.open(record)
     coordinator = StoredCoordinator(cooling.ledger, 7)
     coordinator.handle(Begin(1, CLIENTS))
     report = Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16)
     cooling.ledger.report(report)
 
-    def write(*_: object) -> int:
+    def advance(*_: object) -> None:
         monkeypatch.undo()
         raise StoreUnavailableError("for a moment")
 
-    monkeypatch.setattr(cooling.ledger, "write", write)
+    monkeypatch.setattr(cooling.ledger, "advance", advance)
     with pytest.raises(StoreUnavailableError):
         coordinator.step(0.0)
     assert coordinator.step(0.0) == [report]
@@ -289,7 +289,7 @@ async def test_a_save_that_outlasts_its_cooldown_writes_into_no_later_one(coolin
     taking = asyncio.create_task(client.cooldown(7))
     await until(begun.is_set)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client_module, "STOP_WAIT_S", 0.01)
+        patch.setattr(following, "STOP_WAIT_S", 0.01)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
     assert (await client.cooldown(7)).part is Part.WON

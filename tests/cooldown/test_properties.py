@@ -24,7 +24,6 @@ from transport.cooldown.restoring import restore
 from transport.cooldown.upload import Uploaded, remove, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError, UploadCancelledError
-from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore
 
 CLIENTS = tuple("abcdef")
@@ -61,7 +60,7 @@ class Cooldowns(RuleBasedStateMachine):
     def begin(self, seed: int, epoch: int) -> None:
         self.epoch = epoch
         record = EpochRecord(run="run", epoch=epoch, destination=self.destination.url, cooldown_s=LIMIT_S, seed=seed)
-        assert self.ledger.write(record, ABSENT)
+        assert self.ledger.open(record)
         self.coordinators = [StoredCoordinator(self.ledger, epoch)]
         self.coordinators[0].handle(Begin(5, CLIENTS))
 

@@ -19,8 +19,7 @@ from silent_server import silent_server
 
 from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
 from transport.cooldown import client as client_module
-from transport.cooldown.destinations import base
-from transport.cooldown.destinations import s3 as module
+from transport.cooldown.destinations import base, bucket
 from transport.cooldown.destinations.s3 import S3
 from transport.cooldown.epochs.records import Phase, Refusal, Report, ReportKind
 from transport.cooldown.pruning import carry_out, plan
@@ -49,7 +48,7 @@ def environment() -> Iterator[None]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs repeats as well
-        patch.setattr(module, "PART", 5 << 20)  # the least that S3 takes
+        patch.setattr(bucket, "PART", 5 << 20)  # the least that S3 takes
         patch.setenv("AWS_ENDPOINT_URL", "")
         with serving(), open_destination("s3://checkpoints") as place:
             place.put("first", b"")
@@ -160,6 +159,26 @@ def test_a_throttled_upload_is_slower_and_whole(server: Child, place: S3, model:
     assert verified(place, RECORD, report(done), proof=Proof.READ).files == 2
 
 
+def test_parts_that_cannot_be_removed_are_named_in_the_log_without_secrets(
+    server: Child, place: S3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STORE_TOKEN", "127.0.0.1")  # part of what s3fs says
+    more = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal more
+        yield bytes(6 << 20)
+        server.kill()
+        more += 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        place.write("step/model", 17 << 20, pieces())
+    assert more
+    assert "cannot remove the parts of step/model" in caplog.text
+    assert "127.0.0.1" not in caplog.text
+
+
 def client_host(run: Run) -> CooldownHost:
     return CooldownHost(run.store, "run", "s3://checkpoints/below", cooldown_s=60.0, seed=8, clock=run.clock)
 
@@ -216,9 +235,9 @@ UPLOADER = """
 import os, sys
 from pathlib import Path
 from transport.cooldown import EpochRecord, open_destination
-from transport.cooldown.destinations import s3
+from transport.cooldown.destinations import bucket
 from transport.cooldown.upload import upload
-s3.PART = 5 << 20
+bucket.PART = 5 << 20
 record = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1)
 def progress(done, files, size):
     if size > 9 << 20:
@@ -255,13 +274,10 @@ def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
             with pytest.raises(DestinationError, match=r"cannot look at a: .*[Tt]imeout"):
                 place.size("a")
             monkeypatch.setattr(base, "REQUEST_S", 1.0)
-            with pytest.raises(DestinationError, match=r"cannot create c: .*[Tt]imeout"):
+            with pytest.raises(DestinationError, match=r"cannot write c: .*[Tt]imeout"):
                 place.put("c", b"x")
-            writer = place.writer("b", 1)
-            writer.write(b"x")
             with pytest.raises(DestinationError, match=r"cannot write b: .*[Tt]imeout"):
-                writer.finish()
-            writer.discard()
+                place.write("b", 6 << 20, [bytes(6 << 20)])
 
 
 def test_the_operator_s_own_configuration_of_botocore_stands(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:

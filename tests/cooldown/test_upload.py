@@ -8,13 +8,12 @@ import secrets
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from transport.cooldown.destinations.base import Writer
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.records import (
@@ -238,11 +237,11 @@ def test_files_that_are_copied_at_the_same_time_end_with_the_first_that_fails(
     together = threading.Barrier(4)
 
     class Failing(Folder):
-        def writer(self, path: str, size: int) -> Writer:
+        def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
             together.wait(10)  # four at once, not less
             if path.endswith("/2"):
                 raise DestinationError("this one")
-            return super().writer(path, size)
+            return super().write(path, size, pieces)
 
     with pytest.raises(DestinationError, match="this one"):
         upload(tmp_path / "many", Failing(destination.root), RECORD, "a", ATTEMPT)
@@ -336,3 +335,29 @@ def test_a_name_that_not_every_system_takes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a:b").touch()
     with pytest.raises(UsageError, match="rename it"):
         plain_files(tmp_path)
+
+
+def test_restored_files_are_on_disk_before_their_folder_appears(
+    destination: Folder, uploaded: Uploaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: dict[int, int] = {}
+    appeared: list[Path] = []
+    fsync, rename = os.fsync, Path.rename
+    record = ended(verified(destination, RECORD, report(uploaded.sha256)))
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        flushed[found.st_ino] = found.st_mtime_ns
+
+    def appear(self: Path, target: Path) -> Path:
+        files = [path.stat() for path in self.rglob("*") if path.is_file()]
+        assert len(files) == len(FILES)
+        assert all(flushed.get(each.st_ino, 0) >= each.st_mtime_ns for each in files)
+        appeared.append(target)
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", appear)
+    restore(record, destination, tmp_path / "restored")
+    assert appeared == [tmp_path / "restored"]

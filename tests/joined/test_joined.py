@@ -90,7 +90,7 @@ def test_a_reader_sees_one_payload_of_four_parts_and_acknowledges_all(rings: Rin
 
 def wait_free(ring: SharedRingBuffer) -> bool:
     """Take every slot, which waits for those that are being freed."""
-    taken = [ring._take(20.0) for _ in range(4)]
+    taken = [ring.native.take(20.0) for _ in range(4)]
     return all(ring.native.abort(*each) for each in taken)
 
 
@@ -181,7 +181,7 @@ def test_a_group_shares_what_it_has_in_common_once(client: BlockingClient) -> No
                 assert (payload["prompt"], payload["completion"]) == ("shared", texts[at])
         client.close()
         assert common.reserve({"prompt": 0, "tokens": 0}, timeout_s=20).abort() is None
-        assert [common._take(20.0) for _ in range(2)]  # with the last sample the common payload was free
+        assert [common.native.take(20.0) for _ in range(2)]  # with the last sample the common payload was free
 
 
 def test_a_group_that_does_not_fit_leaves_nothing() -> None:

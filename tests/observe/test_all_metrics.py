@@ -90,7 +90,7 @@ def of_a_ring() -> None:
             ring.write_raw(bytes(SIZE))
         ring.discard(ring.tickets()[0])
         published = 40 + (SLOTS - ready) + 8
-        found = seen(ring_samples(ring, time.monotonic_ns()), 2)
+        found = seen(ring_samples(ring, time.monotonic_ns() + 1000 * 10**9), 2)
         check(
             found,
             {
@@ -112,7 +112,7 @@ def of_a_ring() -> None:
             },
         )
         age_s = found["transport_listener_heartbeat_age_seconds", (str(server.ports[0]),)]
-        assert 0 <= age_s < 60
+        assert 1000 <= age_s < 1060
         CHECKED.add("transport_listener_heartbeat_age_seconds")
 
 
@@ -159,9 +159,10 @@ def of_a_client() -> None:
                 "transport_client_links_opened_total": statistics.links_opened,
                 "transport_client_warm_up_failures_total": 1,
                 "transport_client_links": {"idle": statistics.links_idle, "in_use": 0},
-                "transport_client_acknowledgements_dropped_total": 0,
             },
         )
+        given_up = msgspec.structs.replace(statistics, acks_dropped=7)  # no test waits for 65 536 of them
+        check(seen(client_samples("trainer", given_up), 1), {"transport_client_acknowledgements_dropped_total": 7})
         assert statistics.links_opened > statistics.links_idle > 0
         quarantined, pending, unconfirmed = (
             len(statistics.quarantined_ports),
@@ -198,8 +199,13 @@ def of_a_packer_and_its_queue() -> None:
                 assert made is not None
                 return made
 
-            for payload in trainer.consume(collected(batch(1))):
+            [once] = batch(1)
+            for payload in trainer.consume(collected([once])):
                 payload.release()
+            assert trainer.consume(collected([Ticket.decode(once.data)] * 5)) == []
+            queue.publish([queued(ticket) for ticket in ring.write_many([one] * 6)])
+            for _ in range(2):
+                queue.retry_many(queue.claim(6, consumer="another"))
             given_back = collected(batch(2))
             trainer.abandon(given_back)
             lost = batch(3)
@@ -216,10 +222,10 @@ def of_a_packer_and_its_queue() -> None:
             check(
                 seen(packer_samples("trainer", statistics), 1),
                 {
-                    "transport_packer_batches_total": 4,
+                    "transport_packer_batches_total": 5,
                     "transport_packer_payloads_total": {
                         "consumed": 1,
-                        "duplicate": 0,
+                        "duplicate": 5,
                         "failed": 4,
                         "returned": 2,
                         "claim_lost": 3,
@@ -233,8 +239,8 @@ def of_a_packer_and_its_queue() -> None:
                 seen(queue_samples("queue", queue.depth()), 1),
                 {
                     "transport_queue_deliveries": {"ready": 1, "claimed": 1},
-                    "transport_queue_finished_total": {"done": 1, "discarded": 7},
-                    "transport_queue_retried_total": 2,
+                    "transport_queue_finished_total": {"done": 1, "discarded": 7, "dead": 6},
+                    "transport_queue_retried_total": 2 + 12,
                     "transport_queue_expired_total": 2,
                 },
             )

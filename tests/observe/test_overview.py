@@ -82,6 +82,16 @@ def test_rates_are_differences_over_time() -> None:
         assert overview.rates(overview.look([]), after) == {}
 
 
+def test_a_ring_that_was_made_again_under_its_name_has_no_rates_yet() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        ring.write_raw(b"x")
+        before = overview.look([ring.name])
+    with SharedRingBuffer.create(slots=1, slot_bytes=64, name=ring.name.removeprefix("/transport-")) as again:
+        assert again.name == ring.name
+        after = msgspec.structs.replace(overview.look([again.name]), monotonic_s=before.monotonic_s + 1.0)
+        assert overview.rates(before, after) == {}
+
+
 def test_a_ring_that_is_gone_is_left_out_and_looking_removes_none() -> None:
     assert overview.look(["/transport-test-that-never-was"]).rings == ()
     with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:

@@ -16,6 +16,7 @@ from transport.errors import UsageError
 from transport.packer.claims import ClaimBook
 from transport.queue import Claim, RedisQueue, RingQueue
 from transport.settings import DEFAULTS
+from transport.testing import MemoryQueue
 
 
 def test_what_is_further_behind_than_allowed_is_not_claimed(queue: RedisQueue) -> None:
@@ -38,6 +39,26 @@ def test_a_limit_needs_the_trainers_version(queue: RedisQueue) -> None:
         book.claim(1, 0.0)
     with pytest.raises(UsageError, match="max_policy_age=-1"):
         ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=-1)
+
+
+@pytest.mark.parametrize(("renew_s", "lease_s"), [(0.05, 3000.0), (3000.0, 0.15)])
+def test_claims_are_renewed_as_often_as_the_operator_says_and_three_times_in_a_lease(
+    renew_s: float, lease_s: float
+) -> None:
+    renewed = threading.Event()
+
+    class Renewed(MemoryQueue):
+        def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+            renewed.set()
+            return super().renew(claims)
+
+    settings = msgspec.structs.replace(DEFAULTS, claim_renew_s=renew_s, claim_lease_s=3 * renew_s)
+    with Renewed(lease_s=lease_s) as queue, UCXXDataPackerMixin() as trainer:
+        trainer.setup_ucxx_packer(queue=queue, settings=settings)
+        queue.publish(ticket(0))
+        held = trainer.claim_tickets(1, 5.0)
+        assert renewed.wait(60.0)
+        del held
 
 
 def test_claims_that_were_renewed_and_are_dropped_go_back() -> None:

@@ -45,7 +45,7 @@ class Stages:
 
     def all_free(self) -> bool:
         """Whether every slot of every ring can be taken; waits for those that are being freed."""
-        taken = [(ring, ring._take(20.0)) for ring in self.all for _ in range(4)]
+        taken = [(ring, ring.native.take(20.0)) for ring in self.all for _ in range(4)]
         return all(ring.native.abort(*each) for ring, each in taken)
 
     def __enter__(self) -> Stages:

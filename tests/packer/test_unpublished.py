@@ -19,7 +19,8 @@ from ticket_queues import ticket_queue
 from transport.errors import RingNotFoundError
 from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
-from transport.packer.rollout import ticket_id
+from transport.packer.rollout import queued, ticket_id
+from transport.packer.unpublished import Finished
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.ring.buffer import SharedRingBuffer
 
@@ -177,3 +178,12 @@ def test_reconciling_keeps_the_policy_version_of_a_payload(redis: RedisServer) -
             assert [claim.policy_version for claim in queue.claim(4, consumer="a")] == [3, None]
         finally:
             worker.cleanup_ucxx()
+
+
+def test_a_slot_is_freed_when_its_payload_is_found_finished_for_the_second_time(redis: RedisServer) -> None:
+    with ticket_queue(redis) as queue, SharedRingBuffer.create(SCHEMA, slots=4) as ring:
+        queue.publish(queued(ring.write({"obs": np.zeros((1, 4), np.float32), "step": 1})))
+        assert queue.ack_many(queue.claim(1, consumer="about to tell the ring"))
+        finished = Finished(ring, queue)
+        assert (finished.look(), ring.get_ready_count()) == (0, 1)
+        assert (finished.look(), ring.get_ready_count()) == (1, 0)

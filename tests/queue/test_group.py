@@ -19,7 +19,7 @@ from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import DeliveryState, QueueDepth, RedisQueue, TicketQueue, open_queue
-from transport.queue.group import GroupQueue, _Vote, decide
+from transport.queue.group import GroupQueue, _Vote, counted
 from transport.storage.urls import parse_url
 from transport.store import SQLiteStore, Store, open_store
 from transport.testing import MemoryQueue
@@ -98,6 +98,23 @@ def test_a_follower_waits_for_the_leaders_claim(place: Place) -> None:
     assert ids(claims[0]) == [ticket(0).id]
 
 
+def test_claims_that_the_store_does_not_take_for_the_followers_go_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> int:
+        raise StoreUnavailableError("away")
+
+    place.queue.publish(tickets(2))
+    leader, follower = place.group()
+    with monkeypatch.context() as patched:
+        patched.setattr(place.store, "put", away)
+        with pytest.raises(StoreUnavailableError):
+            leader.claim(2, rank=0, consumer="g")
+    assert place.queue.depth().ready == 2
+    again = leader.claim(2, rank=0, consumer="g")
+    assert ids(follower.claim(2, rank=1, consumer="g")) == ids(again) == [ticket(0).id, ticket(1).id]
+
+
 def test_what_all_could_read_is_consumed_once_and_by_all(place: Place) -> None:
     place.queue.publish(tickets(3))
     group = place.group(ranks=3)
@@ -139,6 +156,30 @@ def test_a_decision_that_the_store_did_not_take_is_made_by_the_repeated_call(
     thread.join()
     assert answers == [theirs]
     assert place.queue.depth() == QueueDepth(done=2)
+
+
+@needs_redis
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_ends_gives_its_claims_back_with_as_many_calls_for_many_as_for_one(
+    server: RedisServer, who: int
+) -> None:
+    import redis
+
+    def calls(count: int) -> int:
+        """Of the server's scripts and transactions."""
+        server.flush()
+        with RedisQueue(parse_url(server.place())) as queue, open_store(server.place()) as store:
+            queue.publish(tickets(count))
+            group = [GroupQueue(queue, store, "a", rank, 2) for rank in range(2)]
+            claims = [member.claim(count, rank=rank, consumer="g") for rank, member in enumerate(group)][who]
+            with redis.Redis(port=server.port) as client:
+                client.config_resetstat()
+                assert group[who].retry_many(claims, reason="the trainer stopped") == claims
+                assert group[who].retry_many(claims, reason="again") == (claims if who == 0 else [])
+                seen = client.info("commandstats")
+        return sum(seen.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "eval", "exec"))
+
+    assert calls(50) <= calls(1) + 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -220,10 +261,10 @@ def test_a_name_is_used_once_and_a_rank_is_its_own(place: Place) -> None:
 
 def test_a_final_no_comes_before_others() -> None:
     yes, no, never = _Vote(True), _Vote(False, reason="no"), _Vote(False, final=True, reason="never")
-    assert decide([yes, yes]) == yes
-    assert decide([yes, no]) == no
-    assert decide([no, never]) == never
-    assert decide([yes, None]).reason == "rank 1 of the group was silent"
+    assert counted([yes, yes]) == yes
+    assert counted([yes, no]) == no
+    assert counted([no, never]) == never
+    assert counted([yes, None]).reason == "rank 1 of the group was silent"
 
 
 MEMBER = """

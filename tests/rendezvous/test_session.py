@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -333,6 +333,27 @@ def test_a_closed_run_stays_closed_even_in_an_emptied_store(run: SimulatedRun) -
     for key in list(run.store.scan("")):
         run.store.delete(key)
     assert run.joined(1)[0].exit_code == 93
+
+
+def test_the_lease_of_a_seat_counts_from_before_its_renewal_was_sent(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    slow = members[1]
+    renew = slow.line.renew
+    sent: list[float] = []
+
+    def answer_late(leases: Mapping[str, int], lease_s: float) -> set[str]:
+        sent.append(run.now)
+        kept = renew(leases, lease_s)
+        run.now += RULES.lease_s / 2
+        return kept
+
+    slow.line.renew = answer_late  # type: ignore[method-assign]
+    while not sent:
+        run.run(1)
+    slow.line.down = True
+    run.now = sent[-1] + RULES.lease_s  # the store's end of the lease
+    assert slow.session.view.state is State.AWAY
 
 
 def test_lost_answers_do_not_give_a_member_two_places(run: SimulatedRun) -> None:

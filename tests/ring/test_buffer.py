@@ -265,6 +265,13 @@ def test_an_expired_payload_is_not_read_and_makes_room(ring: SharedRingBuffer) -
     assert ring.statistics().free == 4
 
 
+def test_a_payload_whose_deadline_passes_while_it_is_read_is_consumed(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(b"1", deadline_s=1000.0)
+    lease = ring.read_raw(ticket)
+    assert ring.discard_expired(now=ticket.created + 1001.0) == 0
+    assert lease.consume()
+
+
 def test_tickets_are_those_of_all_unread_payloads_oldest_first(ring: SharedRingBuffer) -> None:
     tickets = [ring.write_raw(noise(seed), metadata={"seed": seed}) for seed in range(4)]
     ring.read_raw(tickets.pop(1)).consume()

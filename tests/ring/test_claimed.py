@@ -96,7 +96,7 @@ def test_bytes_are_kept_while_they_are_looked_at(ring: SharedRingBuffer, reader:
     assert reader.consume([claim], keep_memory=True) == [claim]
     assert list(array) == list(range(8))
     assert ring.native.info(claim.native.slot).state == SlotState.READING
-    claim.let_go()
+    claim.release_memory()
     assert ring.native.info(claim.native.slot).state == SlotState.FREE
 
 

@@ -75,7 +75,7 @@ def test_the_last_view_after_close_closes_the_owner_once(ring: Ring) -> None:
 def test_views_that_are_let_go_hold_nothing_and_keep_their_memory(ring: Ring) -> None:
     views, owner = _ring.Views(ring, 2), Owner()
     held = [views.read(owner, *wanted(ring, *write(ring), 7), consume) for consume in (True, False)]
-    views.let_go()
+    views.unpin_all()
     assert len(views) == 0
     assert ring.state_counts() == (3, 0, 1, 0)
     assert bytes(held[0]) == b"payload"

@@ -15,7 +15,7 @@ from helpers import Child
 from sleepers import Sleeper
 
 from transport.errors import ClosedError
-from transport.runtime.loop_thread import LoopThread
+from transport.runtime.loop_thread import Flag, Job, LoopThread
 
 WATCHDOG_S = 30.0  # a bound on a wait that does not happen when the code is right
 
@@ -175,6 +175,24 @@ def test_a_submit_that_races_with_close_is_refused_or_ends(loop_thread: LoopThre
 
 
 # --- the end of the process -----------------------------------------------------------------------
+def test_a_job_that_comes_when_the_loop_has_just_stopped_ends_without_having_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop_thread = LoopThread("test loop")
+    job = Job(loop_thread, Sleeper().sleep)
+    set_before = Flag.set
+
+    def set_late(flag: Flag) -> None:
+        if flag is loop_thread._stopped:  # as another thread would, which saw it open just before
+            assert loop_thread.post(job._begin)
+        set_before(flag)
+
+    monkeypatch.setattr(Flag, "set", set_late)
+    loop_thread.close()
+    with pytest.raises(CancelledError):
+        job.result(WATCHDOG_S)
+
+
 def test_the_processes_exit_ends_the_loop_and_what_runs_on_it() -> None:
     code = """
 import asyncio, threading

@@ -26,10 +26,11 @@ from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.republish import Republishing
 from transport.queue import Claim, QueuedTicket
-from transport.queue.base import Came, QueueAddress
+from transport.queue.base import PayloadBytes, QueueAddress
 from transport.server.after_writer import AfterWriter
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
+from transport.store.decision import Next
 from transport.ticket import Ticket
 from transport.weights import offers
 from transport.weights.meeting import Meeting
@@ -55,11 +56,12 @@ RECORDS = [
     MappedClaim(**OF_CLAIM, source=None, ring=None, native=None),
     NetworkClaim(**OF_CLAIM, source=None, batch=None, position=0, owned=None),
     QueuedTicket("ring/3/9", TICKET.encode()),
-    Came("tcp", TICKET.encode()),
+    PayloadBytes("tcp", TICKET.encode()),
     FetchedItem(TICKET, CLAIM),
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),
     Change("groups/g/claims/1", TICKET.encode()),
+    Next(TICKET.encode()),
     RedisURL(PLACE, "run"),
     Ack("ab" * 16, 3, 9, 0, KEY),
     frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),

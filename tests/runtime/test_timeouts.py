@@ -13,7 +13,7 @@ import pytest
 from helpers import asynchronous
 
 from transport.runtime import timeouts as module
-from transport.runtime.timeouts import Watch
+from transport.runtime.timeouts import Timeouts
 
 LATER = 3600.0
 
@@ -26,8 +26,8 @@ class Clock:
         self.timers: list[tuple[float, asyncio.TimerHandle, Callable[[], object]]] = []
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def watch(self) -> Watch:
-        made = Watch()
+    def watch(self) -> Timeouts:
+        made = Timeouts()
         made._loop = self  # type: ignore[assignment]
         return made
 
@@ -64,25 +64,25 @@ def late(*futures: asyncio.Future[Any]) -> list[bool]:
 # --- on the loop's own clock -------------------------------------------------------------------------
 @asynchronous
 async def test_a_future_that_is_late_fails_and_one_that_was_removed_does_not() -> None:
-    watch = Watch()
+    watch = Timeouts()
     slow, removed, far = future(), future(), future()
     watch.add(far, time.monotonic() + LATER)
     watch.add(removed, time.monotonic() + 0.01)
     watch.add(slow, time.monotonic() + 0.01)
     watch.remove(removed)
     watch.remove(removed)
-    assert repr(watch) == "<Watch 2 futures>"
+    assert repr(watch) == "<Timeouts 2 futures>"
     with pytest.raises(TimeoutError):
         await slow
     assert not removed.done()
     assert not far.done()
-    assert repr(watch) == "<Watch 1 futures>"
+    assert repr(watch) == "<Timeouts 1 futures>"
     watch.close()
 
 
 @asynchronous
 async def test_a_moment_that_has_passed_is_late_at_once() -> None:
-    watch = Watch()
+    watch = Timeouts()
     for at in (time.monotonic(), time.monotonic() - LATER, -math.inf):
         late_already = future()
         watch.add(late_already, at)
@@ -94,7 +94,7 @@ async def test_a_moment_that_has_passed_is_late_at_once() -> None:
 
 @asynchronous
 async def test_an_earlier_deadline_that_comes_later_is_the_first_to_fail() -> None:
-    watch = Watch()
+    watch = Timeouts()
     far, near = future(), future()
     watch.add(far, time.monotonic() + LATER)
     watch.add(near, time.monotonic() + 0.01)
@@ -175,7 +175,7 @@ async def test_a_future_that_is_done_is_left_alone(clock: Clock) -> None:
     assert with_result.result() == 5
     assert isinstance(with_error.exception(), OSError)
     assert cancelled.cancelled()
-    assert repr(watch) == "<Watch 0 futures>"
+    assert repr(watch) == "<Timeouts 0 futures>"
     assert clock.armed == []
 
 
@@ -214,7 +214,7 @@ async def test_closing_lets_go_of_the_timer_and_of_every_future(clock: Clock) ->
     watch.add(waiting, 1010.0)
     watch.close()
     assert clock.armed == []
-    assert repr(watch) == "<Watch 0 futures>"
+    assert repr(watch) == "<Timeouts 0 futures>"
     clock.advance(1100.0)
     assert not waiting.done()
     watch.close()

@@ -1,4 +1,4 @@
-"""A final decision across processes that are killed while they decide: no two of them get different answers."""
+"""Final records across processes that are killed while they write: no two of them get different answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,23 @@ from transport.store.decision import decide, decided
 DECIDER = """
 import sys
 from transport.store import open_store
-from transport.store.decision import decide
+from transport.store.base import ABSENT, Change
+from transport.store.decision import Next, advance, decide
 
 place, name, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def step(standing):  # the names of three that advanced it; the third is the last
+    made = (standing or b"").split()
+    if len(made) == 3:
+        return None
+    return Next(b" ".join([*made, name.encode()]), [Change(f"step/{number}/{len(made)}", name.encode(), ABSENT)])
+
 with open_store(place) as store:
     for number in range(first, 1_000_000):
-        print(number, decide(store, f"d/{number}", name.encode()).decode(), flush=True)
+        decision = decide(store, f"d/{number}", name.encode()).decode()
+        while advance(store, f"a/{number}", step).count(b" ") < 2:
+            pass
+        print(number, decision, advance(store, f"a/{number}", step).decode().replace(" ", ","), flush=True)
 """
 
 
@@ -69,14 +80,17 @@ def check_killed_deciders(place: str, tmp_path: Path) -> None:
             process.wait()
     answers = defaultdict(set)
     for line in lines(logs):
-        number, decision = line.split()
-        answers[number].add(decision)
+        number, *decisions = line.split()
+        answers[number].add(tuple(decisions))
     assert len(answers) > 50
     with open_store(place) as store:
         for number, decisions in answers.items():
             decision = decide(store, f"d/{number}", b"too late")
-            assert {decision.decode()} == decisions
-            assert decided(store, f"d/{number}") == decision
+            final = decided(store, f"a/{number}")
+            assert final is not None
+            assert {(decision.decode(), final.decode().replace(" ", ","))} == decisions
+            steps = [entry.value for entry in store.scan(f"step/{number}/").values()]
+            assert steps == final.split()  # each made from the one before, in one transaction with its record
 
 
 def lines(logs: list[Path]) -> list[str]:

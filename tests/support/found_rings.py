@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from transport import SharedRingBuffer, UCXXServer
-from transport.claims.places import OnThisHost, Place
+from transport.claims.places import OnThisHost, RingAddress
 from transport.queue import Claim, FoundRings
 
 LONG_S = 30.0
@@ -29,7 +29,7 @@ class HereAndElsewhere(OnThisHost):
         super().__init__(here)
         self._others = OnThisHost(elsewhere)
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """The others."""
         return {name: place._replace(segment=None) for name, place in self._others.served(mapped).items()}
 

@@ -40,7 +40,7 @@ RECORDS: dict[str, tuple[Record, str]] = {
         Record(Kind.GIVE_BACK, slot=17, generation=42, rank=3, attempts=2, length=250),
         "27 03 0200 11000000 2a000000 00000000 0000000000000000 fa00000000000000",
     ),
-    "untake": (Record(Kind.UNTAKE, slot=9), "28 00 0000 09000000" + "00" * 24),
+    "cancel take": (Record(Kind.CANCEL_TAKE, slot=9), "28 00 0000 09000000" + "00" * 24),
     "renew": (Record(Kind.RENEW), "29" + "00" * 31),
     "outcome": (
         Record(Kind.OUTCOME, slot=17, generation=42, rank=3, attempts=2, key=BIG),

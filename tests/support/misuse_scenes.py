@@ -188,7 +188,7 @@ def calls_of_queue(queue: TicketQueue, publish: Callable[[], list[QueuedTicket]]
         "unfinished": lambda: {"n": 10},
         "announce": lambda: {"topic": "weights", "version": 1, "payload": b"x"},
         "latest": lambda: {"topic": "weights", "newer_than": None, "timeout_s": 0.0},
-        "brought": lambda: {"claim": claimed()},
+        "payload_bytes": lambda: {"claim": claimed()},
         "close": nothing,
     }
 

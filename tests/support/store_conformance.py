@@ -15,7 +15,7 @@ from queue_waits import in_thread
 from transport.errors import ClosedError, StoreUnavailableError, UsageError
 from transport.store import ABSENT, Change, Entry, Store
 from transport.store.base import MOST_KEY_BYTES, MOST_VALUE_BYTES
-from transport.store.decision import decide, decided, wait_decided
+from transport.store.decision import Next, advance, decide, decide_all, decided, wait_decided
 
 LEASE_S = 60.0
 
@@ -336,6 +336,61 @@ class StoreConformance:
         harness.advance(LEASE_S)
         assert decided(store, "d") is None
         assert decide(store, "d", b"second") == b"second"
+
+    def test_what_is_open_of_several_decisions_is_decided_together(self, harness: Harness, store: Store) -> None:
+        assert decide(store, "d/1", b"first") == b"first"
+        assert decide_all(harness.open(), {"d/1": b"second", "d/2": b"second"}) == {"d/1": b"first", "d/2": b"second"}
+        assert decide_all(store, {"d/1": b"third", "d/2": b"third"}) == {"d/1": b"first", "d/2": b"second"}
+        assert decide_all(store, {}) == {}
+
+    # --- records that advance to a final value -----------------------------------------------------
+    def test_each_value_is_made_of_the_one_that_stands_until_one_is_final(self, harness: Harness, store: Store) -> None:
+        """Four advance one record at a time; with each step another record is written or not at all."""
+        stores = [harness.open() for _ in range(4)]
+        begin = threading.Barrier(len(stores))
+        steps, final = 40, b"40"
+
+        def lead(own: int) -> bytes | None:
+            def step(standing: bytes | None) -> Next | None:
+                if standing == final:
+                    return None
+                number = int(standing or b"0") + 1
+                return Next(b"%d" % number, [Change(f"also/{number}", b"by %d" % own, ABSENT)])
+
+            begin.wait()
+            while (found := advance(stores[own], "state", step)) != final:
+                assert found is not None
+            return found
+
+        running = [in_thread(lambda own=own: lead(own)) for own in range(len(stores))]  # type: ignore[misc]
+        for _, thread in running:
+            thread.join()
+        assert [found for found, _ in running] == [[final]] * len(stores)
+        assert len(store.scan("also/")) == steps
+
+    def test_a_step_that_was_overtaken_is_made_again(self, harness: Harness, store: Store) -> None:
+        other = harness.open()
+        seen: list[bytes | None] = []
+
+        def step(standing: bytes | None) -> Next | None:
+            seen.append(standing)
+            if standing is None:
+                other.put("state", b"another's")
+            return Next((standing or b"") + b" and mine", [Change("also", b"1")])
+
+        assert advance(store, "state", step) == b"another's and mine"
+        assert seen == [None, b"another's"]
+        assert advance(other, "state", lambda standing: None) == b"another's and mine"
+        assert advance(other, "none", lambda standing: None) is None
+
+    def test_a_step_that_raises_changes_nothing(self, store: Store) -> None:
+        def fail(standing: bytes | None) -> Next | None:
+            raise KeyError(standing)
+
+        store.put("state", b"1")
+        with pytest.raises(KeyError):
+            advance(store, "state", fail)
+        assert decided(store, "state") == b"1"
 
     # --- what is refused -------------------------------------------------------------------------
     @pytest.mark.parametrize("key", ["", "a b", "ä", "a\n", "x" * (MOST_KEY_BYTES + 1)])

@@ -323,6 +323,7 @@ def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) ->
         errors = update(2)
         assert isinstance(errors[-1], ValueError), errors
         assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+        assert all("ValueError" in str(error) for error in errors[:-1]), "each is told why, and waits for nothing"
         models[1].parameters[name].flags.writeable = True
         assert serves(models[0], 1)
         assert update(3) == [None] * 4

@@ -239,7 +239,7 @@ class Drops(ReferenceWorker):
     """Loses a tensor's change in the load of ``bad``; ``always``: also when the version before is loaded again."""
 
     def __init__(self, *, always: bool) -> None:
-        super().__init__("own")
+        super().__init__("in_place")
         self.always, self.bad = always, False
 
     def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
@@ -272,10 +272,47 @@ async def test_a_replica_takes_traffic_only_with_what_it_proves_to_serve(always:
 
 @asynchronous
 async def test_weights_that_change_behind_the_replicas_back_are_not_proven() -> None:
-    worker = ReferenceWorker("own")
+    worker = ReferenceWorker("in_place")
     async with group(worker) as (manager, replicas, _):
         await manager.update(1)
         assert (await replicas[0].prove()) is not None
         worker.weights["head"][0, 0] += 1
         with pytest.raises(WeightsChecksumError):
             await replicas[0].prove()
+
+
+class Stages(ReferenceWorker):
+    """Copies before the pause; its stage of version 2 loses a change, that of version 3 fails."""
+
+    def __init__(self) -> None:
+        super().__init__("own")
+        self.staged: list[tuple[int, bool]] = []
+
+    def stage(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        self.staged.append((version, self.generating))
+        if version == 3:
+            raise MemoryError("no room for a second version")
+        found = super().stage(weights, version)
+        if version == 2:
+            found["head"][0, 0] += 1
+        return found
+
+
+@asynchronous
+async def test_a_worker_that_copies_does_so_before_the_pause_and_its_copy_is_proven_there() -> None:
+    worker = Stages()
+    async with group(worker) as (manager, _, _):
+        await manager.update(1)
+        for version, error in ((2, WeightsChecksumError), (3, MemoryError)):
+            with pytest.raises(error) as caught:
+                await manager.update(version)
+            assert getattr(caught.value, "outcome", None) is None or caught.value.outcome.pause_s == {}
+            assert manager.admitted == {"replica 0": 1}
+            assert worker.served_checksum() == checksum_of(1)
+        served = worker.weights
+        await manager.update(4)
+        assert worker.served_checksum() == checksum_of(4)
+        assert not any(array.flags.writeable for array in worker.weights.values())
+        await manager.update(5)
+        assert worker.weights["head"] is served["head"], "memory is used again, so that none is freed in the pause"
+        assert worker.staged == [(1, True), (2, True), (3, True), (4, True), (5, True)]

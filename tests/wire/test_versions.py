@@ -172,7 +172,7 @@ async def test_a_handshake_that_is_handed_on_unchanged_succeeds(ring: SharedRing
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (lowered, VersionMismatchError, "client speaks wire versions 5 to 1"),
+        (lowered, VersionMismatchError, f"client speaks wire versions {frames.OLDEST_VERSION} to 1"),
         (lowered_and_covered_up, AuthenticationError, "received a modified HELLO"),
         (raised, AuthenticationError, "received a modified HELLO"),
         (challenge_lowered, VersionMismatchError, "chose wire version 1"),

@@ -23,27 +23,12 @@ import numpy.typing as npt
 
 from transport import _ring
 from transport.errors import ProtocolError, TicketError, UsageError
-from transport.ring.packing import looked_at
+from transport.ring.packing import decoded_views
 from transport.runtime.arguments import seconds, whole
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
-# A payload in the answer to TAKE, as native/ucp/frames.hpp has it.
-TAKEN = np.dtype(
-    [
-        ("slot", "<u4"),
-        ("generation", "<u4"),
-        ("rank", "u1"),
-        ("flags", "u1"),
-        ("attempts", "<u2"),
-        ("note_bytes", "<u2"),
-        ("in_vain", "<u2"),
-        ("length", "<u8"),
-        ("checksum", "<u8"),
-        ("sequence", "<u8"),
-        ("policy_version", "<i8"),
-    ]
-)
+TAKEN = np.dtype(list(_ring.TAKEN_FIELDS))  # a payload in the answer to TAKE: `Taken` of native/ucp/frames.hpp
 JOINED = 0x01
 _ALIGNMENT = 64
 _HEADER = struct.Struct("<QBBHIII")
@@ -256,7 +241,7 @@ class TakenPayload:
         """The tensors by name, read-only, in the batch's memory. Text, bytes and values are decoded."""
         ticket = self.ticket
         schema = ticket.schema or self._batch.schemas.get(ticket.schema_fingerprint)
-        return looked_at(ticket.layout(schema), self.data, schema.kinds if schema else {})
+        return decoded_views(ticket.layout(schema), self.data, schema.kinds if schema else {})
 
 
 class TakenBatch:

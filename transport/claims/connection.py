@@ -242,7 +242,7 @@ class ClaimConnection:
     def take_back(self, number: int) -> None:
         """The demand of this number need not wait any longer: its answer comes now, with what is on its way."""
         if not self.lost:
-            self.link.tell([Record(Kind.UNTAKE, slot=number)])
+            self.link.tell([Record(Kind.CANCEL_TAKE, slot=number)])
 
     def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
         if isinstance(outcome, int):

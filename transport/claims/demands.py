@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
 from transport.claims.outcomes import Served
-from transport.claims.takers import Ask, Close, Open, Takers, Untake
+from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
 from transport.errors import BusyError, InternalError, TransportError, WrongRingError
-from transport.runtime.logs import Seldom
+from transport.runtime.logs import LogLimit
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
     from transport.claims.connection import ClaimConnection
     from transport.claims.connections import ClaimConnections
-    from transport.claims.places import Place
+    from transport.claims.places import RingAddress
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Demands:
     def __init__(
         self,
         connections: ClaimConnections,
-        find: Callable[[], Mapping[str, Place]],
+        find: Callable[[], Mapping[str, RingAddress]],
         arrived: Callable[[TakenBatch], object],
         settled: Callable[[ClaimedRows, Positions, End], object],
         *,
@@ -77,7 +77,7 @@ class Demands:
         self._batches = 0
         self._most = 1
         self._largest = 0  # of the payloads that came last, in bytes
-        self._places: Mapping[str, Place] = {}
+        self._places: Mapping[str, RingAddress] = {}
         self._connected: dict[str, ClaimConnection] = {}
         self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
         self._unwanted: set[int] = set()  # demands that were taken back before they were made
@@ -87,7 +87,7 @@ class Demands:
         self._due: asyncio.TimerHandle | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._seldom = Seldom()
+        self._log_limit = LogLimit()
         self._looked = float("-inf")
         self._task(self._follow())
 
@@ -95,7 +95,7 @@ class Demands:
         return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.in_hand} in hand>"
 
     @property
-    def places(self) -> Mapping[str, Place]:
+    def places(self) -> Mapping[str, RingAddress]:
         """As last found."""
         return self._places
 
@@ -164,7 +164,7 @@ class Demands:
                     self._all.leave(self._connected.pop(name))
                 case Ask(name, _, _, _):
                     self._task(self._ask(action, self._connected[name]))
-                case Untake(name, demand):
+                case CancelDemand(name, demand):
                     number = self._numbers.get(demand)
                     if number is None:
                         self._unwanted.add(demand)
@@ -197,7 +197,7 @@ class Demands:
         except TransportError as error:
             self._tries[name] = tries + 1
             self.faults[name] = error
-            if (before := self._seldom.due()) is not None:
+            if (before := self._log_limit.due()) is not None:
                 more = f" ({before} more failures since the last report)" if before else ""
                 log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
             self._takers.lost(name, time.monotonic())
@@ -215,7 +215,7 @@ class Demands:
     def _note(self, name: str, error: Exception) -> None:
         """An error that is none of this package's."""
         self.faults[name] = InternalError(f"{name}: {type(error).__name__}: {error}")
-        if self._seldom.due() is not None:
+        if self._log_limit.due() is not None:
             log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
 
     def _served(self, name: str) -> Served:
@@ -249,7 +249,7 @@ class Demands:
                 self._tries[name] = self._tries.get(name, 0) + 1
                 self._lose(name, link)
             elif self._connected.get(name) is link:
-                if not isinstance(error, BusyError) and self._seldom.due() is not None:
+                if not isinstance(error, BusyError) and self._log_limit.due() is not None:
                     log.warning("a demand failed, and is made again: %s", error)
                 self._takers.refused(name, time.monotonic())
         except Exception as error:  # with the connection end claims that may have come
@@ -282,7 +282,7 @@ class Demands:
             try:
                 found = await asyncio.to_thread(self._find)
             except TransportError as error:
-                if (before := self._seldom.due()) is not None:
+                if (before := self._log_limit.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
             else:
                 if found is not self._places:
@@ -290,7 +290,7 @@ class Demands:
                 self._turn()
             await asyncio.sleep(self._look_s)
 
-    def _follow_to(self, found: Mapping[str, Place]) -> None:
+    def _follow_to(self, found: Mapping[str, RingAddress]) -> None:
         for name in self._places.keys() - found.keys():
             self._tries.pop(name, None)
             self.faults.pop(name, None)

@@ -66,22 +66,22 @@ class TakenPart:
 
     # --- contents ---------------------------------------------------------------------------------
     def columns(self, out: npt.NDArray[np.int64]) -> None:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         for row, name in zip(out, _COLUMNS, strict=True):
             row[:] = self._rows[name]
 
     def measure(self, fields: _ring.BatchFields, out: Any) -> list[int]:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         return self._received.measure(fields, out)
 
     def gather(
         self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         return self._counted(self._received.gather(fields, targets, verify))
 
     def verify(self) -> list[int]:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         return self._counted(self._received.verify())
 
     def _counted(self, wrong: list[int]) -> list[int]:
@@ -90,7 +90,7 @@ class TakenPart:
         return wrong
 
     def note(self, index: int) -> bytes:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         return self._received.note(index)
 
     def place(self, index: int) -> tuple[Any, int]:
@@ -99,7 +99,7 @@ class TakenPart:
 
     # --- the ends of the claims -------------------------------------------------------------------
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         del reason, dead, consumer
         self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], delay_s, True)
         self._received.drop(index)
@@ -120,7 +120,7 @@ class TakenPart:
         return int((self._claims.verdicts[self._positions] == Verdict.OPEN).sum())
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
-        """See `Part`."""
+        """See `ClaimedPart`."""
         self._claims.soon(self._claims.return_soon, self._positions, delay_s, in_vain)
 
 

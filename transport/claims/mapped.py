@@ -9,30 +9,29 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from transport import _ring
 from transport.claims.batch import End, Verdict
-from transport.claims.places import Observed, Places
+from transport.claims.places import Discovery, Observed, RingAddress
 from transport.devices.buffers import BufferPool
 from transport.errors import RingNotFoundError, TransportError, UsageError
-from transport.queue.base import Came, Claim
+from transport.queue.base import Claim, PayloadBytes
 from transport.ring.buffer import SharedRingBuffer
+from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
 from transport.runtime.decoders import hiding
-from transport.runtime.logs import Seldom
+from transport.runtime.logs import LogLimit
 from transport.ticket import NO_SCHEMA, Ticket
 
 if TYPE_CHECKING:
-    from transport.claims.places import Place
+    pass
 
 log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
-_SHARE_OF_SLOTS: Final = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
 _ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
 _ANY_SIZE: Final = (1 << 64) - 1
 
@@ -56,15 +55,17 @@ class MappedSource:
 
     Args:
         max_deliveries: claims in vain after which a delivery is dead.
-        brought: the payload of a claim; None: it is to be read by its ticket.
+        payload_bytes: the payload of a claim; None: it is to be read by its ticket.
 
     Attributes:
         bell: ends waits of `claim`.
     """
 
-    def __init__(self, max_deliveries: int, brought: Callable[[MappedClaim], Came | None] = lambda claim: None) -> None:
+    def __init__(
+        self, max_deliveries: int, payload_bytes: Callable[[MappedClaim], PayloadBytes | None] = lambda claim: None
+    ) -> None:
         self._max_deliveries = max_deliveries
-        self.brought = brought
+        self.payload_bytes = payload_bytes
         self.bell = _ring.Bell()
         self._turn = 0
 
@@ -185,7 +186,7 @@ class MappedSource:
 class RingsOfHost:
     """Attachments to the segments of some places. Any thread."""
 
-    def __init__(self, places: Places, lease_s: float) -> None:
+    def __init__(self, places: Discovery, lease_s: float) -> None:
         self._places = places
         self._lease_s = lease_s
         self._lock = threading.RLock()
@@ -195,7 +196,7 @@ class RingsOfHost:
         self._refused: dict[str, float] = {}
         self._seen = Observed()
         self._buffers = BufferPool()
-        self._seldom = Seldom()
+        self._log_limit = LogLimit()
 
     def __repr__(self) -> str:
         return f"<RingsOfHost {len(self._attached)} attached>"
@@ -224,7 +225,7 @@ class RingsOfHost:
                     del self._views[ring_id]
                 self._attach_all(schemas)
             except TransportError as error:
-                if (before := self._seldom.due()) is not None:
+                if (before := self._log_limit.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
@@ -241,17 +242,14 @@ class RingsOfHost:
     def _attach(self, name: str, schemas: frozenset[str]) -> str:
         """Why not; "": attached, or not to be attached yet."""
         try:
-            ring = SharedRingBuffer.attach(name, role="reader")
+            ring = attached_reader(name)
         except RingNotFoundError:  # gone, or being made: the next look sees
             return ""
         except TransportError as error:
             return str(error)
-        readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
         why = ""
         if not _fits(ring, _fitting(schemas)):
             why = "its schema is none of this trainer's"
-        elif readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
-            why = "its remaining owner numbers are reserved for its writer and listeners"
         elif len(self._attached) + len(self._own) >= _ring.MAX_WAITED:
             why = f"a queue is of at most {_ring.MAX_WAITED} rings"
         if why:
@@ -276,7 +274,7 @@ class RingsOfHost:
         if views is None or views[1].close():
             ring.close()
 
-    def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, Place]:
+    def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
         """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
         with self._lock:
             known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
@@ -302,12 +300,12 @@ class RingsOfHost:
             return [*ours, *others.values()]
 
     # --- payloads -------------------------------------------------------------------------------------
-    def brought(self, claim: MappedClaim) -> Came | None:
+    def payload_bytes(self, claim: MappedClaim) -> PayloadBytes | None:
         """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
         if not claim.data or claim.ring.native.closed:
             return None
         data = self._payload(claim.ring, claim.native, Ticket.decode(claim.data).size)
-        return None if data is None else Came("mapped", data)
+        return None if data is None else PayloadBytes("mapped", data)
 
     def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
         slot, generation = claim.slot, claim.generation
@@ -334,11 +332,8 @@ class RingsOfHost:
             known = self._views.get(ring.ring_id)
             if known is not None and known[0] is ring:
                 return known[1]
-            views = _ring.Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
-            self._views[ring.ring_id] = ring, views
-            # Before the ring's own finalizer: a segment whose last reader exits with views must not stay behind.
-            weakref.finalize(ring, views.let_go)
-            return views
+            self._views[ring.ring_id] = ring, views_of(ring)
+            return self._views[ring.ring_id][1]
 
     def close(self) -> None:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""

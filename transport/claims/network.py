@@ -22,7 +22,7 @@ from transport.claims.connection import MOST_BYTES, ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.demands import Demands
 from transport.claims.in_place import TakenPayloads
-from transport.claims.places import Place
+from transport.claims.places import RingAddress
 from transport.client.connections.links import Links
 from transport.config import configuration
 from transport.devices.buffers import BufferPool
@@ -36,7 +36,7 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
-from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
+from transport.queue.base import Claim, DeliveryState, Failure, PayloadBytes, too_old
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import Job, LoopThread, Waits
@@ -107,7 +107,7 @@ class NetworkSource:
 
     def __init__(
         self,
-        served: Callable[[], Mapping[str, Place]],
+        served: Callable[[], Mapping[str, RingAddress]],
         max_deliveries: int,
         bell: Callable[[], object] = lambda: None,
         thread: LoopThread | None = None,
@@ -287,10 +287,10 @@ class NetworkSource:
                 raise fault
 
     # --- the ends of claims ---------------------------------------------------------------------------
-    def brought(self, claim: NetworkClaim) -> Came | None:
+    def payload_bytes(self, claim: NetworkClaim) -> PayloadBytes | None:
         """The payload of a claim."""
         batch = claim.batch
-        return Came(batch.claims.connection.link.wire, batch.data(claim.position - batch.first))
+        return PayloadBytes(batch.claims.connection.link.wire, batch.data(claim.position - batch.first))
 
     def end(self, claims: Sequence[NetworkClaim], end: End) -> list[Claim]:
         """End claims so; those for which it was accepted, now or before."""

@@ -13,11 +13,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from transport.claims.batch import OUT_OF_REACH, TAKEN, Rows
+from transport.client.connections.connection import Link
+from transport.client.connections.links import Links
+from transport.client.connections.pool import PortKey
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
 from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
@@ -31,9 +34,6 @@ _PAUSE_S = 0.05
 _CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
 
 
-PortKey = tuple[str, int]
-
-
 class Served(NamedTuple):
     """Where a ring is at the moment.
 
@@ -44,26 +44,6 @@ class Served(NamedTuple):
 
     ports: tuple[PortKey, ...] = ()
     segment: str = ""
-
-
-class Link(Protocol):
-    """What is used of a connection (transport/client/connections/connection.py)."""
-
-    port: PortKey
-    ports: tuple[int, ...]
-    ring: str
-    native: Any
-
-    @property
-    def worker(self) -> Any: ...
-
-
-class Links(Protocol):
-    """Opens and ends connections (transport/client/connections/links.py)."""
-
-    async def open_apart(self, port: PortKey, ring: str = "") -> Any: ...
-
-    def break_off(self, link: Any) -> None: ...
 
 
 class Outcomes:

@@ -47,7 +47,7 @@ def default_prefix() -> str:
     return f"run-{run}@" if run else _UNNAMED
 
 
-class Place(NamedTuple):
+class RingAddress(NamedTuple):
     """Where one ring is served: any address with any port.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place(NamedTuple):
     segment: str | None = ""
 
 
-class Places(Protocol):
+class Discovery(Protocol):
     """Where rings are found."""
 
     prefix: str  # with which a writer's new ring is to be named, so that it is found; "": any name will do
@@ -71,7 +71,7 @@ class Places(Protocol):
         """Names of segments of this host that a reader may map."""
         ...
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """Where the others answer; without the rings of these ids."""
         ...
 
@@ -124,7 +124,7 @@ class OnThisHost:
         beginning = _BEGINNING + self.prefix
         return [name for name in _ring.segments() if name.startswith(beginning)]
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners."""
         found = {}
         for ring in self._observed.look(self.segments()).values():
@@ -132,7 +132,7 @@ class OnThisHost:
                 ports = ring.native.ports()
                 if ports and ring.ring_id not in mapped:
                     addresses = [each for each in ring.native.addresses.split(",") if each]
-                    found[ring.ring_id] = Place((*addresses, LOOPBACK), ports, ring.ring_id, ring.name)
+                    found[ring.ring_id] = RingAddress((*addresses, LOOPBACK), ports, ring.ring_id, ring.name)
         return found
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class AtAddresses:
     def __init__(self, addresses: str) -> None:
         try:
             self._places = {
-                each: Place((port_of(each)[0],), (port_of(each)[1],)) for each in addresses.rstrip("/").split(",")
+                each: RingAddress((port_of(each)[0],), (port_of(each)[1],)) for each in addresses.rstrip("/").split(",")
             }
         except UsageError as error:
             raise ConfigurationError(f"rings://{addresses}: {error}; give rings://host:port,host:port") from None
@@ -161,7 +161,7 @@ class AtAddresses:
         """None: addresses say nothing of segments."""
         return []
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """All of them."""
         return self._places
 
@@ -188,7 +188,10 @@ class InDirectory:
         self._reads = 0  # of the directory
         self._reading: threading.Thread | None = None
         self._failed: Exception | None = None
-        self._made: tuple[object, Mapping[str, Place]] = None, {}  # places, and what of; one object, for all threads
+        self._made: tuple[object, Mapping[str, RingAddress]] = (
+            None,
+            {},
+        )  # and what it is made of; one object, for all threads
 
     def __repr__(self) -> str:
         return f"rings in {self._directory!r}"
@@ -230,14 +233,14 @@ class InDirectory:
         self._segments = {ring.ring_id: name for name, ring in seen.items() if ring.ring_id in self._here}
         return list(self._segments.values())
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """As published; the same object while nothing has changed, since ten thousand places take 8 ms to make."""
         self.segments()
         made_of = self._reads, frozenset(mapped), tuple(self._segments.items())
         before, served = self._made
         if made_of != before:
             served = {
-                ring: Place(
+                ring: RingAddress(
                     each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None
                 )
                 for ring, each in self._known.items()

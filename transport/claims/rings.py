@@ -13,6 +13,9 @@ There is no second ledger beside the slots. What differs from a queue of its own
 * What ended is remembered as counts, and as the last failures of each ring; ids of payloads whose slot has been written
   anew since are done, unless the failures say otherwise.
 * Rings end with their host, and with them what they held.
+* A waiting `claim` sleeps on the event words of the rings that are mapped here, which `publish` advances
+  (`Ring.wait_any`, native/ring/futex_any.hpp). For rings elsewhere a thread of the listener sleeps on the word
+  (native/ucp/publish_watch.hpp); the answer to the demand rings a bell that ends the same wait.
 
 What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most three times what it claims at a
 time, and one payload for each ring beside; of large payloads three times what one answer brings.
@@ -35,18 +38,18 @@ from transport.claims.in_place import TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
 from transport.claims.network import NetworkClaim, NetworkSource
-from transport.claims.places import OnThisHost, Place, Places
+from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.config import configuration
 from transport.errors import ClosedError, QueueUnsuitableError, RingNotFoundError, TransportError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
-    Came,
     Carrier,
     Claim,
     DeliveryState,
     Failure,
     Notice,
+    PayloadBytes,
     QueueDepth,
     QueuedTicket,
     TicketQueue,
@@ -93,10 +96,6 @@ class ClaimsOfRings(TicketQueue):
         """See `TicketQueue.ack_many`."""
         return self._end(arguments.held(claims, "ack"), CONSUME)
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """See `TicketQueue.retry`."""
-        return bool(self.retry_many([claim], delay_s, reason))
-
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
         """See `TicketQueue.retry_many`."""
         listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
@@ -123,9 +122,9 @@ class ClaimsOfRings(TicketQueue):
         listed = arguments.held(claims, "in_question")
         return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
 
-    def brought(self, claim: Claim) -> Came | None:
-        """See `TicketQueue.brought`."""
-        return claim.source.brought(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
+        """See `TicketQueue.payload_bytes`."""
+        return claim.source.payload_bytes(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
 
 
 def _published(
@@ -280,7 +279,7 @@ class FoundRings(ClaimsOfRings):
 
     def __init__(
         self,
-        places: Places | None = None,
+        places: Discovery | None = None,
         *,
         store: Store | None = None,
         lease_s: float | None = None,
@@ -289,7 +288,7 @@ class FoundRings(ClaimsOfRings):
         super().__init__(max_deliveries)
         if store is not None:
             expect(store, Store, "store of FoundRings()", "a Store, as open_store() makes it")
-        self.places: Places = OnThisHost() if places is None else places
+        self.places: Discovery = OnThisHost() if places is None else places
         self.lease_s = arguments.lease(lease_s)
         self._store = store
         self._notices: Notices = NoNotices()
@@ -298,7 +297,7 @@ class FoundRings(ClaimsOfRings):
         elif self.places.prefix:
             self._notices = RingNotices(self.places.prefix)
         self._here = RingsOfHost(self.places, self.lease_s)
-        self._mapped_source = MappedSource(max_deliveries, self._here.brought)
+        self._mapped_source = MappedSource(max_deliveries, self._here.payload_bytes)
         self._closed = threading.Event()
         self._process = os.getpid()
         self._networks: dict[Carrier | None, NetworkSource] = {}  # of each user; the one without a client is this one's
@@ -343,7 +342,7 @@ class FoundRings(ClaimsOfRings):
         if network is not None:
             network.close()
 
-    def _served(self) -> Mapping[str, Place]:
+    def _served(self) -> Mapping[str, RingAddress]:
         return self._here.served(self._schemas, mapped=self._maps)
 
     # --- publish and claim ----------------------------------------------------------------------------
@@ -509,7 +508,7 @@ class FoundRings(ClaimsOfRings):
         self._check_open()
         return unfinished_of(self._here.seen(), n)
 
-    def not_counted(self) -> dict[str, Place]:
+    def not_counted(self) -> dict[str, RingAddress]:
         """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
         self._check_open()
         seen = {ring.ring_id for ring in self._here.seen()}

@@ -63,14 +63,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Untake:
+class CancelDemand:
     """Take a demand of the place back."""
 
     place: str
     demand: int
 
 
-Action = Open | Close | Ask | Untake
+Action = Open | Close | Ask | CancelDemand
 
 
 class _State(enum.Enum):
@@ -90,7 +90,7 @@ class _Demand:
 
 
 @dataclass
-class _Place:
+class _PlaceState:
     name: str
     order: int  # in which places were found
     state: _State = _State.CLOSED
@@ -109,7 +109,7 @@ class _Place:
         return self.state is _State.OPEN and self.known and self.demand is None
 
 
-_Entry = tuple[float, int, str]  # when or in which turn, `_Place.order`, `_Place.name`
+_Entry = tuple[float, int, str]  # when or in which turn, `_PlaceState.order`, `_PlaceState.name`
 
 
 class Takers:
@@ -131,16 +131,16 @@ class Takers:
         self.most = most
         self.largest = largest
         self.in_hand = self.unused = self.demanded = 0
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _PlaceState] = {}
         self._known = 0  # places
         self._opening = 0  # places
-        self._gone: dict[str, _Place] = {}  # that are not known any more
+        self._gone: dict[str, _PlaceState] = {}  # that are not known any more
         self._counted = 0  # payloads that demands may bring whose answers are not late
         self._closed: list[_Entry] = []  # by `due`
         self._paused: list[_Entry] = []  # open ones that refused a demand, by `due`
         self._ready: dict[bool, list[_Entry]] = {False: [], True: []}  # by `plenty`, then by `asked`
         self._late: list[_Entry] = []  # places with a demand that has a time, by it
-        self._waiting: dict[int, dict[str, _Place]] = {}  # by size, places whose demand waits and may be taken back
+        self._waiting: dict[int, dict[str, _PlaceState]] = {}  # by size, those whose demand waits and may be taken back
         self._numbers = itertools.count(1)
         self._orders = itertools.count()
 
@@ -160,7 +160,7 @@ class Takers:
                 else:
                     self._next(place)
         for name in known - self._places.keys():
-            place = self._places[name] = _Place(name, next(self._orders))
+            place = self._places[name] = _PlaceState(name, next(self._orders))
             self._next(place)
         self._known = len(known)
 
@@ -217,22 +217,22 @@ class Takers:
         self._next(place)
 
     @staticmethod
-    def _pause(place: _Place, now: float) -> None:
+    def _pause(place: _PlaceState, now: float) -> None:
         place.due = now + min(_FIRST_PAUSE_S * 2.0 ** min(place.failures, 30), _LONGEST_PAUSE_S)
         place.failures += 1
 
-    def _set_unused(self, place: _Place, count: int) -> None:
+    def _set_unused(self, place: _PlaceState, count: int) -> None:
         self.unused += count - place.unused
         place.unused = count
 
-    def _end_demand(self, place: _Place) -> None:
+    def _end_demand(self, place: _PlaceState) -> None:
         demand, place.demand = place.demand, None
         if demand is not None:
             self.demanded -= demand.n
             self._counted -= demand.counts
             self._waiting.get(demand.n, {}).pop(place.name, None)
 
-    def _next(self, place: _Place) -> None:
+    def _next(self, place: _PlaceState) -> None:
         """Put the place where `step` finds it: to be opened when that is due, or to be asked in its turn."""
         if place.state is _State.CLOSED:
             heapq.heappush(self._closed, (place.due, place.order, place.name))
@@ -310,7 +310,7 @@ class Takers:
         while (paused := self._top(self._paused, self._is_paused)) is not None and paused[0] <= now:
             self._next(self._places[heapq.heappop(self._paused)[2]])
 
-    def _top(self, entries: list[_Entry], valid: Callable[[_Place, float], bool]) -> _Entry | None:
+    def _top(self, entries: list[_Entry], valid: Callable[[_PlaceState, float], bool]) -> _Entry | None:
         """The first entry that is not void."""
         while entries:
             at, order, name = entries[0]
@@ -321,15 +321,15 @@ class Takers:
         return None
 
     @staticmethod
-    def _has_time(place: _Place, at: float) -> bool:
+    def _has_time(place: _PlaceState, at: float) -> bool:
         return place.demand is not None and place.demand.late_at == at
 
     @staticmethod
-    def _is_paused(place: _Place, at: float) -> bool:
+    def _is_paused(place: _PlaceState, at: float) -> bool:
         return place.askable and place.due == at
 
     @staticmethod
-    def _is_closed(place: _Place, at: float) -> bool:
+    def _is_closed(place: _PlaceState, at: float) -> bool:
         return place.state is _State.CLOSED and place.known and place.due == at
 
     def next_due(self, now: float) -> float | None:
@@ -361,22 +361,22 @@ class Takers:
                 del self._places[name], self._gone[name]
                 yield Close(name)
             elif place.demand is not None and place.demand.waits and not place.demand.taken_back:
-                yield self._untake(place, place.demand, now)
+                yield self._cancel(place, place.demand, now)
 
     def _take_back(self, share: int, now: float) -> Iterator[Action]:
         """Demands that wait for more than a share, since others need the room; 0: all, since enough lies unused."""
         for n in [n for n in self._waiting if n > share]:
             for place in list(self._waiting[n].values()):
                 if place.demand is not None:
-                    yield self._untake(place, place.demand, now)
+                    yield self._cancel(place, place.demand, now)
             del self._waiting[n]
 
-    def _untake(self, place: _Place, demand: _Demand, now: float) -> Untake:
+    def _cancel(self, place: _PlaceState, demand: _Demand, now: float) -> CancelDemand:
         demand.taken_back = True
         demand.late_at = now + _LATE_S
         heapq.heappush(self._late, (demand.late_at, place.order, place.name))
         self._waiting.get(demand.n, {}).pop(place.name, None)
-        return Untake(place.name, demand.number)
+        return CancelDemand(place.name, demand.number)
 
     def validate(self) -> None:
         """Assert that the sums are those of the places."""

@@ -33,7 +33,7 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.ring.parts import PayloadPart, Range
-from transport.runtime.timeouts import Watch
+from transport.runtime.timeouts import Timeouts
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire.frames import Answer, Record
@@ -79,7 +79,7 @@ class RemoteReads:
         self._settings = settings
         self._verify_checksums = verify
         self._trace = trace
-        self._watch = Watch()
+        self._watch = Timeouts()
         self._wires = wires
         self.retries = 0
         self.checksum_failures = 0
@@ -325,7 +325,7 @@ class RemoteReads:
     def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
         """The want, with its checksum unless that takes long to compute: native code verifies it on arrival.
 
-        destination: host memory, or `Arriving.memory()`.
+        destination: host memory, or `DeviceMemory.memory()`.
         """
         verify = self._verify_checksums and ticket.size < _CHECKSUM_IN_THREAD and type(destination) is not tuple
         return Want(ticket, rank, destination, ticket.checksum if verify else None)

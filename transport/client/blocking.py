@@ -10,7 +10,7 @@ from transport.claims.batch import TakenBatch, Verdicts
 from transport.claims.connection import MOST_BYTES
 from transport.claims.in_place import taken_and_waited_for
 from transport.client.client import UCXXClient, WirePolicy
-from transport.client.connections.warming import CONCURRENCY, Place
+from transport.client.connections.warming import CONCURRENCY, WarmUpTarget
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace
@@ -87,10 +87,10 @@ class BlockingClient:
         ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
         payload = self._thread.run(
-            self._client._fetch(ticket, out if target is None else target, rank, timeout, fields)
+            self._client._reads.one(ticket, out if target is None else target, rank, timeout, fields)
         )
         if target is not None:
-            target.looked_at()
+            target.make_stream_wait()
         return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
 
     def read_many(
@@ -103,14 +103,14 @@ class BlockingClient:
         fields: Sequence[str] | None = None,
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client._fetch_many(tickets, rank, timeout, concurrency, fields)
+        outcomes = self._client._reads.many(tickets, rank, timeout, concurrency, fields)
         try:
             while True:
                 try:
                     outcome = self._thread.run(_next(outcomes))
                 except _Finished:
                     return
-                yield self._client._handed_over(outcome)
+                yield self._client._deliveries.hand_over_outcome(outcome)
         finally:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
@@ -142,7 +142,7 @@ class BlockingClient:
         )
         return taken_and_waited_for(plan, take, self._thread)
 
-    def warm(self, *places: Place) -> int:
+    def warm(self, *places: WarmUpTarget) -> int:
         """See `UCXXClient.warm`."""
         return self._thread.run(self._client.warm(*places))
 

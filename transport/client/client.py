@@ -15,25 +15,29 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
-from transport.claims.calls import TakeCalls
+from transport.claims.batch import TakenBatch
+from transport.claims.connection import MOST_BYTES
 from transport.claims.connections import ClaimConnections
+from transport.claims.in_place import Plan, TakenPayloads, Taker, taken_in_place
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links
 from transport.client.connections.pool import port_of
-from transport.client.connections.warming import CONCURRENCY, Place, Warming
+from transport.client.connections.warming import CONCURRENCY, Warming, WarmUpTarget
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
-from transport.client.reading_many import ReadingMany
+from transport.client.reading import Reads
 from transport.client.status_socket import StatusSocket
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
-from transport.errors import UsageError
+from transport.errors import ClosedError, UsageError
+from transport.ring.batch_shape import ShapeArguments
+from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.arguments import expect, several
-from transport.runtime.needs_loop import NeedsLoop, check_place, running_loop
+from transport.runtime.event_loop import check_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory, Finder
@@ -46,7 +50,7 @@ log = logging.getLogger(__name__)
 WirePolicy = Literal["auto"] | Wire | Iterable[Wire]
 
 
-class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
+class UCXXClient:
     """Reads payloads by ticket. Make it inside a running loop; `async with` closes it.
 
     Args:
@@ -94,10 +98,16 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         ):
             if given is not None:
                 expect(given, kind, name, give)
-        self._loop = running_loop()
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(
+                "UCXXClient is made in a coroutine, where an event loop runs; without one use BlockingClient, which "
+                "takes the same arguments"
+            ) from None
         self._wires: frozenset[Wire] | None = None if wire == "auto" else named_wires(wire)
         self._settings = settings.validate()
-        self._mapped = MappedRings()
+        self._mapped = MappedRings(allowed=self.allows("mapped"))
         self._device_reads = DeviceReads(device, device_receive, settings.staging_bytes)
         self._links = Links(
             self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
@@ -111,8 +121,25 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         self._claims = ClaimConnections(
             self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
         )
-        self._warming = Warming(self._links, self._settings, self._wires, self._maps, port_of, self._buffers)
-        self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
+        self._reads = Reads(
+            self._check_open,
+            self._settings,
+            self._mapped,
+            self._links,
+            self._remote,
+            self._device_reads,
+            self._deliveries,
+            self._buffers,
+            self._finder,
+            trace,
+        )
+        self._warming = Warming(
+            self._links,
+            self._settings,
+            self._wires,
+            lambda ticket: self._mapped.find(ticket) is not None,
+            self._buffers,
+        )
         self._closed = False
         self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
@@ -125,8 +152,16 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
     def __repr__(self) -> str:
         return f"<UCXXClient {'closed' if self._closed else 'open'} {self._links!r}>"
 
+    def _check_open(self) -> None:
+        """Raise unless the client is open, and called where it belongs."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        check_loop(
+            self._loop, self._pid, "this client", "make one there, or use BlockingClient, which any thread may call"
+        )
+
     # --- before the first read ----------------------------------------------------------------------
-    async def warm(self, *places: Place) -> int:
+    async def warm(self, *places: WarmUpTarget) -> int:
         """Make UCX ready and open connections, so that the first reads find them; the connections that stand then.
 
         A listener that cannot be reached raises nothing: it is logged and counted (``warm_up_failures``), and a read
@@ -175,7 +210,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
             TicketError: `ticket` is neither a ticket nor a form of one.
         """
-        return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout, fields))
+        return self._deliveries.hand_over(await self._reads.one(ticket, out, rank, timeout, fields))
 
     async def read_many(
         self,
@@ -194,9 +229,9 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         early consumes nothing beyond. It also cancels what is still under way; use ``contextlib.aclosing`` to have
         that at once.
         """
-        async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency, fields)) as outcomes:
+        async with contextlib.aclosing(self._reads.many(tickets, rank, timeout, concurrency, fields)) as outcomes:
             async for outcome in outcomes:
-                yield self._handed_over(outcome)
+                yield self._deliveries.hand_over_outcome(outcome)
 
     @property
     def acknowledges(self) -> AckMode:
@@ -210,7 +245,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
 
     def allows(self, wire: Wire) -> bool:
         """Whether the policy lets this wire carry payloads."""
-        return self._allows(wire)
+        return self._wires is None or wire in self._wires
 
     def carries(self) -> bool:
         """Whether the policy lets anything but the mapping carry payloads."""
@@ -225,6 +260,117 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
             self._trace.span("take", key_of(ticket), begun, outcome=wire, rank=rank, bytes=ticket.size)
         return self._deliveries.handed_in(ticket, rank, wire, data)
 
+    # --- taking, without tickets ----------------------------------------------------------------------
+    async def take(
+        self,
+        address: str,
+        n: int,
+        *,
+        most_bytes: int = MOST_BYTES,
+        wait_s: float = 0.0,
+        rank: int | str = 0,
+        oldest_version: int | None = None,
+        most_attempts: int = 0,
+        fields: Sequence[str] | None = None,
+    ) -> TakenBatch:
+        """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
+
+        No other consumer of this rank gets them until they are consumed or given back; a connection that is lost gives
+        all of its payloads back. Without any for ``wait_s`` the batch is empty. Cancelling it loses nothing.
+
+        Args:
+            most_bytes: of all payloads together; a single larger one comes alone.
+            oldest_version: payloads of an older policy are discarded instead.
+            most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
+            fields: names of those that are wanted; the bytes of others are not moved. The tickets of such a batch are
+                of a payload that has these fields only, and ``most_bytes`` still counts whole payloads.
+
+        Raises:
+            SchemaError: a payload has no such field, or its schema is not known here; all are given back.
+            BatchTooLargeError: there is no memory for what would come, or has come; all are given back.
+            UsageError: nothing was asked.
+            BusyError: the listener is shutting down, or this client has more demands or claims than it may.
+            LinkError kinds: no connection, or it broke and the claims of its payloads have ended.
+        """
+        self._check_open()
+        connection = await self._claims.of_port(port_of(address))
+        return await connection.take(
+            n,
+            most_bytes=most_bytes,
+            wait_s=wait_s,
+            rank=rank,
+            oldest_version=oldest_version,
+            most_attempts=most_attempts,
+            verify=self._verify,
+            fields=fields,
+        )
+
+    async def take_batch(
+        self,
+        address: str,
+        n: int,
+        *,
+        wait_s: float = 0.0,
+        schema: Schema | None = None,
+        most_bytes: int = MOST_BYTES,
+        rank: int | str = 0,
+        oldest_version: int | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+        **shape: Unpack[ShapeArguments],
+    ) -> TakenPayloads:
+        """`take`, as one batch; empty when nothing came in time. Each tensor is copied once, to where it belongs.
+
+        What arrives with wrong bytes is left out and may be taken again, until ``max_deliveries``. The other arguments
+        are those of `take`.
+
+        Args:
+            schema: of the payloads; None: the one that this client was given.
+            shape: layout, fill, pad_to, out, memory, most_memory, verify and fields, as for
+                `SharedRingBuffer.claim_batch`; the checksums of a list, and of some fields, are compared, too.
+
+        Raises:
+            SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
+                another schema, with which all are given back.
+            BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
+                payloads are given back.
+            BusyError, LinkError kinds: as for `take`.
+        """
+        plan, take = self._batch_plan(
+            address,
+            n,
+            schema,
+            shape,
+            wait_s,
+            most_bytes=most_bytes,
+            rank=rank,
+            oldest_version=oldest_version,
+            most_attempts=max_deliveries,
+        )
+        return await taken_in_place(plan, take)
+
+    def _batch_plan(
+        self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, wait_s: float, **demand: Any
+    ) -> tuple[Plan, Taker]:
+        """What `take_batch` asks for, and how."""
+        port = port_of(address)
+        plan = Plan(schema, self._claims.schemas, self._verify, shape, wait_s)
+
+        async def take(wait_s: float, verify: bool) -> TakenBatch:
+            self._check_open()
+            connection = await self._claims.of_port(port)
+            return await connection.take(
+                n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand
+            )
+
+        return plan, take
+
+    @property
+    def claims(self) -> ClaimConnections:
+        """Connections that hold claims."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        return self._claims
+
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``. Any thread.
@@ -233,7 +379,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         """
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)  # one that no record can hold would come back at every message to its ring
-        ring = self._mapped.find(ticket) if self._allows("mapped") else None
+        ring = self._mapped.find(ticket)
         if ring is not None:
             return ring.acknowledge(ticket, rank)
         return self._deliveries.acknowledge(ticket, rank, None)
@@ -248,12 +394,12 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         fate = await self.state(ticket, timeout=timeout)
         if fate is SlotFate.GONE:
             return False
-        ring = self._mapped.find(ticket) if self._allows("mapped") else None
+        ring = self._mapped.find(ticket)
         if ring is not None:
             return ring.discard(ticket)
         discarding = Record(Kind.DISCARD, ticket.slot, ticket.generation, 0, ticket.key)
         asking = Record(Kind.STATE, ticket.slot, ticket.generation, 0, ticket.key)
-        answer = await self._remote.ask(ticket, asking, [discarding], self._deadline(timeout))
+        answer = await self._remote.ask(ticket, asking, [discarding], self._reads.deadline(timeout))
         return SlotFate(answer.value) is SlotFate.GONE
 
     async def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
@@ -261,19 +407,20 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         self._check_open()
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)
-        ring = self._mapped.find(ticket) if self._allows("mapped") else None
+        ring = self._mapped.find(ticket)
         record = Record(Kind.STATE, ticket.slot, ticket.generation, rank, ticket.key)
         if ring is not None:
             ring.check(ticket, rank)
             return fate_of(ring.native.info(ticket.slot), record)
-        answer = await self._remote.ask(ticket, record, [], self._deadline(timeout))
+        answer = await self._remote.ask(ticket, record, [], self._reads.deadline(timeout))
         return SlotFate(answer.value)
 
     def statistics(self) -> ClientStatistics:
         """Counters and gauges at this moment."""
         counts, ledger = self._links.counts(), self._links.ledger
         return ClientStatistics(
-            **self._counts,
+            stale=self._reads.stale,
+            failed_reads=self._reads.failed,
             reads=self._deliveries.reads,
             retries=self._remote.retries,
             checksum_failures=self._remote.checksum_failures + self._claims.checksum_failures,
@@ -299,7 +446,7 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
         """
         if os.getpid() != self._pid:
             return
-        check_place(self._loop, self._pid, "this client", "close it in its own")
+        check_loop(self._loop, self._pid, "this client", "close it in its own")
         if self._closing is None:
             self._closed = self._deliveries.closed = True
             self._closing = self._loop.create_task(self._close(), name="transport client closes")
@@ -334,3 +481,13 @@ class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    if not TYPE_CHECKING:  # a type checker refuses it by itself
+
+        def __enter__(self) -> NoReturn:
+            self.end()
+            raise UsageError(
+                "UCXXClient needs `async with`; for a plain `with` use BlockingClient, which takes the same arguments"
+            )
+
+        def __exit__(self, *_: object) -> None: ...

@@ -21,11 +21,11 @@ from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.client.device_reads import DevicePayload
 from transport.client.mapped import MappedRings
-from transport.client.payload import AckMode, ReceivedPayload
+from transport.client.payload import AckMode, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target
-from transport.errors import ClosedError
+from transport.errors import ClosedError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.parts import PayloadPart, part_of
 from transport.schema import Schema
@@ -159,6 +159,15 @@ class Deliveries:
             payload._handed_over()
         return payload
 
+    def hand_over_outcome(self, outcome: ReadOutcome) -> ReadOutcome:
+        """`hand_over` of one of many; a payload that cannot be handed over is an error."""
+        if outcome.payload is not None:
+            try:
+                self.hand_over(outcome.payload)
+            except TransportError as error:
+                return outcome._replace(payload=None, error=bare(error))
+        return outcome
+
     def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
         """Send an acknowledgement through port ``via``, or through the next healthy port.
 
@@ -182,3 +191,8 @@ class Deliveries:
         if via is None or self._links.routes.find(ticket.ring) is None:  # never known, or forgotten since it was read
             self._links.ports(ticket)
         self._links.acknowledge(ack, via)
+
+
+def bare(error: TransportError) -> TransportError:
+    """The error as a value: the frames of its traceback would keep the payloads read beside it alive."""
+    return error.with_traceback(None)

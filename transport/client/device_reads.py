@@ -81,7 +81,7 @@ class DevicePayload(ReceivedPayload):
     def data(self) -> Any:
         """The payload's bytes, or the caller's `out`. Raises ClosedError after release."""
         data = super().data
-        self._target.looked_at()
+        self._target.make_stream_wait()
         return data
 
     @property
@@ -91,16 +91,16 @@ class DevicePayload(ReceivedPayload):
         Text, bytes and values are copied to the host and decoded there.
         """
         data = self.data
-        return {each.name: self._looked_at(data, each) for each in self.layout().placements}
+        return {each.name: self._tensor(data, each) for each in self.layout().placements}
 
-    def _looked_at(self, data: Any, placement: Placement) -> Any:
+    def _tensor(self, data: Any, placement: Placement) -> Any:
         found = self._target.library.view(data, placement)
         return field_value(placement.kind, to_host(found), placement.name) if placement.kind else found
 
     def __getitem__(self, name: str) -> Any:
         for placement in self.layout().placements:
             if placement.name == name:
-                return self._looked_at(self.data, placement)
+                return self._tensor(self.data, placement)
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -119,7 +119,7 @@ class DevicePayload(ReceivedPayload):
         self._target.array = None
 
 
-class Arriving:
+class DeviceMemory:
     """Keeps alive device memory that UCX writes into; ``checksum`` copies it to the host and hashes it."""
 
     def __init__(self, target: Target, checksum: Callable[[Target, Any], Awaitable[int]]) -> None:
@@ -127,7 +127,7 @@ class Arriving:
         self._array = target.array  # a released payload drops the target's reference
         self._checksum = checksum
 
-    def memory(self) -> tuple[int, int, Arriving]:
+    def memory(self) -> tuple[int, int, DeviceMemory]:
         """The tuple that the native engine takes."""
         return self._target.address, self._target.size, self
 
@@ -218,7 +218,7 @@ class DeviceReads:
             before = Mark(target.stream, target.device)
             await _by(deadline, self._completions.passed(before), "the caller's stream was not done with the memory")
             with contextlib.suppress(BufferUnsuitableError):  # the payload comes inside the answer: use staging
-                return await read(Arriving(target, partial(self._checksum, deadline)).memory())
+                return await read(DeviceMemory(target, partial(self._checksum, deadline)).memory())
         block = await self._block(target, deadline)
         try:
             result = await read(block[: target.size].data)
@@ -267,7 +267,7 @@ class DeviceReads:
 def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
     """`out` as a target, with the stream that is current in this thread; None: it is in host memory.
 
-    elsewhere: another thread queues the copies; afterwards `Target.looked_at` is called in this one.
+    elsewhere: another thread queues the copies; afterwards `Target.make_stream_wait` is called in this one.
     """
     if kind_of(out) != "cuda":
         return None

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from typing import Any
 
 from transport import _ring
 from transport._ring import PayloadView, RingFault, Views
 from transport.errors import TransportError
 from transport.ring.buffer import SharedRingBuffer
+from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
 from transport.ticket import Ticket, host_identity
 
 log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 30.0  # after an attachment was refused
-_SHARE_OF_SLOTS = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
 
 
 class MappedRings:
-    """This process's attachments to rings of this host. Belongs to the client's loop."""
+    """This process's attachments to rings of this host. Belongs to the client's loop.
 
-    def __init__(self) -> None:
+    Args:
+        allowed: whether payloads may be mapped at all.
+    """
+
+    def __init__(self, *, allowed: bool = True) -> None:
+        self._allowed = allowed
         self._rings: dict[str, SharedRingBuffer] = {}
         self._refused: dict[str, float] = {}
         # Invariant: the same keys. A view keeps its ring attached, also without this object.
@@ -37,34 +41,26 @@ class MappedRings:
         return f"<MappedRings {len(self._rings)} attached, {sum(map(len, self._views.values()))} views>"
 
     def find(self, ticket: Ticket) -> SharedRingBuffer | None:
-        """The ticket's ring, if it is on this host and can be attached; None: read it through the network."""
+        """The ticket's ring, if it is on this host, allowed and can be attached; None: read it through the network."""
         ring = self._rings.get(ticket.ring)
         if ring is not None:
             return ring
-        if not ticket.segment or ticket.host != host_identity():
+        if not self._allowed or not ticket.segment or ticket.host != host_identity():
             return None
         if time.monotonic() < self._refused.get(ticket.ring, 0.0):
             return None
         self.detach_finished()  # rings of ended writers: their memory stays allocated while it is mapped
         try:
-            ring = SharedRingBuffer.attach(ticket.segment, role="reader")
+            ring = attached_reader(ticket.segment)
         except TransportError as error:
             self._refuse(ticket, str(error))
-            return None
-        if _readers(ring) > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
-            ring.close()  # not native.close(): all other owners may have detached meanwhile
-            self._refuse(ticket, "its remaining owner numbers are reserved for its writer and listeners")
             return None
         if ring.ring_id != ticket.ring:
             ring.close()
             self._refuse(ticket, "its segment now belongs to another ring")
             return None
-        views = Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
-        # At the end of the process, before the ring's own finalizer: a segment whose last reader exits with views must
-        # not stay behind.
-        weakref.finalize(ring, views.let_go)
         self._rings[ticket.ring] = ring
-        self._views[ticket.ring] = views
+        self._views[ticket.ring] = views_of(ring)
         return ring
 
     def _refuse(self, ticket: Ticket, why: str) -> None:
@@ -122,10 +118,6 @@ class MappedRings:
                 ring.close()
         self._rings.clear()
         self._views.clear()
-
-
-def _readers(ring: SharedRingBuffer) -> int:
-    return sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
 
 
 def _empty(ring: SharedRingBuffer) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from transport._ring import PayloadView, RingFault
 from transport.devices.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
-from transport.ring.packing import looked_at
+from transport.ring.packing import decoded_views
 from transport.ring.states import named
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
@@ -114,7 +114,7 @@ class ReceivedPayload(Mapping[str, Any]):
         layout = self.layout()
         if self._data is None:
             raise ClosedError(f"payload {self.ticket.name} was released")
-        arrays = self._arrays = looked_at(layout, self._data, self._schema.kinds if self._schema else {})
+        arrays = self._arrays = decoded_views(layout, self._data, self._schema.kinds if self._schema else {})
         return arrays
 
     @property

@@ -1,25 +1,29 @@
-"""Reading one payload, mapped or over a wire, into host or device memory.
+"""The reads of a client: one payload or many, mapped or over a wire, into host or device memory.
 
-    one ──► mapped, if the ring is on this host and `wire` allows it
-         └► attempts over the ring's ports; where they lead nowhere, the directory may know others
+    one   ──► mapped, if the ring is on this host and `wire` allows it
+           └► attempts over the ring's ports (attempts.py); where they lead nowhere, the directory may know others
+    many  ──► small payloads of one ring share a message (grouping.py); what fails so is read singly
 
-What comes out is not handed over: nothing is acknowledged here. It belongs to the client's loop. `reading_many.py` adds
-the reads of many.
+What comes out is not handed over: nothing is acknowledged here. It belongs to the client's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from transport.client.attempts import RemoteReads
+from transport.client.connections.connection import Want
 from transport.client.connections.links import Links
-from transport.client.deliveries import Deliveries
+from transport.client.connections.warming import CONCURRENCY
+from transport.client.deliveries import Deliveries, bare
 from transport.client.device_reads import DeviceReads
+from transport.client.grouping import grouped, grouped_parts
 from transport.client.mapped import MappedRings
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import Block, BufferPool, is_short_of_memory
@@ -28,42 +32,60 @@ from transport.errors import BufferUnsuitableError, ClosedError, StaleSlotError,
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
 from transport.ring.parts import PayloadPart, field_names
-from transport.runtime.arguments import seconds
-from transport.runtime.needs_loop import check_place
+from transport.runtime.arguments import at_least, seconds, several
 from transport.settings import Settings
 from transport.store.directory import MAY_HAVE_MOVED, Finder
 from transport.ticket import Ticket
-from transport.wires import Wire
 
-_ELSEWHERE = "make one there, or use BlockingClient, which any thread may call"
+log = logging.getLogger(__name__)
 
 
-class Reading:
-    """What a client does for `read`. The client makes the parts."""
+class Reads:
+    """The reads of one client.
 
-    _loop: asyncio.AbstractEventLoop
-    _settings: Settings
-    _wires: frozenset[Wire] | None
-    _mapped: MappedRings
-    _device_reads: DeviceReads
-    _links: Links
-    _remote: RemoteReads
-    _finder: Finder | None
-    _trace: Trace | None
-    _buffers: BufferPool
-    _deliveries: Deliveries
-    _counts: dict[str, int]
-    _closed: bool
-    _pid: int
+    Args:
+        check_open: raises unless the client is open, and called where it belongs.
+        finder: knows where rings have moved to; None: a ticket's own ports are all there are.
 
-    def _check_open(self) -> None:
-        """Raise unless the client is open, and called where it belongs."""
-        if self._closed:
-            raise ClosedError("this client is closed")
-        check_place(self._loop, self._pid, "this client", _ELSEWHERE)
+    Attributes:
+        stale: reads of payloads that were gone.
+        failed: reads that failed otherwise.
+    """
+
+    def __init__(
+        self,
+        check_open: Callable[[], None],
+        settings: Settings,
+        mapped: MappedRings,
+        links: Links,
+        remote: RemoteReads,
+        device_reads: DeviceReads,
+        deliveries: Deliveries,
+        buffers: BufferPool,
+        finder: Finder | None,
+        trace: Trace | None,
+    ) -> None:
+        self._check_open = check_open
+        self._settings = settings
+        self._mapped = mapped
+        self._links = links
+        self._remote = remote
+        self._device_reads = device_reads
+        self._deliveries = deliveries
+        self._buffers = buffers
+        self._finder = finder
+        self._trace = trace
+        self.stale = 0
+        self.failed = 0
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """Of a call with this ``timeout`` in seconds; None: the settings' batch deadline."""
+        if timeout is not None:
+            seconds(timeout, "timeout")
+        return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
 
     # --- one ----------------------------------------------------------------------------------------
-    async def _fetch(
+    async def one(
         self,
         ticket: Ticket | str | bytes,
         out: Any = None,
@@ -71,15 +93,15 @@ class Reading:
         timeout: float | None = None,
         fields: Sequence[str] | None = None,
     ) -> ReceivedPayload:
-        """`read`, but for handing it over."""
+        """`UCXXClient.read`, but for handing it over."""
         self._check_open()
         ticket = Ticket.of(ticket)
         wanted = None if fields is None else field_names(fields)
         if wanted is not None and out is not None:
             raise UsageError("out= is for whole payloads; leave it out where fields= names some of them")
         if self._trace is None:
-            return await self._read(ticket, out, rank, self._deadline(timeout), fields=wanted)
-        return await self._read_traced(self._trace, ticket, out, rank, self._deadline(timeout), fields=wanted)
+            return await self._read(ticket, out, rank, self.deadline(timeout), fields=wanted)
+        return await self._read_traced(self._trace, ticket, out, rank, self.deadline(timeout), fields=wanted)
 
     async def _read_traced(
         self,
@@ -127,7 +149,7 @@ class Reading:
             try:
                 moved = await self._finder.after(ticket, error)
             finally:
-                self._counts["failed_reads"] += moved is None
+                self.failed += moved is None
             if moved is None:
                 raise
         return await self._read_here(moved, out, rank, deadline, False, fields=fields)
@@ -160,23 +182,23 @@ class Reading:
         try:
             if target is not None:
                 return await self._read_to_device(ticket, rank, target, deadline, spent)
-            ring = self._mapped.find(ticket) if self._allows("mapped") else None
+            ring = self._mapped.find(ticket)
             if part is not None and (ring is None or self._device_reads.always):
                 return await self._read_part(ticket, rank, part, ring, deadline)
             if ring is not None:
                 return self._deliveries.mapped(ring, ticket, rank, out, destination, part)
             return await self._read_remote(ticket, rank, out, destination, deadline, spent)
         except StaleSlotError:
-            self._counts["stale"] += 1
+            self.stale += 1
             self._links.ledger.settled(ticket.identity, rank)
             raise
         except TransportError as error:
-            self._counts["failed_reads"] += last or not isinstance(error, MAY_HAVE_MOVED)
+            self.failed += last or not isinstance(error, MAY_HAVE_MOVED)
             raise
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
-            self._counts["failed_reads"] += 1
+            self.failed += 1
             raise _no_room(ticket) from error
 
     def _room(self, ticket: Ticket, size: int) -> Block:
@@ -187,28 +209,21 @@ class Reading:
             raise _no_room(ticket) from error
 
     def _check(self, ticket: Ticket, rank: int) -> None:
-        if self._closed:
+        if self._deliveries.closed:
             raise ClosedError("this client is closed")
         ticket.check_rank(rank)
         # Its deadline is judged where the payload is: this host's clock may be another one.
         if self._links.ledger.contains(ticket.identity, rank):
-            self._counts["stale"] += 1
+            self.stale += 1
             raise StaleSlotError(
                 f"payload {ticket.name} was already consumed by this client; its acknowledgement is being sent"
             )
-
-    def _maps(self, ticket: Ticket) -> bool:
-        """Whether its payload is read from the ring's own memory."""
-        return self._allows("mapped") and self._mapped.find(ticket) is not None
-
-    def _allows(self, wire: Wire) -> bool:
-        return self._wires is None or wire in self._wires
 
     # --- into device memory -------------------------------------------------------------------------
     async def _read_to_device(
         self, ticket: Ticket, rank: int, target: Target, deadline: Deadline, spent: bool
     ) -> ReceivedPayload:
-        ring = self._mapped.find(ticket) if self._allows("mapped") else None
+        ring = self._mapped.find(ticket)
         if ring is None:
             direct = self._device_reads.receive == "direct" and self._links.device_memory()
             wire, port = await self._device_reads.over_wire(
@@ -248,10 +263,155 @@ class Reading:
         data = buffer if to_device is None else to_device(memoryview(buffer))
         return self._deliveries.received_part(ticket, rank, *found_at, data, part, alone=alone)
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        if timeout is not None:
-            seconds(timeout, "timeout")
-        return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
+    # --- many ---------------------------------------------------------------------------------------
+    async def many(
+        self,
+        tickets: Iterable[Ticket | str | bytes],
+        rank: int,
+        timeout: float | None,
+        concurrency: int = CONCURRENCY,
+        fields: Sequence[str] | None = None,
+    ) -> AsyncGenerator[ReadOutcome, None]:
+        """`UCXXClient.read_many`, but for handing over."""
+        self._check_open()
+        wanted = None if fields is None else field_names(fields)
+        deadline = self.deadline(timeout)
+        concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
+        listed = several(tickets, object, "read_many()", "several tickets, in a list")
+        asked = [Ticket.of(ticket) for ticket in listed]
+        work = grouped(asked, self._settings) if wanted is None else grouped_parts(asked, len(wanted), self._settings)
+        # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
+        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
+        expected = sum(len(group) for group in work)
+        work.reverse()
+
+        async def run() -> None:
+            try:
+                while work:
+                    await finished.put(await self._read_group(work.pop(), rank, deadline, wanted))
+            except Exception as error:  # is raised where the outcomes are waited for
+                await finished.put(error)
+
+        runners = [asyncio.get_running_loop().create_task(run()) for _ in range(min(concurrency, len(work)))]
+        try:
+            while expected:
+                outcomes = await finished.get()
+                if isinstance(outcomes, Exception):
+                    raise outcomes
+                expected -= len(outcomes)
+                for outcome in outcomes:
+                    yield outcome
+        finally:
+            for runner in runners:
+                runner.cancel()
+            await asyncio.gather(*runners, return_exceptions=True)
+
+    async def _read_group(
+        self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline, fields: tuple[str, ...] | None
+    ) -> list[ReadOutcome]:
+        """One message for all of them where that is possible; what fails so is read singly."""
+        outcomes: list[ReadOutcome] = []
+        left = group
+        together = len(group) > 1 and self._mapped.find(group[0][1]) is None
+        if together:
+            try:
+                if fields is None:
+                    outcomes, left = await self._read_batch(group, rank, deadline)
+                else:
+                    outcomes, left = await self._read_parts(group, rank, fields, deadline)
+            except Exception as error:
+                if not isinstance(error, TransportError) and not is_short_of_memory(error):
+                    raise
+                log.debug("batch of %d: %s; reading them one by one", len(group), error)
+        for index, ticket in left:
+            try:
+                if self._trace is None:
+                    payload = await self._read(ticket, None, rank, deadline, spent=together, fields=fields)
+                else:
+                    payload = await self._read_traced(
+                        self._trace, ticket, None, rank, deadline, spent=together, fields=fields
+                    )
+                outcomes.append(ReadOutcome(index, ticket, payload, None))
+            except TransportError as error:
+                outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
+        return outcomes
+
+    async def _read_parts(
+        self, group: list[tuple[int, Ticket]], rank: int, fields: tuple[str, ...], deadline: Deadline
+    ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
+        """Parts of payloads of one ring by one message: (outcomes, tickets to be read singly)."""
+        outcomes: list[ReadOutcome] = []
+        asked: list[tuple[int, Ticket, PayloadPart, Any, list[Want]]] = []
+        for index, ticket in group:
+            try:
+                self._check(ticket, rank)
+                part = self._deliveries.part(ticket, fields)
+                buffer = self._room(ticket, part.layout.total)
+                asked.append((index, ticket, part, buffer, self._remote.wants_of(ticket, rank, part, buffer)))
+            except TransportError as error:
+                outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
+        if not asked:
+            return outcomes, []
+        wants = [want for *_, each in asked for want in each]
+        size = sum(part.nbytes for _, _, part, _, _ in asked)
+        wire, port, failures = await self._remote.read_batch(wants, deadline, size)
+        said = iter([None] * len(wants) if failures is None else failures)
+        left: list[tuple[int, Ticket]] = []
+        for index, ticket, part, buffer, own in asked:
+            failed = [failure for failure in [next(said) for _ in own] if failure is not None]
+            if not failed:
+                data = self._device_reads.from_host(memoryview(buffer)) if self._device_reads.always else buffer
+                payload = self._deliveries.received_part(ticket, rank, wire, port, data, part, alone=True)
+                outcomes.append(ReadOutcome(index, ticket, payload, None))
+            elif all(failure.retryable for failure in failed):
+                left.append((index, ticket))
+            else:
+                final = next(failure for failure in failed if not failure.retryable)
+                self.stale += isinstance(final, StaleSlotError)
+                outcomes.append(ReadOutcome(index, ticket, None, bare(final)))
+        return outcomes, left
+
+    async def _read_batch(
+        self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline
+    ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
+        """Small payloads of one ring by one message: (outcomes, tickets to be read singly)."""
+        outcomes: list[ReadOutcome] = []
+        wants: list[Want] = []
+        wanted: list[int] = []  # their indices
+        room, want_of = self._room, self._remote.want
+        for index, ticket in group:
+            try:
+                self._check(ticket, rank)
+                wants.append(want_of(ticket, rank, room(ticket, ticket.size)))
+                wanted.append(index)
+            except TransportError as error:
+                outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
+        if not wants:
+            return outcomes, []
+        wire, port, failures = await self._remote.read_batch(wants, deadline)
+        if self._finder is not None:
+            self._finder.reached(wants[0].ticket)
+        if failures is None:
+            if not self._device_reads.always:
+                received = self._deliveries.received
+                outcomes += [
+                    ReadOutcome(index, ticket, received(ticket, rank, wire, port, destination), None)
+                    for index, (ticket, _, destination, _, _) in zip(wanted, wants, strict=True)
+                ]
+                return outcomes, []
+            failures = [None] * len(wants)
+        left: list[tuple[int, Ticket]] = []
+        for index, want, failure in zip(wanted, wants, failures, strict=True):
+            if failure is None:
+                data = self._device_reads.from_host(want.destination) if self._device_reads.always else want.destination
+                payload = self._deliveries.received(want.ticket, rank, wire, port, data)
+                outcomes.append(ReadOutcome(index, want.ticket, payload, None))
+            elif failure.retryable:
+                left.append((index, want.ticket))
+            else:
+                self.stale += isinstance(failure, StaleSlotError)
+                outcomes.append(ReadOutcome(index, want.ticket, None, bare(failure)))
+        return outcomes, left
 
 
 def _no_room(ticket: Ticket) -> BufferUnsuitableError:

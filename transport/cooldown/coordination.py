@@ -27,12 +27,10 @@ from transport.cooldown.epochs.coordinator import (
     Event,
     Refuted,
     Reported,
-    State,
     Superseded,
     Verified,
     Verify,
     Write,
-    Written,
 )
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
@@ -57,7 +55,7 @@ from transport.errors import (
     StoreError,
     UsageError,
 )
-from transport.runtime.blocking_calls import in_thread, retry_store, settled
+from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -75,13 +73,14 @@ class StoredCoordinator:
     """
 
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
-        record, self._version = ledger.look(epoch)
+        record, _ = ledger.look(epoch)
         if record is None:
             raise UsageError(f"run {ledger.run}: epoch {epoch} is not open; open() it first")
         self.machine = Coordinator(record)
         self._ledger = ledger
         self._epoch = epoch
         self._wall = wall
+        self._known = record  # as it stood in the store when it was last read or written
         self._unwritten: EpochRecord | None = None
         self._due: list[Report] = []  # to be verified; kept until a call that returns them
         self._heard = (ABSENT, 0)  # the bell's version, and the shares refused, when the shares were read
@@ -89,7 +88,7 @@ class StoredCoordinator:
 
     def ended(self) -> bool:
         """Whether the store has the epoch's end."""
-        return self.machine.state is State.ENDED
+        return self.machine.record.phase is Phase.ENDED and self._unwritten is None
 
     def step(self, now: float) -> list[Report]:
         """Handle new reports and the time; returns the reports to verify."""
@@ -155,25 +154,24 @@ class StoredCoordinator:
 
     def _flush(self) -> None:
         """Write the pending record; a record of another coordinator causes further actions."""
-        while self._unwritten is not None:
-            record = self._unwritten
-            if record.phase is Phase.ENDED and not record.ended_at:
-                record = self._unwritten = msgspec.structs.replace(record, ended_at=self._wall())
-            version = self._ledger.write(record, self._version)
-            event: Event = Written()
-            if version is None:
-                theirs, version = self._ledger.look(self._epoch)
-                if theirs is None:
-                    raise RunError(
-                        f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store"
-                    )
-                # A write whose answer was lost may have been done: then the record is our own.
-                event = Written() if theirs == record else Superseded(theirs)
-            self._version = version
+        if self._unwritten is None:
+            return
+        self._ledger.advance(self._epoch, self._next)
+        if self._unwritten is not None:
+            self.machine.record = self._known = self._unwritten
             self._unwritten = None
-            if isinstance(event, Written):
-                self.machine.record = record
-            self._note(self.machine.handle(event))
+
+    def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
+        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
+        if standing is None:
+            raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
+        if standing not in (self._known, self._unwritten):
+            self._known, self._unwritten = standing, None
+            self._note(self.machine.handle(Superseded(standing)))
+        record = self._unwritten
+        if record is not None and record.phase is Phase.ENDED and not record.ended_at:
+            record = self._unwritten = msgspec.structs.replace(record, ended_at=self._wall())
+        return None if record == standing else record
 
 
 class CooldownHost:
@@ -368,18 +366,13 @@ class CooldownHost:
 
     async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
         """Write the outcome to the destination too, in case the store is lost."""
-        written = in_thread(put_outcome, record, destination)
-        if not await settled(written, OUTCOME_COPY_S):
-            log.warning("epoch %d: the outcome is in the store only: timeout at %s", record.epoch, destination.url)
-        elif error := written.exception():
-            log.warning("epoch %d: the outcome is in the store only: %s", record.epoch, error)
+        if why := await failure(in_thread(put_outcome, record, destination), OUTCOME_COPY_S):
+            log.warning("epoch %d: the outcome is not at %s: %s", record.epoch, destination.url, masked(why))
 
     async def _publish(self, record: EpochRecord, destination: Destination) -> None:
         """Offer the checkpoint as the service's own tools expect it. A further `cooldown` of this epoch repeats it."""
         call = in_thread(publish, record, destination)
-        if not await settled(call, PUBLISH_S):
-            log.warning("epoch %d: its checkpoint is not published: timeout at %s", record.epoch, destination.url)
-        elif error := call.exception():
-            log.warning("epoch %d: its checkpoint is not published: %s", record.epoch, masked(str(error)))
+        if why := await failure(call, PUBLISH_S):
+            log.warning("epoch %d: its checkpoint is not published: %s", record.epoch, masked(why))
         else:
             log.info("epoch %d: %s", record.epoch, call.result())

@@ -1,27 +1,38 @@
-"""What every client of a cooldown does: follow the epoch's record, report, stop its tasks, prune local copies."""
+"""What every client of a cooldown does: follow the epoch's record, upload, report, prune local copies."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import enum
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict, TypeVar
 
 from transport.cooldown.destinations.base import check_permissions
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
-from transport.cooldown.epochs.records import EpochRecord, Phase, Report, ReportKind, check_name
+from transport.cooldown.epochs.records import (
+    EpochRecord,
+    Outcome,
+    Phase,
+    Report,
+    ReportKind,
+    check_name,
+    upload_folder,
+)
+from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.upload import remove
-from transport.errors import CoordinatorLostError, InternalError, RunError
-from transport.runtime.blocking_calls import in_thread, retry_store, settled
-from transport.store.base import ABSENT
+from transport.errors import ConfigurationError, CoordinatorLostError, InternalError, RunError
+from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
+from transport.runtime.durable import flush
+from transport.runtime.progress import Progress, silent
+from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +45,9 @@ _LOCAL: Final = re.compile(r"(epoch-\d{12})(\.[0-9a-f]{16})?")  # the latter: a 
 
 Save = Callable[[Path, int], None]
 """Writes the model of a step as plain files into an empty folder. Blocks; runs in a thread of its own."""
+
+
+T = TypeVar("T")
 
 
 class Part(enum.Enum):
@@ -53,17 +67,146 @@ class Taken(NamedTuple):
     record: EpochRecord
 
 
-class Follower:
-    """The newest record of one epoch at a time. One loop."""
+class ClientOptions(TypedDict, total=False):
+    """Options of every client, see `EpochClient`."""
 
-    def __init__(self, ledger: Ledger, name: str, patience_s: float) -> None:
+    keep_steps: int
+    skip_upload: bool
+    patience_s: float
+    progress: Progress
+
+
+class EpochClient(abc.ABC):
+    """What every client does: follow the epoch's record, upload, report, tidy up. One loop; one cooldown at a time.
+
+    Args:
+        name: unique among the clients of the run; letters, digits, dot, dash, underscore.
+        keep_steps: number of epochs whose local copies are kept after a cooldown.
+        skip_upload: for tests: report "skipped" instead of uploading. It completes nothing.
+        patience_s: timeout for the coordinator, in seconds, also in training; it writes at least every 10 s of a
+            cooldown.
+        progress: called with files and bytes, in the uploading thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        name: str,
+        *,
+        save: Save,
+        scratch: Path,
+        keep_steps: int = 2,
+        skip_upload: bool = False,
+        patience_s: float = 300.0,
+        progress: Progress = silent,
+    ) -> None:
+        if keep_steps < 0:
+            raise ConfigurationError(f"keep_steps={keep_steps}: give the number of local copies to keep, 0 or more")
         self.name = check_name(name, "client")
-        self._part = Part.NOT_ELECTED
-        self._ledger = ledger
+        self._ledger = Ledger(store, run)
+        self._save = save
+        self._scratch = scratch
+        self._keep_steps = keep_steps
+        self._skip_upload = skip_upload
         self._patience_s = patience_s
+        self._progress = progress
+        self._part = Part.NOT_ELECTED
+        self._uploads: set[str] = set()  # complete ones of this epoch, by attempt
+        self._refused: set[str] = set()  # of these, by the coordinator for good
         self._record: EpochRecord | None = None
         self._changed: asyncio.Future[None] | None = None  # done, and replaced, when the record changes
 
+    async def join(self, destination: str) -> None:
+        """Prove that this process can upload. Call it before its name is among the clients of an epoch.
+
+        Raises DestinationDeniedError naming the denied operation, DestinationError if the destination is unreachable.
+        """
+        await in_thread(check_destination, destination)
+
+    async def cooldown(self, epoch: int) -> Taken:
+        """Take part in an epoch's cooldown; returns when it has ended, and a collective save of this member has.
+
+        Cancelling this call cancels the upload, reports that to the coordinator, and leaves no manifest unless the
+        upload is already the checkpoint. A save that runs then goes on in its thread.
+
+        Raises:
+            CoordinatorLostError: the coordinator has not changed the record for ``patience_s``. If no member had begun
+                a collective save by then, none does in this epoch any more.
+            StoreUnavailableError: the store is unavailable for a minute.
+            UsageError: the coordinator named clients for the other kind of save, or not this member. Nothing was saved.
+        """
+        self._part = Part.NOT_ELECTED
+        self._uploads.clear()
+        watcher = self._follow(epoch)
+        uploader: asyncio.Task[None] | None = None
+        try:
+            record = await self._begun(watcher, epoch)
+            if await self._has_files(record) and record.phase is Phase.COOLDOWN:
+                uploader = asyncio.create_task(self._skip(record) if self._skip_upload else self._carry(record))
+            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
+        finally:
+            await self._stopped([task for task in (watcher, uploader) if task is not None])
+        await self._tidy(record)
+        return Taken(self._part, record)
+
+    async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
+        """The record of the cooldown that has begun."""
+        return await self._until(watcher, lambda record: record.phase is not Phase.TRAINING)
+
+    @abc.abstractmethod
+    async def _has_files(self, record: EpochRecord) -> bool:
+        """Whether this client has anything to upload."""
+
+    @abc.abstractmethod
+    async def _carry(self, record: EpochRecord) -> None:
+        """Upload, until the cooldown ends and cancels this task."""
+
+    @abc.abstractmethod
+    async def _used(self, record: EpochRecord) -> set[str] | None:
+        """Of the complete uploads those that are in the checkpoint, or may be good; None: it cannot be learned now."""
+
+    async def _skip(self, record: EpochRecord) -> None:
+        self._part = Part.SKIPPED
+        await self._tell(record, ReportKind.SKIPPED)
+
+    async def _cancellable(self, record: EpochRecord, attempt: str, upload: Callable[[Stop], T]) -> T:
+        """An upload's result, from a thread; cancelled, it stops, removes what was complete by then, and reports it."""
+        self._part = Part.CANCELLED
+        stop = Stop()
+        call = in_thread(upload, stop)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            stop.set()
+            place = upload_folder(record.run, record.epoch, self.name, attempt)
+            if not await settled(call, STOP_WAIT_S):
+                log.warning(
+                    "epoch %d: the cancelled upload to %s does not stop; it writes no manifest", record.epoch, place
+                )
+            elif call.exception() is None:  # it completed before the stop, and was not reported
+                await settled(in_thread(remove_upload, record.destination, place), STOP_WAIT_S)
+            await self._tell_cancelled(record, attempt)
+            raise
+
+    async def _tell_cancelled(self, record: EpochRecord, attempt: str) -> None:
+        report = self._report(record, ReportKind.CANCELLED, attempt)
+        await settled(in_thread(self._ledger.report, report), REPORT_S)
+
+    async def _failed(self, record: EpochRecord, why: str, attempt: str = "") -> None:
+        self._part = Part.FAILED
+        await self._tell(record, ReportKind.FAILED, attempt, detail=masked(why))
+
+    async def _tidy(self, record: EpochRecord) -> None:
+        """Remove uploads that are not in the checkpoint nor may be good, and local copies beyond ``keep_steps``."""
+        used = await self._used(record) if self._uploads else set()
+        for attempt in self._uploads - used if used is not None else ():
+            await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
+        if used and record.outcome is Outcome.CHECKPOINTED:
+            self._part = Part.WON
+        await in_thread(prune, self._scratch, self._keep_steps)
+
+    # --- the record -----------------------------------------------------------------------------------
     def _follow(self, epoch: int) -> asyncio.Task[None]:
         """Begin to follow an epoch; cancel the task to end it."""
         self._record = None
@@ -152,11 +295,8 @@ def remove_upload(url: str, place: str) -> None:
 
 async def removed(url: str, place: str) -> None:
     """Remove an upload that is not the checkpoint; a destination that fails or hangs is only logged."""
-    call = in_thread(remove_upload, url, place)
-    if not await settled(call, STOP_WAIT_S):
-        log.warning("%s, which is not the checkpoint, is not yet removed: the destination does not answer", place)
-    elif error := call.exception():
-        log.warning("%s, which is not the checkpoint, was not removed: %s", place, masked(str(error)))
+    if why := await failure(in_thread(remove_upload, url, place), STOP_WAIT_S):
+        log.warning("%s, which is not the checkpoint, was not removed: %s", place, masked(why))
 
 
 def local_copy(scratch: Path, epoch: int) -> Path:
@@ -178,11 +318,7 @@ def made_durable(folder: Path, *, below: bool = True) -> None:
     for path in [*(folder.rglob("*") if below else ()), folder]:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
 
 
 def prune(scratch: Path, keep: int) -> list[str]:

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,8 @@ from transport.cooldown.epochs.records import (
     upload_folder,
 )
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
+from transport.cooldown.upload import FILES_AT_ONCE, Moving
+from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
@@ -74,7 +74,6 @@ def restore(
         DestinationError: the destination cannot be read now.
         FileExistsError: ``into`` already exists.
     """
-    stop = stop or Stop()
     place, sha256 = _place(record) if upload is None else _unverified(record, upload)
     if into.exists():
         raise FileExistsError(17, "already exists; restore into a new folder", str(into))
@@ -85,10 +84,11 @@ def restore(
             raise RefusedUpload(
                 Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
             )
-        fetching = _Fetching(destination, manifest, beside, stop, progress)
+        moving = Moving(len(manifest.files), stop, progress)
         for file in manifest.files:
             (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
-        in_parallel([partial(fetching.fetch, file) for file in manifest.files], FILES_AT_ONCE, fetching.failed.set)
+        calls = [partial(_fetch, destination, manifest, beside, moving, file) for file in manifest.files]
+        in_parallel(calls, FILES_AT_ONCE, moving.stop.set)
         beside.rename(into)
     except RefusedUpload as error:
         raise CheckpointDamagedError(
@@ -140,41 +140,18 @@ def _place(record: EpochRecord) -> tuple[str, str]:
     return upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt), checkpoint.manifest_sha256
 
 
-class _Fetching:
-    """The files of one restore, of which several are received at the same time."""
-
-    def __init__(
-        self, destination: Destination, manifest: Manifest, folder: Path, stop: Stop, progress: Progress
-    ) -> None:
-        self.failed = Stop()
-        self._destination = destination
-        self._manifest = manifest
-        self._folder = folder
-        self._stop = stop
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-        self._bytes = 0
-
-    def fetch(self, file: File) -> None:
-        """Receive one file, verify it and sync it to disk."""
-        path = self._manifest.path(file)
-        check_size(self._destination, path, file)
-        with (self._folder / file.name).open("wb") as copy:
-            for piece in checked_pieces(self._destination, path, file):
-                self._stop.check()
-                self.failed.check()
-                copy.write(piece)
-                self._received(len(piece))
-            copy.flush()
-            os.fsync(copy.fileno())
-        self._received(0, done=1)
-
-    def _received(self, size: int, done: int = 0) -> None:
-        with self._lock:
-            self._bytes += size
-            self._done += done
-            self._progress(self._done, len(self._manifest.files), self._bytes)
+def _fetch(destination: Destination, manifest: Manifest, folder: Path, moving: Moving, file: File) -> None:
+    """Receive one file, verify it and flush it to disk."""
+    path = manifest.path(file)
+    check_size(destination, path, file)
+    with (folder / file.name).open("wb") as copy:
+        for piece in checked_pieces(destination, path, file):
+            moving.stop.check()
+            copy.write(piece)
+            moving.moved(len(piece))
+        copy.flush()
+        os.fsync(copy.fileno())
+    moving.moved(0, done=1)
 
 
 # --- records of ended epochs at the destination -------------------------------------------------------

@@ -15,43 +15,31 @@ import secrets
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Unpack
 
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.manifest import File
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, ReportKind, upload_folder
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, upload_folder
 from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.following import (
     AGAIN_FIRST_S,
     AGAIN_MOST_S,
     POLL_S,
-    REPORT_S,
     STOP_WAIT_S,
-    Follower,
-    Part,
+    ClientOptions,
+    EpochClient,
     Save,
-    Taken,
-    check_destination,
     local_copy,
     made_durable,
-    prune,
-    remove_upload,
-    removed,
     save_into,
 )
 from transport.cooldown.restoring import checkpoint_manifest
 from transport.cooldown.upload import copied, plain_files, removed_on_failure
-from transport.errors import (
-    ConfigurationError,
-    CoordinatorLostError,
-    TransportError,
-    UsageError,
-)
-from transport.runtime.blocking_calls import in_thread, retry_store, settled
-from transport.runtime.progress import Progress, silent
+from transport.errors import ConfigurationError, CoordinatorLostError, TransportError, UsageError
+from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
+from transport.runtime.progress import Progress
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -60,11 +48,10 @@ SAVE_LOG_S: Final = 60.0  # between two warnings that a save outlasts its cooldo
 BEATS: Final = 6  # in ``takeover_s``
 
 
-class ShardedClient(Follower):
-    """One member of a job that saves its model together. One loop; one cooldown at a time.
+class ShardedClient(EpochClient):
+    """One member of a job that saves its model together. Takes the arguments of `EpochClient`; of these and others:
 
     Args:
-        name: unique among the members; letters, digits, dot, dash, underscore.
         save: writes this member's files of a step into an empty folder. It is called on every member, in a thread, and
             may call collectives; the caller runs no other collectives on the same group meanwhile. Names are unique
             among the members, unless the files are the same.
@@ -72,11 +59,7 @@ class ShardedClient(Follower):
             several runs.
         launch: the same text for all members of one launch of the job, and another one after a restart, such as a
             random text that rank 0 broadcasts.
-        keep_steps: number of epochs whose local copies are kept after a cooldown.
-        skip_upload: for tests: save, but report "skipped" instead of uploading.
-        patience_s: as of `CooldownClient`.
         takeover_s: seconds without progress after which another member of the host uploads an elected one's share.
-        progress: called with files and bytes, in the uploading thread.
     """
 
     def __init__(
@@ -88,19 +71,12 @@ class ShardedClient(Follower):
         save: Save,
         scratch: Path,
         launch: str,
-        keep_steps: int = 2,
-        skip_upload: bool = False,
-        patience_s: float = 300.0,
         takeover_s: float = 60.0,
-        progress: Progress = silent,
+        **options: Unpack[ClientOptions],
     ) -> None:
-        if keep_steps < 0:
-            raise ConfigurationError(f"keep_steps={keep_steps}: give the number of local copies to keep, 0 or more")
+        super().__init__(store, run, name, save=save, scratch=scratch.absolute() / run / name, **options)
         if takeover_s <= 0:
             raise ConfigurationError(f"takeover_s={takeover_s}: give seconds above 0")
-        super().__init__(Ledger(store, run), name, patience_s)
-        self._save = save
-        self._scratch = scratch.absolute() / run / name
         if not launch:
             raise ConfigurationError(
                 "launch is missing: give the same text to all members of one launch of the job, and another one after "
@@ -108,58 +84,21 @@ class ShardedClient(Follower):
                 "since it differs between its agents"
             )
         self._launch = launch
-        self._keep_steps = keep_steps
-        self._skip_upload = skip_upload
         self._takeover_s = takeover_s
-        self._progress = progress
-        self._uploads: set[str] = set()  # complete ones, by attempt
         self._process = secrets.token_hex(8)
         self._tried = -1  # the last epoch in which save() was called
         self._kept: tuple[int, Saved] | None = None  # the last save, in case the store could not be told
-
-    async def join(self, destination: str) -> None:
-        """Prove that this process can upload. Call it before its name is among the members of an epoch.
-
-        Raises DestinationDeniedError naming the denied operation, DestinationError if the destination is unreachable.
-        """
-        await in_thread(check_destination, destination)
-
-    async def cooldown(self, epoch: int) -> Taken:
-        """Take part in an epoch's cooldown; returns when it has ended and this member's save has returned.
-
-        Cancelling this call cancels the upload and reports that to the coordinator. A save that runs then goes on in
-        its thread.
-
-        Raises:
-            UsageError: this member is not among those that the coordinator named. Nothing was saved.
-            CoordinatorLostError: the coordinator has not changed the record for ``patience_s``. If no member had begun
-                to save by then, none does in this epoch any more.
-            StoreUnavailableError: the store is unavailable for a minute.
-        """
-        self._part = Part.NOT_ELECTED
-        self._uploads.clear()
-        watcher = self._follow(epoch)
-        uploader: asyncio.Task[None] | None = None
-        try:
-            record = await self._begun(watcher, epoch)
-            if await self._saved(record) and record.phase is Phase.COOLDOWN:
-                uploader = asyncio.create_task(self._carry(record))
-            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
-        finally:
-            await self._stopped([task for task in (watcher, uploader) if task is not None])
-        await self._tidy(record)
-        return Taken(self._part, record)
 
     # --- the save -------------------------------------------------------------------------------------
     async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
         """The record of the cooldown that has begun, in which this member may have to save."""
         try:
-            record = await self._until(watcher, lambda record: record.phase is not Phase.TRAINING)
+            record = await super()._begun(watcher, epoch)
         except CoordinatorLostError:
             await retry_store(partial(self._ledger.decide, epoch, NO_SAVE))
             found, _ = await retry_store(partial(self._ledger.look, epoch))
             if found is not None and self.name in found.hosts:  # it began after all, and others may save
-                await self._saved(found)
+                await self._has_files(found)
             raise
         if self.name not in record.hosts:
             raise UsageError(
@@ -168,7 +107,7 @@ class ShardedClient(Follower):
             )
         return record
 
-    async def _saved(self, record: EpochRecord) -> bool:
+    async def _has_files(self, record: EpochRecord) -> bool:
         """Save if the members of this launch do; returns whether this member's files are there."""
         wish = self._launch if record.phase is Phase.COOLDOWN else NO_SAVE
         decision = await retry_store(partial(self._ledger.decide, record.epoch, wish))
@@ -199,7 +138,7 @@ class ShardedClient(Follower):
         except asyncio.CancelledError:
             if not await settled(call, STOP_WAIT_S):
                 log.warning("epoch %d: cancelled in save(), which goes on in its thread", record.epoch)
-            await settled(in_thread(self._ledger.report, self._report(record, ReportKind.CANCELLED, "")), REPORT_S)
+            await self._tell_cancelled(record, "")
             raise
         except (TransportError, OSError) as error:
             await self._failed(record, str(error))
@@ -226,10 +165,6 @@ class ShardedClient(Follower):
     # --- the upload -----------------------------------------------------------------------------------
     async def _carry(self, record: EpochRecord) -> None:
         """Upload the shares that are this member's, until the cooldown ends and cancels this task."""
-        if self._skip_upload:
-            self._part = Part.SKIPPED
-            await self._tell(record, ReportKind.SKIPPED)
-            return
         loop = asyncio.get_running_loop()
         host = record.hosts[self.name]
         elected = self.name in record.elected_of(host)
@@ -276,24 +211,13 @@ class ShardedClient(Follower):
 
     async def _upload(self, record: EpochRecord, host: str, number: int, files: list[Local]) -> None:
         """Upload one share and report it; a failure is reported, not raised."""
-        self._part = Part.CANCELLED
         attempt = secrets.token_hex(8)
         place = upload_folder(record.run, record.epoch, self.name, attempt)
-        stop = Stop()
         moved = _Moved(self._progress)
-        call = in_thread(self._upload_files, record, place, files, stop, moved)
         beating = asyncio.create_task(self._beat(record, host, number, moved))
         try:
-            sent = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            stop.set()
-            if not await settled(call, STOP_WAIT_S):
-                log.warning("epoch %d: the cancelled upload to %s does not stop", record.epoch, place)
-            elif call.exception() is None:  # it completed before the stop, and was not reported
-                await settled(in_thread(remove_upload, record.destination, place), STOP_WAIT_S)
-            report = self._report(record, ReportKind.CANCELLED, attempt)
-            await settled(in_thread(self._ledger.report, report), REPORT_S)
-            raise
+            upload = partial(self._upload_files, record, place, files, moved)
+            sent = await self._cancellable(record, attempt, upload)
         except Exception as error:  # of the destination, or of the program's own calls
             why = f"{type(error).__name__}: {error}"
             log.warning("epoch %d: share %d of %s failed, retrying: %s", record.epoch, number, host, masked(why))
@@ -306,7 +230,7 @@ class ShardedClient(Follower):
         await retry_store(partial(self._ledger.put_share, record.epoch, share))
 
     def _upload_files(
-        self, record: EpochRecord, place: str, files: list[Local], stop: Stop, moved: _Moved
+        self, record: EpochRecord, place: str, files: list[Local], moved: _Moved, stop: Stop
     ) -> tuple[File, ...]:
         sources = [(file.name, Path(file.folders[0]) / file.name) for file in files]
         with open_destination(record.destination) as destination, removed_on_failure(destination, place):
@@ -327,33 +251,16 @@ class ShardedClient(Follower):
                 await retry_store(partial(self._ledger.beat, record.epoch, host, number, told))
             await asyncio.sleep(self._takeover_s / BEATS)
 
-    async def _failed(self, record: EpochRecord, why: str, attempt: str = "") -> None:
-        self._part = Part.FAILED
-        await self._tell(record, ReportKind.FAILED, attempt, detail=masked(why))
-
     # --- the end --------------------------------------------------------------------------------------
-    async def _tidy(self, record: EpochRecord) -> None:
-        """Remove this member's uploads that are not part of the checkpoint, and local copies beyond ``keep_steps``.
+    async def _used(self, record: EpochRecord) -> set[str] | None:
+        call = in_thread(self._in_checkpoint, record)
+        if why := await failure(call, STOP_WAIT_S):
+            log.warning("epoch %d: what was not used of its uploads is kept: %s", record.epoch, masked(why))
+            return None
+        return call.result()
 
-        If the epoch has no checkpoint although the set is complete, its uploads are kept: they may be good.
-        """
-        if self._uploads:
-            used: set[str] | None = None
-            call = in_thread(self._used, record)
-            if not await settled(call, STOP_WAIT_S):
-                log.warning("epoch %d: what was not used of its uploads is kept: timeout", record.epoch)
-            elif error := call.exception():
-                log.warning("epoch %d: what was not used of its uploads is kept: %s", record.epoch, masked(str(error)))
-            else:
-                used = call.result()
-            for attempt in self._uploads - used if used is not None else ():
-                await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
-            if used and record.outcome is Outcome.CHECKPOINTED:
-                self._part = Part.WON
-        await in_thread(prune, self._scratch, self._keep_steps)
-
-    def _used(self, record: EpochRecord) -> set[str]:
-        """The attempts of this member that are part of the checkpoint, or may be of one that was not verified."""
+    def _in_checkpoint(self, record: EpochRecord) -> set[str]:
+        """Without a checkpoint, all that was not refused of a complete set is kept: it may be good."""
         if record.outcome is Outcome.CHECKPOINTED:
             with open_destination(record.destination) as destination:
                 uploads = {file.upload for file in checkpoint_manifest(record, destination).files}

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
 from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.cooldown.epochs.stop import Stop
-from transport.errors import DestinationError, UploadCancelledError, UsageError
+from transport.errors import DestinationError, UsageError
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 
@@ -108,38 +108,27 @@ def copied(
     """Copy files, `FILES_AT_ONCE` at a time, into ``place``, and make them durable. Raises as `upload` does."""
     for name, _ in sources:
         manifests.check_file_name(name)  # another member may have told it
-    moving = _Moving(len(sources), stop, progress)
+    moving = Moving(len(sources), stop, progress)
     calls = [
         partial(_copy, source, name, destination, f"{place}/{manifests.FILES}/{name}", moving)
         for name, source in sources
     ]
-    files = in_parallel(calls, FILES_AT_ONCE, moving.fail)
+    files = in_parallel(calls, FILES_AT_ONCE, moving.stop.set)
     stop.check()
     destination.settle(place)
     return tuple(files)
 
 
-class _Moving:
-    """The progress of files that are copied at the same time."""
+class Moving:
+    """Files that are copied at the same time: their progress, and their end when one fails or all are cancelled."""
 
-    def __init__(self, files: int, stop: Stop, progress: Progress) -> None:
+    def __init__(self, files: int, stop: Stop | None, progress: Progress) -> None:
+        self.stop = Stop(stop)
         self._files = files
-        self._stop = stop
         self._progress = progress
         self._lock = threading.Lock()
-        self._failed = False
         self._done = 0
         self._bytes = 0
-
-    def fail(self) -> None:
-        """Another file failed: no file of this upload is needed any more."""
-        self._failed = True
-
-    def check(self) -> None:
-        """Raise UploadCancelledError if this upload was cancelled or another file of it failed."""
-        self._stop.check()
-        if self._failed:
-            raise UploadCancelledError("another file of the upload failed")
 
     def moved(self, size: int, done: int = 0) -> None:
         """``size`` bytes more were copied, and ``done`` files more are complete."""
@@ -149,27 +138,36 @@ class _Moving:
             self._progress(self._done, self._files, self._bytes)
 
 
-def _copy(source: Path, name: str, destination: Destination, target: str, moving: _Moving) -> File:
+def _copy(source: Path, name: str, destination: Destination, target: str, moving: Moving) -> File:
     digest = hashlib.sha256()
     size = 0
-    moving.check()
-    try:
+
+    def pieces(file: BinaryIO) -> Iterator[bytes]:
+        nonlocal size
+        while True:
+            with _reading(source):
+                piece = file.read(PIECE)
+            if not piece:
+                break
+            moving.stop.check()
+            yield piece
+            digest.update(piece)
+            size += len(piece)
+            moving.moved(len(piece))
+        moving.stop.check()
+
+    moving.stop.check()
+    with _reading(source):
         file = source.open("rb")
+    with file:
+        proofs = destination.write(target, source.stat().st_size, pieces(file))
+    moving.moved(0, done=1)
+    return File(name=name, size=size, sha256=digest.hexdigest(), proofs=proofs)
+
+
+@contextlib.contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"{source} cannot be uploaded: {error.strerror}; this client cannot read its files") from error
-    with file:
-        writer = destination.writer(target, source.stat().st_size)
-        try:
-            while piece := file.read(PIECE):
-                moving.check()
-                writer.write(piece)
-                digest.update(piece)
-                size += len(piece)
-                moving.moved(len(piece))
-            moving.check()
-            writer.finish()
-        except BaseException:
-            writer.discard()
-            raise
-    moving.moved(0, done=1)
-    return File(name=name, size=size, sha256=digest.hexdigest(), proofs=writer.proofs())

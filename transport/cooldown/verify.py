@@ -59,7 +59,6 @@ def verified(
 
     Raises RefusedUpload with the refusal, UploadCancelledError when ``stop`` was set.
     """
-    stop = stop or Stop()
     if not is_attempt(report.attempt):
         raise RefusedUpload(Refusal.MANIFEST_MISSING, f"{report.attempt!r} is not the name of an upload")
     place = upload_folder(record.run, record.epoch, report.client, report.attempt)
@@ -69,10 +68,10 @@ def verified(
             raise RefusedUpload(
                 Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
             )
-        failed = Stop()
-        for step in (partial(check_size, destination), partial(_check_file, destination, proof, stop, failed)):
+        stop = Stop(stop)  # also when one of the files is wrong
+        for step in (partial(check_size, destination), partial(_check_file, destination, proof, stop)):
             calls = [partial(_of_its_upload, step, manifest, file) for file in manifest.files]
-            in_parallel(calls, FILES_AT_ONCE, failed.set)  # all sizes first: they cost little
+            in_parallel(calls, FILES_AT_ONCE, stop.set)  # all sizes first: they cost little
     except DestinationError as error:
         raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error
     return Checkpoint(
@@ -92,9 +91,8 @@ def _of_its_upload(step: partial[None], manifest: Manifest, file: File) -> None:
         raise
 
 
-def _check_file(destination: Destination, proof: Proof, stop: Stop, failed: Stop, path: str, file: File) -> None:
+def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, file: File) -> None:
     stop.check()
-    failed.check()
     if proof is Proof.STORED:
         stored = destination.proofs(path)
         computed = {SHA256: file.sha256, **file.proofs}
@@ -102,7 +100,6 @@ def _check_file(destination: Destination, proof: Proof, stop: Stop, failed: Stop
             return
     for _ in checked_pieces(destination, path, file):
         stop.check()
-        failed.check()
 
 
 def reported_manifest(destination: Destination, place: str, sha256: str | None) -> Manifest:

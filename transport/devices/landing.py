@@ -59,7 +59,7 @@ class Landing(Protocol):
     def arrive(self) -> list[Any]:
         """What was gathered, where it is to be. After the last `take`."""
 
-    def looked_at(self) -> None:
+    def make_stream_wait(self) -> None:
         """The arrays are used now: the caller's stream waits for them."""
 
 
@@ -93,7 +93,7 @@ class HostLanding:
         """See `Landing`."""
         return self._arrays
 
-    def looked_at(self) -> None:
+    def make_stream_wait(self) -> None:
         """See `Landing`."""
 
 
@@ -154,10 +154,10 @@ class DeviceLanding:
             _UNDERWAY.keep(mark, block)
         return found
 
-    def looked_at(self) -> None:
+    def make_stream_wait(self) -> None:
         """See `Landing`."""
         if self._target is not None:
-            self._target.looked_at()
+            self._target.make_stream_wait()
 
 
 def landing_for(memory: str, out: Mapping[str, Any] | None, most: int | None) -> Landing:

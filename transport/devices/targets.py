@@ -32,7 +32,7 @@ class Target:
         self._mark = Mark(self.stream, self.device)
         return self._mark
 
-    def looked_at(self) -> None:
+    def make_stream_wait(self) -> None:
         """The array is used now: work of another stream than ``stream`` is made to run after the arrival."""
         current = self.library.stream(self.device)
         name = current if current != PER_THREAD else -threading.get_ident()

@@ -82,7 +82,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "gauge", (*_OF_CLIENT, "state"), "acknowledgements that are waiting to go, or for their confirmation"
     ),
     "transport_client_acknowledgements_dropped_total": Family(
-        "counter", _OF_CLIENT, "acknowledgements whose ring is gone"
+        "counter", _OF_CLIENT, "acknowledgements given up, as too many waited for rings out of reach"
     ),
     "transport_client_quarantined_ports": Family("gauge", _OF_CLIENT, "ports that are avoided after a failure"),
     "transport_packer_batches_total": Family("counter", _OF_CLIENT, "batches collected"),

@@ -32,7 +32,7 @@ _DRAIN_S, _DRAIN_TOLD_S = 30.0, 2.0
 
 
 def _drain_s() -> float:
-    return min(_DRAIN_S, max(0.0, hurry.told() + _DRAIN_TOLD_S - time.monotonic()))
+    return min(_DRAIN_S, max(0.0, hurry.signalled_at() + _DRAIN_TOLD_S - time.monotonic()))
 
 
 class Rollout(UCXXRolloutMixin):

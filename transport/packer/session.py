@@ -144,7 +144,7 @@ class PackerSession:
 
     def take_in(self, item: FetchedItem) -> bool:
         """The item gets the payload that came with its claim. False: it is to be read."""
-        came = None if item.duplicate or item.claim is None else self.queue.brought(item.claim)
+        came = None if item.duplicate or item.claim is None else self.queue.payload_bytes(item.claim)
         if came is not None:
             item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
         return came is not None

@@ -109,7 +109,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 @hiding("data")
-class Came(NamedTuple):
+class PayloadBytes(NamedTuple):
     """The bytes of a payload that came with its claim, and what carried them. The claim's end acknowledges it."""
 
     wire: Wire
@@ -218,13 +218,13 @@ class TicketQueue(abc.ABC):
         """Consume one delivery: whether the claim was the caller's."""
         return bool(self.ack_many([claim]))
 
-    @abc.abstractmethod
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        return bool(self.retry_many([claim], delay_s, reason))
 
+    @abc.abstractmethod
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """`retry` of several, those of all rings at once; returns the claims that the caller still owned."""
-        return [claim for claim in claims if self.retry(claim, delay_s, reason)]
+        """`retry` of several in one call to the queue; returns the claims that the caller still owned."""
 
     @abc.abstractmethod
     def discard(self, claim: Claim, reason: str) -> bool:
@@ -276,7 +276,7 @@ class TicketQueue(abc.ABC):
     def disconnect(self, client: Carrier) -> None:  # noqa: B027  # most queues need none
         """This client is closed from now on; what was claimed through it can be claimed again."""
 
-    def brought(self, claim: Claim) -> Came | None:
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
         """The payload, where it came with the claim; None: it is to be read by its ticket."""
         return None
 

@@ -9,9 +9,9 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
                one voted no, or is silent ──► gives back  ──► decided no: no rank trains on it
 
-A decision is made once and stored, so ranks never differ in what they train on. An ack that is repeated has the same
-answer. The claims of a group that died are claimed by another group when the leader's lease
-ends. A rank that cannot read a decision raises GroupBrokenError: the group must be restarted under another name.
+Votes and decisions are final (transport.store.decision), so ranks never differ in what they train on. An ack that is
+repeated has the same answer. The claims of a group that died are claimed by another group when the leader's lease ends.
+A rank that cannot read a decision raises GroupBrokenError: the group must be restarted under another name.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from transport.config import lease_or_configured
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
 from transport.queue import arguments
 from transport.queue.base import (
-    Came,
     Carrier,
     Claim,
     DeliveryState,
     Failure,
     Notice,
+    PayloadBytes,
     QueueAddress,
     QueueDepth,
     QueuedTicket,
     TicketQueue,
 )
 from transport.runtime.decoders import ready
-from transport.store.base import ABSENT, Change, Store, check_key
+from transport.store.base import ABSENT, Store, check_key
+from transport.store.decision import decide_all, wait_decided
 
 if TYPE_CHECKING:
     from transport.runtime.loop_thread import LoopThread
@@ -50,6 +51,7 @@ LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
 _AGAIN_S = 0.1  # interval of questions to a ring out of reach
 _MOST_TOKEN = 200
+_YES, _NO = b"yes", b"no"  # decisions on a claim
 
 
 class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +72,7 @@ def _part(claim: Claim) -> str:
     return token if len(token) <= _MOST_TOKEN else hashlib.sha256(claim.token.encode()).hexdigest()
 
 
-def decide(votes: Sequence[_Vote | None]) -> _Vote:
+def counted(votes: Sequence[_Vote | None]) -> _Vote:
     """The group's decision from the votes of its ranks; None: no vote in time. A final no takes precedence."""
     noes = [
         _Vote(False, reason=f"rank {rank} of the group was silent") if vote is None else vote
@@ -158,8 +160,7 @@ class GroupQueue(TicketQueue):
         try:
             self._store.put(self._key("claims", step), msgspec.msgpack.encode(plain), lease_s=_KEEP_S)
         except StoreError:
-            for claim in claims:  # the other ranks will not get them
-                self._queue.retry(claim, reason="the store did not take the group's claim")
+            self._queue.retry_many(claims, reason="the store did not take the group's claim")  # no other rank gets them
             self._next = step, []
             raise
 
@@ -188,8 +189,7 @@ class GroupQueue(TicketQueue):
             return []
         if self.leads:
             return self._lead(claims)
-        for claim in claims:
-            self._vote(claim, _Vote(True))
+        self._vote(claims, _Vote(True))
         return self._follow(claims)
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -199,15 +199,18 @@ class GroupQueue(TicketQueue):
     def _lead(self, claims: list[Claim]) -> list[Claim]:
         """Decide on what is not decided. The queue's answers are the same when a call is repeated, so decisions are."""
         before = self._store.get_many([self._decision(claim) for claim in claims])
-        said = {claim.token: entry.value == b"yes" for claim, entry in zip(claims, before, strict=True) if entry}
+        said = {claim.token: entry.value == _YES for claim, entry in zip(claims, before, strict=True) if entry}
         fresh = [claim for claim in claims if claim.token not in said]
-        decisions = [decide([_Vote(True), *each]) for each in self._votes(fresh)]
+        decisions = [counted([_Vote(True), *each]) for each in self._votes(fresh)]
         wanted = [claim for claim, decision in zip(fresh, decisions, strict=True) if decision.yes]
         accepted, asked = self._consume(wanted)
         self._decide([(claim, True) for claim in accepted])
+        refused: dict[_Vote, list[Claim]] = {}
         for claim, decision in zip(fresh, decisions, strict=True):
             if not decision.yes:
-                self._give_up(claim, decision)
+                refused.setdefault(decision, []).append(claim)
+        for decision, group in refused.items():
+            self._give_up(group, decision)
         known = {claim.token for claim in (*accepted, *asked)}
         self._decide([(claim, False) for claim in fresh if claim.token not in known])
         if asked:
@@ -254,31 +257,32 @@ class GroupQueue(TicketQueue):
     def _decide(self, outcomes: Sequence[tuple[Claim, bool]]) -> None:
         if not outcomes:
             return
-        changes = [Change(self._decision(claim), b"yes" if yes else b"no", None, _KEEP_S) for claim, yes in outcomes]
+        proposals = {self._decision(claim): _YES if yes else _NO for claim, yes in outcomes}
         try:
-            self._store.put_many(changes)
+            decide_all(self._store, proposals, lease_s=_KEEP_S)
         except StoreError as error:
             raise GroupBrokenError(
                 f"the queue recorded {len(outcomes)} claims of {self._prefix}, but the store did not take the decision "
                 "for the other ranks: restart the group under another name"
             ) from error
 
-    def _give_up(self, claim: Claim, decision: _Vote) -> bool:
+    def _give_up(self, claims: Sequence[Claim], decision: _Vote) -> list[Claim]:
+        """Those of the claims that were the leader's."""
         if decision.final:
-            return self._queue.discard(claim, decision.reason)
-        return self._queue.retry(claim, decision.delay_s, decision.reason)
+            return [claim for claim in claims if self._queue.discard(claim, decision.reason)]
+        return self._queue.retry_many(claims, decision.delay_s, decision.reason)
 
     def _follow(self, claims: Sequence[Claim]) -> list[Claim]:
         accepted = []
         give_up_at = time.monotonic() + 3 * self._patience_s
         for claim in claims:
-            entry = self._store.watch(self._decision(claim), ABSENT, max(0.0, give_up_at - time.monotonic()))
-            if entry is None:
+            outcome = wait_decided(self._store, self._decision(claim), max(0.0, give_up_at - time.monotonic()))
+            if outcome is None:
                 raise GroupBrokenError(
                     f"the leader of {self._prefix} did not decide on {claim.ticket_id} within "
                     f"{3 * self._patience_s:g} s: restart the group under another name"
                 )
-            if entry.value == b"yes":
+            if outcome == _YES:
                 accepted.append(claim)
         return accepted
 
@@ -286,29 +290,35 @@ class GroupQueue(TicketQueue):
     def discard(self, claim: Claim, reason: str) -> bool:
         """This rank can never read it: no rank will train on it, and the leader discards it."""
         arguments.given_back(claim, 0.0, reason, "discard")
-        return self._refuse(claim, _Vote(False, final=True, reason=self._said(reason)))
+        return bool(self._refuse([claim], _Vote(False, final=True, reason=self._said(reason))))
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """This rank could not read it: no rank trains on it now, and the leader gives it back."""
-        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        return self._refuse(claim, _Vote(False, reason=self._said(reason), delay_s=delay_s))
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """This rank could not read them: no rank trains on them now, and the leader gives them back."""
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        vote = _Vote(False, reason=self._said(reason), delay_s=delay_s)
+        return self._refuse(listed, vote) if listed else []
 
     def _said(self, reason: str) -> str:
         return reason if self.leads else f"rank {self._rank}: {reason}"
 
-    def _refuse(self, claim: Claim, vote: _Vote) -> bool:
+    def _refuse(self, claims: Sequence[Claim], vote: _Vote) -> list[Claim]:
         if not self.leads:
-            return self._vote(claim, vote)
-        given_up = self._give_up(claim, vote)
+            return self._vote(claims, vote)
+        given_up = self._give_up(claims, vote)
+        mine = {claim.token for claim in given_up}
+        others = [claim for claim in claims if claim.token not in mine]
         # What the queue has accepted, or may have, is left to the repeated ack.
-        if given_up or not (self._queue.ack_many([claim]) or self._queue.in_question([claim])):
-            self._decide([(claim, False)])
+        kept = [*self._queue.ack_many(others), *self._queue.in_question(others)] if others else []
+        left = {claim.token for claim in kept}
+        self._decide([(claim, False) for claim in claims if claim.token not in left])
         return given_up
 
-    def _vote(self, claim: Claim, vote: _Vote) -> bool:
-        """False when this rank has voted before."""
-        key = self._key("vote", _part(claim), self._rank)
-        return self._store.compare_and_set(key, msgspec.msgpack.encode(vote), ABSENT, lease_s=_KEEP_S) is not None
+    def _vote(self, claims: Sequence[Claim], vote: _Vote) -> list[Claim]:
+        """Those of the claims on which this rank has not voted otherwise before."""
+        own = msgspec.msgpack.encode(vote)
+        keys = [self._key("vote", _part(claim), self._rank) for claim in claims]
+        standing = decide_all(self._store, dict.fromkeys(keys, own), lease_s=_KEEP_S)
+        return [claim for claim, key in zip(claims, keys, strict=True) if standing[key] == own]
 
     # --- as of the queue -----------------------------------------------------------------------
     @property
@@ -365,9 +375,9 @@ class GroupQueue(TicketQueue):
         if self.leads:
             self._queue.disconnect(client)
 
-    def brought(self, claim: Claim) -> Came | None:
-        """See `TicketQueue.brought`; the other ranks read by the ticket."""
-        return self._queue.brought(claim) if self.leads else None
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
+        """See `TicketQueue.payload_bytes`; the other ranks read by the ticket."""
+        return self._queue.payload_bytes(claim) if self.leads else None
 
     def close(self) -> None:
         """Does nothing: the owner of queue and store closes them, which ends the waits."""

@@ -203,10 +203,10 @@ class RedisQueue(TicketQueue):
         arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "discarded", reason))
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
-        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        return bool(self._move([claim], "ready", reason, delay_s))
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """See `TicketQueue.retry_many`."""
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        return self._move(listed, "ready", reason, delay_s) if listed else []
 
     def _move(self, claims: Sequence[Claim], to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
         """End claims so; returns those that were the caller's."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from pathlib import Path
 
 import msgspec
 
 from transport.errors import StoreUnsuitableError
 from transport.rendezvous.records import Closing
+from transport.runtime.durable import write_whole
 
 
 class Archive:
@@ -43,25 +42,4 @@ class Archive:
         if before is not None and before.run == closing.run:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
-        try:
-            with draft.open("xb") as file:
-                file.write(msgspec.json.encode(closing))
-                file.flush()
-                os.fsync(file.fileno())
-            if before is not None:
-                draft.replace(self.path)
-            else:
-                try:
-                    os.link(draft, self.path)  # unlike a rename it fails if the file exists
-                except FileExistsError:
-                    return False
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                draft.unlink()
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return True
+        return write_whole(self.path, [msgspec.json.encode(closing)], replace=before is not None)

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
-from transport.errors import ClosedError, RunLostError, UsageError
+from transport.errors import UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.living import live, own_name
+from transport.rendezvous.living import Life, own_name
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Status
 from transport.rendezvous.rules import Rules
@@ -48,15 +48,12 @@ class BlockingRendezvous:
         where: str = "",
         member: str | None = None,
     ) -> None:
-        self._store = store
         self._session = Session(store, run, member or own_name(), rules or Rules(), where=where, archive=archive)
-        self._failure: Exception | None = None
+        self._life = Life(self._session, store, self._publish)
         self._pid = os.getpid()
-        self._stopping = threading.Event()
         # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
 
     def __repr__(self) -> str:
         return f"<BlockingRendezvous {self._session!r}>"
@@ -74,13 +71,13 @@ class BlockingRendezvous:
     @property
     def in_round(self) -> bool:
         """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
-        return self._session.view.state is State.ACTIVE and self._failure is None and os.getpid() == self._pid
+        return self._session.view.state is State.ACTIVE and not self._life.failed and os.getpid() == self._pid
 
     # --- what a launcher does ---------------------------------------------------------------------------
     def start(self) -> None:
         """Read the store for the first time, so that `view` has the end of a closed run, and begin to renew leases."""
         self._call(self._session.step)
-        self._thread.start()
+        self._life.thread.start()
 
     def join(self, address: str) -> Place | Closing:
         """Wait for a rank, without a time limit as standby or hot spare; or for the run's end.
@@ -123,20 +120,12 @@ class BlockingRendezvous:
         """Give up the leases, so that others need not wait for their end. Idempotent. Never raises."""
         if os.getpid() != self._pid:
             return
-        self._stopping.set()
+        self._life.stopping.set()
         wait([started(self._session.leave)], patience_s)  # where the store fails, the leases end by themselves
-        if self._thread.is_alive():
-            self._thread.join(patience_s)
+        if self._life.thread.is_alive():
+            self._life.thread.join(patience_s)
 
     # --- its thread -------------------------------------------------------------------------------------
-    def _live(self) -> None:
-        try:
-            live(self._session, self._store, self._stopping, self._publish)
-        except Exception as error:  # raised in waiting calls
-            self._failure = error
-        finally:
-            self._publish()
-
     def _publish(self) -> None:
         with self._lock:
             self._changed.notify_all()
@@ -144,22 +133,12 @@ class BlockingRendezvous:
     def _until(self, reached: Callable[[View], bool]) -> View:
         with self._lock:
             while True:
-                view = self._now()
+                self._check_process()
+                view = self._life.view()
                 if reached(view) or view.state is State.ENDED:
                     return view
                 self._changed.wait(self._session.rules.poll_s)
                 self._session.check_silence()
-
-    def _now(self) -> View:
-        self._check_process()
-        if self._stopping.is_set():
-            raise ClosedError("this member has left its run")
-        if self._failure is not None:
-            raise self._failure
-        view = self._session.view
-        if view.state is State.ENDED and view.closing is None:
-            raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
-        return view
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -1,4 +1,4 @@
-"""The end of a run: one compare-and-set, which succeeds once, and a copy that does not depend on the store."""
+"""The end of a run: the final value of its record in the store, and a copy that does not depend on the store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transport.rendezvous.archive import Archive
 from transport.rendezvous.member_states import Member
 from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
 from transport.store.base import Store
+from transport.store.decision import Next, advance
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,23 @@ def close_run(
         RunLostError: the run is not in the store.
         StoreError: the store failed. Whether the run is closed is unknown; call again to find out.
     """
-    while True:  # retry after a lost compare-and-set; a closed run never changes again
-        entry = store.get(keys.round)
-        if entry is None:
+
+    def step(standing: bytes | None) -> Next | None:
+        if standing is None:
             raise RunLostError(f"run {keys.run} is not in the store")
-        current = decode(Round, keys.round, entry)
+        current = decode(Round, keys.round, standing)
         if member is not None and member.incarnation not in (None, current.incarnation):
             raise RunLostError(f"the store now contains another run named {keys.run}")
         if current.closing is not None:
-            return current.closing
+            return None
         if member is not None and 0 < member.round < current.number:
             raise StaleRoundError(f"round {member.round} is over; round {current.number} decides about run {keys.run}")
-        last = closed(keys.run, current, reason, by, message)
-        if last.closing is not None and store.compare_and_set(keys.round, encode(last), entry.version) is not None:
-            return last.closing
+        return Next(encode(closed(keys.run, current, reason, by, message)))
+
+    last = advance(store, keys.round, step)
+    closing = None if last is None else decode(Round, keys.round, last).closing
+    assert closing is not None  # the step returns one, leaves one, or raises
+    return closing
 
 
 def write_archive(archive: Archive | None, closing: Closing) -> None:

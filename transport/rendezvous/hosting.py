@@ -1,7 +1,7 @@
 """The host's I/O: it wins the host's lease, reads a snapshot of all members, and writes what decisions.py decides.
 
-Everything a host writes is one transaction that expects the round at the version of the snapshot. If two members take
-themselves for the host, at most one of them can write.
+Everything a host writes is one transaction with the next value of the round (`transport.store.decision.advance`), made
+from the value that was read before the snapshot. If two members take themselves for the host, at most one can write.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from transport.rendezvous.records import (
 )
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
+from transport.store.decision import Next, advance
 
 log = logging.getLogger(__name__)
 
@@ -112,20 +113,34 @@ class Hosting:
     # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:
         """Read a snapshot, decide and write; returns the closing if that closed the run. Raises StoreError."""
-        entry = self._store.get(self._keys.round)
-        current = None if entry is None else decode(Round, self._keys.round, entry)
-        if entry is None or current is None or current.host != self._me or current.phase is Phase.CLOSED:
-            return None
-        found = self._gate(current, entry.version, now) if current.phase is Phase.OPEN else self._everybody(current)
-        snapshot, version = found or (None, ABSENT)
-        members = 0 if snapshot is None else max(len(snapshot.seats), len(snapshot.active))
-        self.next_at = now + self._rules.host_poll_s(members)
-        if snapshot is None or version != entry.version:
-            return None
-        act = decide(snapshot, self._rules)
-        return None if act is None else self._do(act, snapshot, version, now)
+        after: Round | None = None
 
-    def _gate(self, current: Round, version: int, now: float) -> tuple[Snapshot, int] | None:
+        def step(standing: bytes | None) -> Next | None:
+            nonlocal after
+            after = None
+            current = None if standing is None else decode(Round, self._keys.round, standing)
+            if current is None or current.host != self._me or current.phase is Phase.CLOSED:
+                return None
+            gate = current.phase is Phase.OPEN
+            snapshot = self._gate(current, now) if gate else self._everybody(current)
+            self.next_at = now + self._rules.host_poll_s(max(len(snapshot.seats), len(snapshot.active)))
+            act = decide(snapshot, self._rules)
+            if act is None:
+                return None
+            after, changes = self._after(act, snapshot)
+            return Next(encode(after), changes)
+
+        advance(self._store, self._keys.round, step)
+        if after is None:
+            return None
+        log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
+        self.next_at = now
+        if after.phase is Phase.OPEN and after.number > 2:
+            with contextlib.suppress(StoreError):  # cleaning up only; these records are not read any more
+                self._forget(after.number - 2)
+        return after.closing
+
+    def _gate(self, current: Round, now: float) -> Snapshot:
         """A snapshot of the members that joined; cheap while there are too few."""
         if self._watched != (current.number, current.term):
             self._watched, self._since = (current.number, current.term), now
@@ -133,38 +148,30 @@ class Hosting:
         key = self._keys.slots(current.number)
         taken = _number(key, self._store.get(key))
         if taken < current.least and open_s < self._rules.join_timeout_s:
-            return Snapshot(current, (), open_s=open_s), version
+            return Snapshot(current, (), open_s=open_s)
         before = self._peers(current.number - 1)
         old = [self._keys.seat(current.number - 1, peer.slot) for peer in before]
-        for left in reversed(range(_LOOKS)):
-            seats = [self._keys.seat(current.number, slot) for slot in range(taken)]
-            entries = self._store.get_many([self._keys.round, key, *seats, *old])
-            first, counter = entries[:2]
-            if first is None or first.version != version:
-                return None
-            here, there = entries[2 : 2 + taken], entries[2 + taken :]
-            if left and (now_taken := _number(key, counter)) > taken:
-                taken = now_taken  # another member joined meanwhile; include it
-                continue
-            returning = frozenset(
-                peer.member
-                for peer, seat in zip(before, there, strict=True)
-                if _sits(peer, seat, current.number - 1) and not self._ended(seat)
-            )
-            return Snapshot(current, seats_of(here), before, returning, open_s, self._waiting()), first.version
-        return None
+        for _ in range(_LOOKS):
+            looked = taken
+            seats = [self._keys.seat(current.number, slot) for slot in range(looked)]
+            counter, *entries = self._store.get_many([key, *seats, *old])
+            taken = _number(key, counter)
+            if taken <= looked:
+                break  # else another member joined meanwhile; include it
+        here, there = entries[:looked], entries[looked:]
+        returning = frozenset(
+            peer.member
+            for peer, seat in zip(before, there, strict=True)
+            if _sits(peer, seat, current.number - 1) and not self._ended(seat)
+        )
+        return Snapshot(current, seats_of(here), before, returning, open_s, self._waiting())
 
-    def _everybody(self, current: Round) -> tuple[Snapshot, int] | None:
+    def _everybody(self, current: Round) -> Snapshot:
         """A snapshot of the members with a rank."""
         peers = self._peers(current.number)
-        entries = self._store.get_many(
-            [self._keys.round, *(self._keys.seat(current.number, peer.slot) for peer in peers)]
-        )
-        first = entries[0]
-        if first is None:
-            return None
+        entries = self._store.get_many([self._keys.seat(current.number, peer.slot) for peer in peers])
         waiting = self._waiting() if len(peers) < current.most else frozenset()
-        return Snapshot(current, seats_of(entries[1:]), peers, waiting=waiting), first.version
+        return Snapshot(current, seats_of(entries), peers, waiting=waiting)
 
     def _waiting(self) -> frozenset[str]:
         """Names of the spares; read after the round, so a decision that depends on them may be late, but not wrong."""
@@ -174,7 +181,7 @@ class Hosting:
 
     def _ended(self, entry: Entry | None) -> bool:
         """Whether the seat is of a member that is done and does not come back."""
-        return self._rules.done_stays and entry is not None and decode(Seat, "seat", entry).status is Status.DONE
+        return self._rules.done_stays and entry is not None and decode(Seat, "seat", entry.value).status is Status.DONE
 
     def _peers(self, number: int) -> tuple[Peer, ...]:
         if number < 1:
@@ -182,32 +189,23 @@ class Hosting:
         if self._roster is None or self._roster.round != number:
             key = self._keys.roster(number)
             entry = self._store.get(key)
-            roster = Roster(round=number, peers=()) if entry is None else decode(Roster, key, entry)
+            roster = Roster(round=number, peers=()) if entry is None else decode(Roster, key, entry.value)
             self._roster = roster if roster.round == number else Roster(round=number, peers=())
         return self._roster.peers
 
-    def _do(self, act: Act, snapshot: Snapshot, version: int, now: float) -> Closing | None:
+    def _after(self, act: Act, snapshot: Snapshot) -> tuple[Round, list[Change]]:
+        """The round after a decision, and the records that are written with it."""
         current = snapshot.round
         match act:
             case Complete(placement):
                 why = current.why + without(snapshot.active, placement.active, current.why)
                 after = msgspec.structs.replace(current, phase=Phase.RUNNING, why=why)
-                changes = self._places(current.number, placement.active, placement.standby)
+                return after, self._places(current.number, placement.active, placement.standby)
             case OpenNext(why):
                 number = current.number + 1
-                after = msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024])
-                changes = []
+                return msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024]), []
             case Close(reason, message):
-                after = closed(self._keys.run, current, reason, self._me, message)
-                changes = []
-        if self._store.put_many([Change(self._keys.round, encode(after), version), *changes]) is None:
-            return None  # another change came first; read again
-        log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
-        self.next_at = now
-        if isinstance(act, OpenNext) and current.number > 1:
-            with contextlib.suppress(StoreError):  # cleaning up only; these records are not read any more
-                self._forget(current.number - 1)
-        return after.closing
+                return closed(self._keys.run, current, reason, self._me, message), []
 
     def _places(self, number: int, active: list[Seat], standby: list[Seat]) -> list[Change]:
         peers = tuple(Peer(seat.member, seat.slot, seat.address) for seat in active)
@@ -239,11 +237,11 @@ def _number(key: str, entry: Entry | None) -> int:
 
 def seats_of(entries: list[Entry | None]) -> list[Seat]:
     """The members that are there."""
-    return [decode(Seat, "seat", entry) for entry in entries if entry is not None]
+    return [decode(Seat, "seat", entry.value) for entry in entries if entry is not None]
 
 
 def _sits(peer: Peer, entry: Entry | None, number: int) -> bool:
     if entry is None:
         return False
-    seat = decode(Seat, "seat", entry)
+    seat = decode(Seat, "seat", entry.value)
     return seat.member == peer.member and seat.round == number

@@ -23,7 +23,6 @@ import msgspec
 
 from transport.errors import StoreUnsuitableError, UsageError
 from transport.runtime.decoders import ready
-from transport.store.base import Entry
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARACTERS)]
@@ -140,10 +139,10 @@ def encode(record: msgspec.Struct) -> bytes:
     return msgspec.json.encode(record)
 
 
-def decode(kind: type[Record], key: str, entry: Entry) -> Record:
+def decode(kind: type[Record], key: str, value: bytes) -> Record:
     """The record under ``key``. Raises StoreUnsuitableError if the value is something else."""
     try:
-        return msgspec.json.decode(entry.value, type=kind)
+        return msgspec.json.decode(value, type=kind)
     except msgspec.MsgspecError as error:
         what = f"the store has no valid {kind.__name__} under {key!r}: {error}"
         raise StoreUnsuitableError(f"{what}; choose another run name") from error

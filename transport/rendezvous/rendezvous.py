@@ -16,20 +16,19 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from transport.errors import ClosedError, RunLostError, UsageError
+from transport.errors import ClosedError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.living import live, own_name
+from transport.rendezvous.living import Life, own_name
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
 from transport.runtime.blocking_calls import in_thread
-from transport.runtime.needs_loop import check_place
+from transport.runtime.event_loop import check_loop
 from transport.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -65,18 +64,14 @@ class Rendezvous:
         where: str = "",
         member: str | None = None,
     ) -> None:
-        self._store = store
         self._session = Session(
             store, run, member or own_name(), rules or Rules(), address=address, where=where, archive=archive
         )
-        self._failure: Exception | None = None
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._life = Life(self._session, store, self._tell)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._changed = asyncio.Event()
         self._joining = False  # asked for a rank that no call has returned yet
-        self._thread_ended = asyncio.Event()
         self._calls: set[asyncio.Future[Any]] = set()
 
     def __repr__(self) -> str:
@@ -167,12 +162,11 @@ class Rendezvous:
 
     # --- its thread ---------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
-        if self._thread is not None:
+        if self._loop is not None:
             raise UsageError("this rendezvous was already entered; make a new one")
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
-        self._thread.start()
+        self._life.thread.start()
         return self
 
     async def __aexit__(
@@ -188,41 +182,25 @@ class Rendezvous:
         """
         if os.getpid() != self._pid:
             return
-        if self._thread is not None:
-            check_place(self._loop, self._pid, "this rendezvous", "leave it in its own")
-        self._stopping.set()
-        if self._thread is not None:
+        if self._loop is not None:
+            check_loop(self._loop, self._pid, "this rendezvous", "leave it in its own")
+        self._life.stopping.set()
+        if self._loop is not None:
             await asyncio.shield(self._gone())
 
     async def _gone(self) -> None:
         """Wait for the thread and for calls, but not for a store that hangs."""
         rules = self._session.rules
-        ended = asyncio.ensure_future(self._thread_ended.wait())
-        try:
-            async with asyncio.timeout(rules.store_patience_s + rules.lease_s):
-                await asyncio.wait({ended, *self._calls})
-            if self._thread is not None:
-                self._thread.join()
-        except TimeoutError:
+        ended = in_thread(self._life.thread.join)
+        if (await asyncio.wait({ended, *self._calls}, timeout=rules.store_patience_s + rules.lease_s))[1]:
             log.warning("%r left without giving up its leases, which will end: a call does not return", self)
-        finally:
-            ended.cancel()
 
-    def _live(self) -> None:
-        try:
-            live(self._session, self._store, self._stopping, lambda: self._tell(self._publish))
-        except Exception as error:  # raised in waiting calls
-            self._failure = error
-        finally:
-            self._tell(self._publish)
-            self._tell(self._thread_ended.set)
-
-    def _tell(self, what: Callable[[], object]) -> None:
+    def _tell(self) -> None:
         try:
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(self._publish)
         except RuntimeError:  # the loop was closed without `aclose`
-            self._stopping.set()
+            self._life.stopping.set()
 
     # --- on the loop --------------------------------------------------------------------------------------
     def _publish(self) -> None:
@@ -230,22 +208,16 @@ class Rendezvous:
         changed.set()
 
     def _check_entered(self) -> None:
-        if self._stopping.is_set() or self._thread is None:
+        if self._life.stopping.is_set() or self._loop is None:
             raise ClosedError("this rendezvous is not entered, or was left")
-        check_place(self._loop, self._pid, "this rendezvous", "make a member for each loop")
+        check_loop(self._loop, self._pid, "this rendezvous", "make a member for each loop")
 
     async def _until(self, reached: Callable[[View], bool]) -> View:
         while True:
             changed = self._changed
-            view = self._session.view
             self._check_entered()
-            if self._failure is not None:
-                raise self._failure
-            if view.state is State.ENDED:
-                if view.closing is None:
-                    raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
-                return view
-            if reached(view):
+            view = self._life.view()
+            if reached(view) or view.state is State.ENDED:
                 return view
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), self._session.rules.poll_s)

@@ -225,7 +225,7 @@ class Session:
             entry = self._store.get(self.keys.roster(place.round)) if place is not None else None
             if entry is None:
                 raise StaleRoundError(f"{self.name} has no place in a running round")
-            return decode(Roster, self.keys.roster(self._member.round), entry)
+            return decode(Roster, self.keys.roster(self._member.round), entry.value)
 
     # --- the step -------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -344,8 +344,8 @@ class Session:
         entries = self._store.get_many(keys)
         round_entry, host_entry = entries[:2]
         place_entry = entries[2] if len(entries) > 2 else None
-        current = None if round_entry is None else decode(Round, keys[0], round_entry)
-        place = None if place_entry is None else decode(Place, keys[2], place_entry)
+        current = None if round_entry is None else decode(Round, keys[0], round_entry.value)
+        place = None if place_entry is None else decode(Place, keys[2], place_entry.value)
         if place is not None and (place.member != self.name or place.round != member.round):
             place = None  # of an earlier round or member
         self.version = ABSENT if round_entry is None else round_entry.version
@@ -387,7 +387,7 @@ class Session:
         if version is None:
             # The answer to an earlier try may have been lost; what stands there decides.
             entry = self._store.get(key)
-            if entry is None or decode(Seat, key, entry) != said:
+            if entry is None or decode(Seat, key, entry.value) != said:
                 self._seat_lost()
                 return
             version = entry.version

@@ -33,7 +33,7 @@ T = TypeVar("T")
 _MOST_PACKED: Final = (1 << 31) - 1  # cu_seqlens are int32
 
 
-class Part(Protocol):
+class ClaimedPart(Protocol):
     """Payloads of one ring that are claimed: in its mapped slots (`_ring.ClaimedBatch`), or received."""
 
     def __len__(self) -> int: ...
@@ -81,7 +81,9 @@ class Batch(Sequence[Mapping[str, Any]]):
 
     NO_VERSION: Final = _ring.NO_VERSION
 
-    def __init__(self, parts: Sequence[Part], schema: Schema, shape: Shape, landing: Landing, dropped: int = 0) -> None:
+    def __init__(
+        self, parts: Sequence[ClaimedPart], schema: Schema, shape: Shape, landing: Landing, dropped: int = 0
+    ) -> None:
         self._parts = parts
         self._shape = shape
         self._landing = landing
@@ -122,7 +124,7 @@ class Batch(Sequence[Mapping[str, Any]]):
                 return [payload[key] for payload in self]
             if key in self._bytes:
                 return [self._decoded(key, at) for at in range(len(self))]
-            self._landing.looked_at()
+            self._landing.make_stream_wait()
             return self._arrays[key]
         if isinstance(key, slice):
             return [self._payload(at) for at in range(*key.indices(len(self)))]
@@ -158,7 +160,7 @@ class Batch(Sequence[Mapping[str, Any]]):
 
         int32, in the batch's memory; empty for other layouts.
         """
-        self._landing.looked_at()
+        self._landing.make_stream_wait()
         return self._cu_seqlens
 
     @property
@@ -287,7 +289,7 @@ class Batch(Sequence[Mapping[str, Any]]):
     def _payload(self, at: int) -> Mapping[str, Any]:
         if self.layout == "list":
             return self._where_it_lies(at)
-        self._landing.looked_at()
+        self._landing.make_stream_wait()
         found = {}
         for spec in self.schema.tensors:
             if spec.kind:

@@ -14,35 +14,54 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import numpy as np
 
 from transport import _ring
 from transport.devices.arrays import DeviceTensor
+from transport.devices.streams import RegisteredPages
 from transport.errors import (
     InternalError,
+    LayoutError,
+    LengthMismatchError,
     PayloadTooLargeError,
+    RankError,
     RingFullError,
     SchemaError,
+    StaleSlotError,
     TicketError,
+    TransportError,
     UsageError,
+    WrongKeyError,
+    WrongRingError,
 )
-from transport.ring.leases import Draft, WriteLease, ordered_lengths
+from transport.ring import attachment
+from transport.ring.attachment import Attachment
+from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, claim_batch
+from transport.ring.claimed import ClaimedPayload
+from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of
+from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
+from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
-from transport.ring.reading import MAX_READERS, RingReading
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
+from transport.runtime.logs import LogLimit
 from transport.schema import Schema
 from transport.ticket import Ticket
 
-__all__ = ["MAX_READERS", "SharedRingBuffer"]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+MAX_READERS: Final = _ring.MAX_READERS
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
+_ANY_SIZE: Final = (1 << 64) - 1
+_ROLES: Final = "'writer', 'listener', 'reader' or 'observer'"
+_TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
 class Unread(NamedTuple):
@@ -52,7 +71,7 @@ class Unread(NamedTuple):
     policy_version: int | None
 
 
-class SharedRingBuffer(RingReading):
+class SharedRingBuffer(Attachment):
     """A ring of slots in one shared-memory segment. Make it with `create` or `attach`.
 
     Attributes:
@@ -60,6 +79,176 @@ class SharedRingBuffer(RingReading):
         ring_id: 32 hex digits, random, in every ticket.
         schema: what payloads look like, or None: any mapping of names to values, described by its ticket.
     """
+
+    def __init__(self, native: _ring.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True) -> None:
+        super().__init__(native)
+        self.schema = schema
+        self._overflowing = Overflowing(native, overflow)
+        self._secret = native.secret
+        self._pages = RegisteredPages(read_only=not writable)
+        self._refusals = LogLimit()
+        self._named_ranks = 0
+        if writable:
+            self._named_ranks = sum(map(len, consumers_of(native.consumers).values()))
+
+    def __reduce__(self) -> NoReturn:
+        """Raises UsageError, for `pickle` and `copy`."""
+        raise UsageError(
+            "a ring is not pickled: send its name, and attach there with SharedRingBuffer.attach(name, schema)"
+        )
+
+    @property
+    def overflow(self) -> Overflow:
+        """What a write does when every slot is in use; may be set."""
+        return self._overflowing.policy
+
+    @overflow.setter
+    def overflow(self, policy: Overflow) -> None:
+        self._overflowing.policy = policy
+
+    # --- making one ---------------------------------------------------------------------------------
+    @classmethod
+    def create(
+        cls,
+        schema: Schema | None = None,
+        *,
+        slots: int = 64,
+        slot_bytes: int | None = None,
+        name: str | None = None,
+        prefix: str = "",
+        overflow: Overflow = "block",
+        consumers: Sequence[str] | Mapping[str, int] | None = None,
+    ) -> Self:
+        """Make the ring, or take over the one of a dead writer when ``name`` exists.
+
+        Args:
+            schema: of every payload; None: each payload brings its own description.
+            slots: payloads the ring holds, unread ones included.
+            slot_bytes: payload bytes per slot; default the schema's largest payload.
+            name: only for a ring that a restarted writer shall find again; default random.
+            prefix: prefix of the random name, by which a parent process finds the segments of a killed writer.
+            overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
+            consumers: names of stages that each see every payload once, or names with how many ranks each has; at most
+                16 together. Every payload is written for all of them; `rank_of` and ``claim(rank="name")`` know them.
+
+        Raises:
+            RingBusyError: a living process keeps a ring of this name.
+            LayoutError: a dead writer's ring of this name has another layout or schema. Without ``name`` the new ring
+                is made beside it. With one it is not: other processes attach by the name, and would find the old ring.
+            SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
+            UsageError: a size that makes no sense.
+        """
+        if schema is not None:
+            expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
+        expect(prefix, str, "prefix of create()", "text")
+        slots = whole(slots, "slots of create()")
+        slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
+        if name is not None:
+            expect(name, str, "name of create()", "text, or None for a random one")
+        if overflow not in ("block", "error", "overwrite"):
+            raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
+        if slot_bytes is None:
+            if schema is None:
+                raise UsageError("a ring without a schema needs slot_bytes, the size of its largest payload")
+            slot_bytes = schema.max_bytes
+        elif schema is not None and slot_bytes < schema.max_bytes:
+            raise PayloadTooLargeError(
+                f"slot_bytes={slot_bytes} cannot hold the schema's largest payload of {schema.max_bytes} bytes"
+            )
+        if slots < 1 or slot_bytes < 1:
+            raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
+        names = consumers_text(consumers)
+        fingerprint = bytes.fromhex(schema.fingerprint) if schema is not None else bytes(16)
+        chosen = attachment.random_name(prefix) if name is None else name
+        native: _ring.Ring | None = None
+        try:
+            native = attachment.create(chosen, slots, slot_bytes, fingerprint)
+            ring = cls(native, schema, overflow)
+            ring._made_here = True
+            ring._name_consumers(names)
+            if name is None:  # a named ring may be meant for a successor
+                ring._forget_with(ring._pages.release, only_empty=False)
+            return ring
+        except LayoutError as error:
+            if native is not None:  # it was attached to, and has other consumers
+                raise
+            raise LayoutError(
+                f"{error}, expected {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. The "
+                "last process that serves the old ring removes it when its payloads are consumed. Give another name, "
+                "or none, to make a new ring now; `transport reclaim` removes a ring that no process serves"
+            ) from error
+        except BaseException:  # an interrupt: the caller has no object yet through which to remove the segment
+            attachment.give_up(native)
+            raise
+
+    @classmethod
+    def attach(
+        cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
+    ) -> Self:
+        """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
+
+        Raises:
+            RingNotFoundError: no such segment on this host, or its writer is still making it.
+            LayoutError: not a ring, another layout version, or another schema than ``schema``.
+            NoOwnerError: sixteen living processes are attached already.
+            SharedMemoryError: the segment belongs to another user.
+        """
+        expect(name, str, "name of attach()", "the text that `ring.name` is")
+        if schema is not None:  # before there is an owner place to be given back
+            expect(schema, Schema, "schema of attach()", "the Schema that the ring was made with")
+        expect(role, str, "role of attach()", _ROLES)
+        if role not in attachment.ROLES:
+            raise UsageError(f"role={role!r}; choose {_ROLES}")
+        native: _ring.Ring | None = None
+        try:
+            native = attachment.attach(name, role)
+            if schema is not None and native.fingerprint.hex() != schema.fingerprint:
+                raise SchemaError(
+                    f"schema mismatch: ring {name} was made for {native.fingerprint.hex()}, "
+                    f"got {schema.fingerprint}: both sides must use the same tensors, dtypes and shapes"
+                )
+            ring = cls(native, schema, "block", writable=role == "writer")
+            ring._forget_with(ring._pages.release, only_empty=True)
+            return ring
+        except BaseException:  # an interrupt, too: the caller has no object yet through which to detach
+            attachment.give_up(native)
+            raise
+
+    def _name_consumers(self, names: str) -> None:
+        """Of a new ring; one that was taken over keeps those that its payloads were written for."""
+        before = self.native.consumers
+        if before != names:
+            if before or self.native.state_counts()[0] != self.slot_count:
+                self.close(keep_unread=True)
+                raise LayoutError(
+                    f"ring {self.name} was made for the consumers {before or 'without names'}, not for "
+                    f"{names or 'none with names'}; give the same ones, or another name"
+                )
+            self.native.consumers = names
+        self._named_ranks = sum(map(len, self.consumers.values()))
+
+    @property
+    def consumers(self) -> Consumers:
+        """Ranks by the name of the stage, as the ring was made; empty: ranks have no names."""
+        return consumers_of(self._call(lambda: self.native.consumers))
+
+    def rank_of(self, consumer: str | int, rank: int | None = None) -> int:
+        """The rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
+
+        RankError: the ring has no consumer of this name, it has fewer ranks, or several and none was given.
+        """
+        return consumer if isinstance(consumer, int) else rank_of(self.consumers, consumer, rank)
+
+    def readers_of(self, readers: int | None) -> int:
+        """For how many ranks a payload is written: None: for all named consumers, or one. UsageError: for others."""
+        if readers is None:
+            return self._named_ranks or 1
+        if self._named_ranks and readers != self._named_ranks:
+            raise UsageError(
+                f"readers={readers!r:.40}; this ring's payloads are for its {self._named_ranks} named ranks: leave "
+                "readers out"
+            )
+        return readers
 
     # --- writing ------------------------------------------------------------------------------------
     def write(
@@ -96,7 +285,12 @@ class SharedRingBuffer(RingReading):
             expect(values, Mapping, "write()", "a mapping of names to arrays")
         if policy_version is not None:
             policy_version = version_of(policy_version)
-        arrays, lengths, schema = self._describe(values, casting)
+        arrays: Any
+        if self.schema is None:
+            schema, arrays, lengths = describe_exact(values)
+        else:
+            schema = self.schema
+            arrays, lengths = describe(schema, values, casting=casting)
         with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
             lease.policy_version = policy_version
             if lease.layout is None:
@@ -149,7 +343,7 @@ class SharedRingBuffer(RingReading):
         plan.check()
         self._overflowing.may_expire |= deadline_s is not None
         if all(on_host):
-            return self._call(plan.write, terms, lambda taken: self._take(left_s(), taken))
+            return self._call(plan.write, terms, lambda taken: self._call(self._overflowing.take, left_s(), taken))
         return self._write_each(batch, each, terms, left_s, casting)
 
     def _write_each(
@@ -225,13 +419,6 @@ class SharedRingBuffer(RingReading):
             raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
         return self._reserve(self.schema, None, lengths or {}, readers, metadata, deadline_s, timeout_s)
 
-    def _describe(self, values: Mapping[str, Any], casting: Any) -> tuple[Sequence[Any], tuple[int, ...], Schema]:
-        if self.schema is not None:
-            arrays, lengths = describe(self.schema, values, casting=casting)
-            return arrays, lengths, self.schema
-        schema, arrays, lengths = describe_exact(values)
-        return arrays, lengths, schema
-
     def _reserve(
         self,
         schema: Schema,
@@ -268,7 +455,7 @@ class SharedRingBuffer(RingReading):
         )
         taken: list[tuple[int, int]] = []
         try:
-            slot, generation = self._take(wait_s, taken)
+            slot, generation = self._call(self._overflowing.take, wait_s, taken)
             self._overflowing.may_expire |= deadline is not None
             lease = WriteLease(self, slot, generation, layout, draft)
             draft.created = time.time()
@@ -282,9 +469,221 @@ class SharedRingBuffer(RingReading):
                 self.native.abort(*taken[0])
             raise
 
-    def _take(self, timeout_s: float | None, into: list[tuple[int, int]] | None = None) -> tuple[int, int]:
-        """A slot to write, by the ring's overflow policy."""
-        return self._call(self._overflowing.take, timeout_s, into)
+    # --- reading on this host -------------------------------------------------------------------------
+    def check(self, ticket: Ticket, rank: int = 0) -> None:
+        """Refuse a ticket of another ring, a wrong key or a rank out of range."""
+        expect(ticket, Ticket, "a ring", _TICKET)
+        ticket.check_rank(rank)
+        if ticket.ring != self.ring_id:
+            raise WrongRingError(
+                f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
+            )
+        if ticket.slot >= self.slot_count:
+            raise StaleSlotError(f"ticket {ticket.name}: this ring has {self.slot_count} slots")
+        if ticket.key != self.key(ticket.slot, ticket.generation):
+            raise WrongKeyError(f"ticket {ticket.name}: key mismatch for this slot and generation")
+
+    def key(self, slot: int, generation: int) -> int:
+        """The key that a ticket for this slot and generation carries."""
+        return _ring.slot_key(self._secret, slot, generation)
+
+    def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
+        """Pin a payload and lend its bytes, read-only, until the lease is consumed or released.
+
+        Raises:
+            StaleSlotError: consumed by this rank, overwritten, discarded or expired.
+            WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
+        """
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "read_raw()", _TICKET)
+        ticket.check_rank(rank)
+        if ticket.ring != self.ring_id:
+            raise WrongRingError(
+                f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
+            )
+        answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        if answer != _ring.READ_OK:
+            raise self.refusal(answer, ticket, rank)
+        try:
+            return ReadLease(self, ticket, rank)
+        except _ring.RingFault as fault:  # closed by another thread, which has unpinned it
+            raise named(fault) from None
+
+    def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
+        """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
+        self.check(ticket, rank)
+        if answer == _ring.READ_OTHER_LENGTH:
+            length = self._call(self.native.info, ticket.slot).length
+            return LengthMismatchError(
+                f"payload {ticket.name}: size mismatch: slot {length} bytes, ticket {ticket.size}"
+            )
+        if answer == _ring.READ_EXPIRED:
+            return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
+        what = "was consumed by this rank" if answer == _ring.READ_DONE else "is no longer in its slot"
+        return StaleSlotError(f"payload {ticket.name} {what}")
+
+    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
+        """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "mark_consumed()", _TICKET)
+        ticket.check_rank(rank)
+        marked = self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
+        return marked or self._refused("mark_consumed", ticket)
+
+    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
+        """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "acknowledge()", _TICKET)
+        ticket.check_rank(rank)
+        return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
+
+    def release_reading(self, ticket: Ticket) -> bool:
+        """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "release_reading()", _TICKET)
+        released = self._call(self.native.unpin, ticket.slot, ticket.generation)
+        return released or self._refused("release_reading", ticket)
+
+    def _refused(self, what: str, ticket: Ticket) -> bool:
+        if (before := self._refusals.due()) is not None:
+            log.warning(
+                "%s(%s) had no effect: another call consumed or released the payload before (%d more since the last "
+                "line; statistics().late_finalises counts all)",
+                what,
+                ticket.name,
+                before,
+                extra={"ticket": ticket.name},
+            )
+        return False
+
+    def discard(self, ticket: Ticket) -> bool:
+        """Free a payload that is not needed, for every rank. False: it was gone."""
+        self.check(ticket)
+        return self._call(self.native.discard, ticket.slot, ticket.generation)
+
+    # --- the ring as the queue ------------------------------------------------------------------------
+    def claim(
+        self,
+        n: int = 1,
+        timeout_s: float = 0.0,
+        *,
+        rank: int | str = 0,
+        most_bytes: int | None = None,
+        oldest_version: int | None = None,
+        max_deliveries: int = 0,
+        consumer: str = "",
+    ) -> list[ClaimedPayload]:
+        """Up to ``n`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
+
+        A claim is this attachment's until it is consumed, released or discarded, nothing refers to it any more, or the
+        process ends; then, unless it was consumed or discarded, any reader may claim the payload again. `set_lease` has
+        it end as well when this attachment is silent.
+
+        Args:
+            rank: whose; or the name of a consumer of one rank, see `create` and `rank_of`.
+            most_bytes: of all together, unless the first one alone has more.
+            oldest_version: what was written under an older policy version is discarded, and counted as aged.
+            max_deliveries: what was claimed that often in vain is dead; 0: no limit.
+            consumer: names the claimer in reports of failures.
+        """
+        found = self.rank_of(rank)
+        if n < 1:
+            raise UsageError(f"n={n}; a claim is of at least one payload")
+        if not 0 <= found < MAX_READERS:
+            raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
+        claims = self._call(
+            self.native.claim,
+            n,
+            timeout_s,
+            rank=found,
+            most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
+            oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+            most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
+            consumer=consumer,
+        )
+        return [ClaimedPayload(self, claim) for claim in claims]
+
+    def set_lease(self, lease_s: float | None) -> None:
+        """Let claims of this attachment end when it is silent for so long, as when its process is stopped.
+
+        Every claim, and every end or renewal of one, is a sign of life. None: claims end with the process only, as they
+        do without this call. The longest lease that was ever asked for counts.
+        """
+        if lease_s is not None and not lease_s > 0:
+            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
+        self._call(self.native.set_lease, lease_s)
+
+    def claim_batch(
+        self,
+        n: int,
+        timeout_s: float = 0.0,
+        *,
+        layout: BatchLayout = "list",
+        fill: complex | Mapping[str, complex] = 0,
+        pad_to: Literal["longest"] | int = "longest",
+        out: Mapping[str, Any] | None = None,
+        memory: str = "host",
+        most_memory: int | None = None,
+        verify: bool | None = None,
+        fields: Sequence[str] | None = None,
+        rank: int | str = 0,
+        most_bytes: int | None = None,
+        oldest_version: int | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+        consumer: str = "",
+    ) -> PayloadBatch:
+        """`claim`, as one batch; empty when nothing came in time. Each tensor is written where it belongs in one pass.
+
+        What arrives with wrong bytes is left out and may be claimed again, until ``max_deliveries``. The other
+        arguments are those of `claim`. Several rings together: `transport.ring.batches.claim_batch`.
+
+        Args:
+            layout: "list", payloads in their slots; "padded", (batch, longest, …); "packed", with `cu_seqlens`.
+            fill: behind the rows of a padded tensor; a number for all, or by name (0 where there is none).
+            pad_to: entries that a padded tensor has for each payload.
+            out: writable contiguous memory by name, larger than needed where you like: numpy, or what speaks DLPack
+                on the host, pinned memory included. Tensors without one get pooled memory.
+            memory: where the arrays of a padded or packed batch are: "host" (numpy), "pinned" (numpy over page-locked
+                memory), "cupy" or "torch" (on the device; "cupy:1" for the second). A stream that is current where
+                ``batch[name]`` is looked at waits for their arrival; this call does not.
+            most_memory: bytes that these arrays may take together.
+            verify: the checksums; default True but for "list", whose bytes are not read here, and with ``fields``.
+            fields: names of those that the batch is to have; the bytes of others stay where they are.
+
+        Raises:
+            SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
+            UsageError: another argument makes no sense.
+            BufferUnsuitableError: ``out`` does not fit, or the device's library lacks a dtype.
+            BatchTooLargeError: a payload is longer than ``pad_to``, there are more entries than int32 counts, or the
+                arrays need more than ``most_memory``, or more than there is.
+            MissingDependencyError: ``memory`` needs a package or a device that is not here. Whatever is raised, no
+                payload stays claimed.
+        """
+        return claim_batch(
+            [self],
+            n,
+            timeout_s,
+            layout=layout,
+            fill=fill,
+            pad_to=pad_to,
+            out=out,
+            memory=memory,
+            most_memory=most_memory,
+            verify=verify,
+            fields=fields,
+            rank=self.rank_of(rank),
+            most_bytes=most_bytes,
+            oldest_version=oldest_version,
+            max_deliveries=max_deliveries,
+            consumer=consumer,
+        )
+
+    def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
+        """Say that these were used; returns those that were still this attachment's, and only those count.
+
+        With ``keep_memory`` what is returned stays in its slot until `ClaimedPayload.release_memory`.
+        """
+        return [claim for claim in claims if self._call(claim.native.finish, keep_memory)]
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:
@@ -330,13 +729,51 @@ class SharedRingBuffer(RingReading):
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
         return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
 
+    # --- the end ---------------------------------------------------------------------------------------
+    def close(self, *, keep_unread: bool = False) -> None:
+        """Give up every hold and detach. Idempotent.
+
+        Args:
+            keep_unread: leave unread payloads to the next writer of this ring's ``name``, as a killed writer does; for
+                one that took a ring over and then cannot work.
+
+        When the writer closes, it discards unread payloads, because no process serves them. It removes the segment
+        unless listeners or other writers are attached. Others leave unread payloads, because a successor may take over
+        the ring of a dead writer. The last owner removes an empty segment.
+
+        It does not wait. A slot that a write, a lease or a view of another thread still uses stays theirs until they
+        end, with ClosedError where there is something to publish or to consume, and so does the owner place.
+        """
+        if keep_unread:
+            self._made_here = False
+        super().close()
+
+    def _leave(self) -> None:
+        mapped = self.native.payload(0)  # what is registered with CUDA is given back before it is unmapped
+        attachment.leave(self.native, only_empty=not self._made_here, give_up_unread=self._made_here)
+        self.settle()
+        mapped.release()
+
+    def settle(self) -> None:
+        """A lease has ended, or the ring was closed: the last of them gives CUDA's registrations back."""
+        if self.native.closed and not self.native.lent:
+            self._pages.release()
+
+    def register(self, slot: int, device: int) -> bool:
+        """Register a slot's pages with CUDA, once, so that copies between them and a device run at the bus's speed.
+
+        False where CUDA refuses; copies work all the same.
+        """
+        return self._pages.ensure(slot, lambda: self._call(self.native.payload, slot), device)
+
+    def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return function(*arguments, **keywords)
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+
 
 def _seconds(value: Any, name: str) -> float:
-    if not _is(value, numbers.Real) or not -_FOR_EVER_S <= value <= _FOR_EVER_S:  # not a number is neither
+    if not isinstance(value, numbers.Real) or not -_FOR_EVER_S <= float(value) <= _FOR_EVER_S:  # a NaN is neither
         raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
     return float(value)
-
-
-def _is(value: object, kind: type) -> bool:
-    """`isinstance`, for what callers pass whatever its type says; numpy's numbers are registered with `numbers`."""
-    return isinstance(value, kind)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transport import _ring
 from transport.errors import ChecksumError, StaleSlotError
-from transport.ring.packing import looked_at
+from transport.ring.packing import decoded_views
 from transport.ring.states import named
 from transport.schema import Layout
 from transport.ticket import Ticket
@@ -89,7 +89,7 @@ class ClaimedPayload:
         """The tensors by name, read-only, in the slot's memory; as `view`. Text, bytes and values are decoded."""
         ticket, schema = self.ticket, self._ring.schema
         described = ticket.schema or schema
-        return looked_at(ticket.layout(schema), self.view, described.kinds if described else {})
+        return decoded_views(ticket.layout(schema), self.view, described.kinds if described else {})
 
     def verify(self) -> None:
         """ChecksumError unless the bytes are those that were written."""
@@ -110,9 +110,9 @@ class ClaimedPayload:
         """Say that the payload was used: True if the claim was held. False: drop what was made of it."""
         return self._call(self.native.finish)
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Release the memory that `SharedRingBuffer.consume` kept (``keep_memory``)."""
-        self._call(self.native.let_go)
+        self._call(self.native.release_memory)
 
     def release(self, delay_s: float = 0.0) -> bool:
         """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from transport import _ring
 from transport.devices.landing import Landing, landing_for
-from transport.ring.batch import Batch, Part
+from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import Shape, fields_of
 from transport.ring.states import named
 from transport.schema import Schema
@@ -25,7 +25,7 @@ B = TypeVar("B", bound=Batch)
 
 def gathered(
     kind: type[B],
-    parts: Sequence[Part],
+    parts: Sequence[ClaimedPart],
     schema: Schema,
     shape: Shape,
     *,
@@ -58,7 +58,7 @@ def gathered(
 
 def _gathered(
     kind: type[B],
-    parts: Sequence[Part],
+    parts: Sequence[ClaimedPart],
     schema: Schema,
     shape: Shape,
     fills: Mapping[str, bytes],

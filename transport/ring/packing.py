@@ -298,7 +298,7 @@ def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarra
     return {placement.name: _array_at(base, placement) for placement in layout.placements}
 
 
-def looked_at(layout: Layout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
+def decoded_views(layout: Layout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
     """`views`, read-only, and what stands for text, bytes or a value decoded when it is first looked at.
 
     kinds: `Schema.kinds`.

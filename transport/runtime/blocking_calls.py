@@ -119,6 +119,14 @@ async def settled(future: asyncio.Future[T], most_s: float) -> bool:
     return future.done()
 
 
+async def failure(future: asyncio.Future[T], most_s: float) -> str | None:
+    """Why a future has no result: its error, or that it has not ended within ``most_s``; None: it has one."""
+    if not await settled(future, most_s):
+        return f"no answer within {most_s:g} s"
+    error = future.exception()
+    return None if error is None else str(error) or type(error).__name__
+
+
 async def retry_store(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
     """Call the store, and retry while it is unavailable or full. Raises its last error after ``most_s`` seconds."""
     loop = asyncio.get_running_loop()

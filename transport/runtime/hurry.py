@@ -55,7 +55,7 @@ def bounded(timeout_s: float) -> float:
     return min(timeout_s, max(until() - time.monotonic(), LEAST_S))
 
 
-def told() -> float:
+def signalled_at() -> float:
     """Monotonic time of the first signal to stop; inf: there was none."""
     return _until.get(_SIGNAL, (0.0, float("inf")))[1]
 

@@ -8,6 +8,9 @@ Cleaning up alone has no time limit: an exception that a signal raises may be lo
 library), and a child process may itself wait for something. So a thread that is started beforehand takes the second
 and third step. It needs no lock that the main thread may hold.
 
+Children have sessions of their own, so that Ctrl-C reaches the command alone: a signal to the command's process group
+would not reach them. They are found as descendants, which are this process's from the interrupt on (a subreaper).
+
 Only a program that is a process of its own uses `bounded`; elsewhere the other functions of this file do nothing.
 """
 
@@ -20,7 +23,6 @@ import secrets
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,14 +35,13 @@ ORDER_S: Final = 1.0
 END_S: Final = 1.6
 STATUS: Final = 128 + signal.SIGINT
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_STOPPING_S: Final = 0.1
-_KILLING_S: Final = (
-    0.25  # killed processes end within milliseconds; one in an uninterruptible system call must not delay the exit
-)
+_KILLING_S: Final = 0.25  # killed processes end within milliseconds, but in an uninterruptible system call
+_STARTS: Final = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})  # audit events
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _OF_UCX: Final = "ucx_shm_"  # UCX removes a segment's name right after it made the segment
 
-_watching: Watch | None = None
+_libc: Final = ctypes.CDLL(None)
+_watching: TimeLimit | None = None
 _prefixes: set[str] = set()  # prefixes of the command's segment names; random, hence unique
 _names: set[str] = set()
 _folders: set[str] = set()
@@ -86,13 +87,13 @@ def began(extra_s: float = 0.0) -> None:
 
 
 @contextlib.contextmanager
-def bounded() -> Iterator[Watch]:
+def bounded() -> Iterator[TimeLimit]:
     """While the block runs, an interrupt ends this process within the time limit. For the main thread.
 
     The first interrupt raises KeyboardInterrupt. Later ones do not: they would interrupt the clean-up.
     """
     global _watching
-    watch = _watching = Watch()
+    watch = _watching = TimeLimit()
 
     def interrupt(*_: object) -> None:
         if watch.begin():
@@ -110,7 +111,7 @@ def bounded() -> Iterator[Watch]:
             _watching = None
 
 
-class Watch:
+class TimeLimit:
     """The thread that enforces the time limit.
 
     Attributes:
@@ -129,6 +130,7 @@ class Watch:
     def begin(self, extra_s: float = 0.0) -> bool:
         """Note an interrupt; True for the first one. Called by signal handlers: it takes no lock."""
         self.begun += 1
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # descendants whose parent ends become this process's children
         now = time.monotonic()
         self._begun_at = now + extra_s if self.begun == 1 else min(self._begun_at, now)
         self._wake()
@@ -157,9 +159,8 @@ class Watch:
         os.read(self._reading, 1)
         if self._closed:
             return
-        _adopt_orphans()
         self._wait(ORDER_S)
-        subprocess.Popen.__init__ = _refuse  # type: ignore[method-assign]
+        sys.addaudithook(_start_no_process)
         _kill_descendants()
         self._wait(END_S)
         for stream in (sys.stdout, sys.stderr):
@@ -175,13 +176,13 @@ class Watch:
                 os.read(self._reading, 1)
 
 
-def _refuse(*_: object, **__: object) -> None:
-    """Replaces the start of processes: code that is not aware of the interrupt must not start new ones."""
-    raise KeyboardInterrupt
+def _start_no_process(event: str, _: tuple[object, ...]) -> None:
+    """Code that is not aware of the interrupt must not start a process in place of a killed one."""
+    if event in _STARTS:
+        raise KeyboardInterrupt
 
 
 def _end(status: int) -> NoReturn:
-    _adopt_orphans()
     _kill_descendants()
     with contextlib.suppress(OSError):
         for path in _SHARED_MEMORY.iterdir():
@@ -193,15 +194,10 @@ def _end(status: int) -> NoReturn:
 
 
 # --- processes ----------------------------------------------------------------------------------------
-def _adopt_orphans() -> None:
-    """Become the subreaper: descendants whose parent ends become children of this process, where they are found."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _kill_descendants() -> None:
     """Kill until none is left, because a process that waited for a killed one may start another.
 
-    They are suspended first, so that they make no new segment or process after they were examined.
+    They are stopped first, so that they make no new segment or process after they were examined.
     """
     give_up = time.monotonic() + _KILLING_S
     seen_none = False
@@ -210,13 +206,7 @@ def _kill_descendants() -> None:
         if not found and seen_none:
             return
         seen_none = not found
-        stopped_by = time.monotonic() + _STOPPING_S
-        while running := [pid for pid, state in found.items() if state not in (b"T", b"t")]:
-            _send(signal.SIGSTOP, running)
-            if time.monotonic() > stopped_by:
-                break
-            time.sleep(0.002)
-            found = _descendants()
+        _send(signal.SIGSTOP, found)
         unfinished = {path for pid in found for path in _made_by_ucx(pid)}
         _send(signal.SIGKILL, found)
         for path in unfinished:
@@ -242,21 +232,21 @@ def _made_by_ucx(pid: int) -> list[Path]:
     return found
 
 
-def _descendants() -> dict[int, bytes]:
-    """Living processes below this one, and the state of each."""
+def _descendants() -> set[int]:
+    """Living processes below this one."""
     children: dict[int, list[int]] = {}
-    states: dict[int, bytes] = {}
+    dead = set()
     for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            state, parent = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()[:2]
-            children.setdefault(int(parent), []).append(int(entry.name))
-            states[int(entry.name)] = state
-    found: list[int] = []
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                children.setdefault(int(parent), []).append(int(entry.name))
+                if state in (b"Z", b"X"):
+                    dead.add(int(entry.name))
+    found: set[int] = set()
     above = [os.getpid()]
     while above:
         below = children.get(above.pop(), [])
-        found += below
+        found.update(below)
         above += below
-    return {pid: states[pid] for pid in found if states[pid] not in (b"Z", b"X")}
+    return found - dead

@@ -58,7 +58,7 @@ def handler(form: LogFormat, who: str = "") -> logging.Handler:
     return to_stderr
 
 
-class Seldom:
+class LogLimit:
     """Limits the rate of a repeated warning: the first is written, then one per interval. Any thread."""
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 
-class Watch:
+class Timeouts:
     """Fails futures with TimeoutError at their deadlines. Belongs to the running loop."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Watch:
         self._timer_at = float("inf")
 
     def __repr__(self) -> str:
-        return f"<Watch {len(self._due)} futures>"
+        return f"<Timeouts {len(self._due)} futures>"
 
     def add(self, future: asyncio.Future[Any], at: float) -> None:
         """Fail ``future`` at ``at`` (monotonic seconds) unless it is done by then, or removed."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from transport.errors import ClosedError
 from transport.ring.attachment import Attachment
-from transport.runtime.logs import Seldom
+from transport.runtime.logs import LogLimit
 from transport.server.connection import Connection, random_tag_base
 from transport.server.stall import StallDetector
 from transport.settings import DEFAULTS, Settings
@@ -96,7 +96,7 @@ class Listener:
         self.draining = False  # set by stop(): reads in progress finish, no new ones begin
         self._sweeper: asyncio.Task[None] | None = None
         self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
-        self._refusals = Seldom()
+        self._refusals = LogLimit()
 
     def __repr__(self) -> str:
         return f"<Listener port {self.port} {len(self._connections)} connections, {self.attempts} reads>"

@@ -144,13 +144,13 @@ async def _serve(config: ListenerConfig) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def told() -> None:
+    def on_signal() -> None:
         if not stop.is_set():
             stop.set()
             stacks.exit_at(EXIT_S)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told)
+        loop.add_signal_handler(number, on_signal)
     try:
         ring = attached(config.segment, "listener")
     except TransportError as error:

@@ -191,7 +191,7 @@ class UCXXServer:
         give_up = time.monotonic() + drain_s
         slow = stacks.Slow(f"the server of {self._ring.name}", math.inf)
         native = self._ring.native
-        while not native.closed and (left := min(give_up, hurry.told() + told_s) - time.monotonic()) > 0:
+        while not native.closed and (left := min(give_up, hurry.signalled_at() + told_s) - time.monotonic()) > 0:
             seen = native.freed_event()
             free, writing, _, _ = native.state_counts()
             if free + writing == self._ring.slot_count:

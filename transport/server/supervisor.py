@@ -40,12 +40,15 @@ from transport.server.process import (
     keep_stdout_for_the_answer,
     send,
 )
-from transport.server.served_port import SILENT, ServedPort
 from transport.server.supervisor_lock import holding, supervised
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_MOST_S = 5.0
+_TRIES_ON_A_BUSY_PORT = 5
+SILENT = "no report"  # stands for an error's name when a listener did not report
 _START_TIMEOUT_S = 30.0
 _TRIES_OF_A_START = 3  # of a listener that ends, or does not report in time
 _TRIES_IF_KILLED = 10  # by SIGKILL from outside, which says nothing about the listener
@@ -54,6 +57,44 @@ _LISTENERS_S = DRAIN_S + 0.5  # then listeners that have not ended are killed
 _KILLED_S = 2.0  # then killed ones are left to the kernel: they are in a system call that does not end
 STOP_S = _LISTENERS_S + 0.5  # longest time from SIGTERM to the end of a supervisor, as a rule
 _EXIT_S = STOP_S + 4.0  # a supervisor that hangs ends then, with the stacks of all its threads
+
+
+class ServedPort:
+    """One port and the listener process that serves it.
+
+    Args:
+        port: the port to listen on; 0: assigned.
+        any_port: the port was taken over from a dead writer's listener; the user did not ask for it.
+    """
+
+    def __init__(self, port: int, *, any_port: bool = False) -> None:
+        self.port = port
+        self.any_port = any_port
+        self.process: asyncio.subprocess.Process | None = None
+        self.starting: asyncio.Task[None] | None = None
+        self.failures = 0
+        self.not_before = 0.0
+        self.last_error = ListenerReport()
+        self.killed = False  # its listener, from outside and before it had reported
+
+    def __repr__(self) -> str:
+        return f"<ServedPort {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
+
+    @property
+    def refused(self) -> bool:
+        """Whether the listener reported an error that another start would repeat."""
+        if self.any_port and self.last_error.error == BusyPortError.__name__:
+            return False
+        return self.last_error.error != SILENT
+
+    def failed(self, now: float) -> None:
+        """Back off before the next start; give up a port that another program keeps."""
+        self.failures += 1
+        self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
+        if self.last_error.error == BusyPortError.__name__ and self.failures >= _TRIES_ON_A_BUSY_PORT:
+            log.warning("port %d is in use by another program; using a port that the system assigns", self.port)
+            self.port = 0
+            self.not_before = now
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -361,12 +402,12 @@ async def _supervise(config: SupervisorConfig) -> int:
     with attached(config.listener.segment, "observer") as ring, holding(ring.name):
         supervisor = Supervisor(ring, config, own_writers)
 
-        def told() -> None:
+        def on_signal() -> None:
             stacks.exit_at(_EXIT_S)
             supervisor.request_stop()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told)
+            loop.add_signal_handler(number, on_signal)
         supervisor.fill()
         if config.first:
             await supervisor.filled_at_first()

@@ -274,10 +274,6 @@ class Database:
             connection.execute("COMMIT")
         self._check_version(connection)
         connection.execute(f"PRAGMA synchronous = {self._synchronous}")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(
-            "PRAGMA temp_store = MEMORY"
-        )  # statements with triggers keep a journal; in a file it is slow
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
         if self._max_bytes is not None:
             (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()

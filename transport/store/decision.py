@@ -1,14 +1,23 @@
-"""A final decision: one record that one compare-and-set makes, and that nobody changes afterwards.
+"""Records that become final: each is written by compare-and-set against what was read, until nobody changes it.
 
-Each process that can decide calls `decide` with its own proposal; all of them get the same bytes back, the proposal
-that was written first. A process that was killed, stopped, or lost the answer to its write calls `decide` again and
-gets what stands. A record is as final as its store is durable: a Redis server without ``appendfsync always`` may lose
-the last second when it is restarted, and a decision with it.
+`decide` makes a record that is final from its first value: each process that can decide proposes a value, and all of
+them get the same one back, the proposal that was written first. `advance` leads a record through values to its final
+one, such as the state of a run that ends: each value is made from the one that stands, in one transaction with what
+else changes with it.
+
+A process that was killed, stopped, or lost the answer to its write makes the same call again and gets what stands. One
+that was stopped between its read and its write changes nothing if another was faster. A record is as final as its store
+is durable: a Redis server without ``appendfsync always`` may lose the last second when it is restarted, and a decision
+with it.
 """
 
 from __future__ import annotations
 
-from transport.store.base import ABSENT, Store
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from transport.runtime.decoders import hiding
+from transport.store.base import ABSENT, Change, Store
 
 
 def decide(store: Store, key: str, proposal: bytes, *, lease_s: float | None = None) -> bytes:
@@ -22,10 +31,17 @@ def decide(store: Store, key: str, proposal: bytes, *, lease_s: float | None = N
     Raises:
         StoreError: when the store fails. The proposal may have been written: call again, with any proposal.
     """
-    while (standing := decided(store, key)) is None:
-        if store.compare_and_set(key, proposal, ABSENT, lease_s=lease_s) is not None:
-            return proposal
-    return standing
+    return decide_all(store, {key: proposal}, lease_s=lease_s)[key]
+
+
+def decide_all(store: Store, proposals: Mapping[str, bytes], *, lease_s: float | None = None) -> dict[str, bytes]:
+    """As `decide`, for several keys; those that have no decision yet are decided in one transaction."""
+    while True:
+        entries = store.get_many(list(proposals))
+        standing = {key: entry.value for key, entry in zip(proposals, entries, strict=True) if entry is not None}
+        fresh = [Change(key, value, ABSENT, lease_s) for key, value in proposals.items() if key not in standing]
+        if not fresh or store.put_many(fresh) is not None:
+            return {**proposals, **standing}
 
 
 def decided(store: Store, key: str) -> bytes | None:
@@ -38,3 +54,30 @@ def wait_decided(store: Store, key: str, timeout_s: float) -> bytes | None:
     """The decision as soon as there is one; None when ``timeout_s`` is over before."""
     entry = store.watch(key, ABSENT, timeout_s)
     return None if entry is None else entry.value
+
+
+@hiding("value")
+class Next(NamedTuple):
+    """The next value of a record, and the writes of other records that are made with it or not at all."""
+
+    value: bytes
+    also: Sequence[Change] = ()
+
+
+def advance(store: Store, key: str, step: Callable[[bytes | None], Next | None]) -> bytes | None:
+    """Replace the record by what ``step`` makes of it; returns the value that stands then.
+
+    ``step`` gets the value that stands, None if there is none, and returns the next one, or None to leave it. It is
+    called again when another process was faster. What it raises leaves the record as it is.
+
+    Raises:
+        StoreError: when the store fails. The value may have been written: call again, ``step`` then gets its own.
+    """
+    while True:
+        entry = store.get(key)
+        found = step(None if entry is None else entry.value)
+        if found is None:
+            return None if entry is None else entry.value
+        expected = ABSENT if entry is None else entry.version
+        if store.put_many([Change(key, found.value, expected), *found.also]) is not None:
+            return found.value

@@ -14,11 +14,12 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.storage.notify import wait_for
-from transport.storage.shared_file import SharedFile
-from transport.storage.sqlite_file import Synchronous, Words
+from transport.runtime.arguments import at_least, expect, seconds
+from transport.storage.notify import Bell, wait_for
+from transport.storage.sqlite_file import Database, Synchronous, Words
 from transport.store.base import (
     ABSENT,
     RECHECK_S,
@@ -65,7 +66,7 @@ _DELETE = "DELETE FROM records WHERE key = ?"
 _RENEW = "UPDATE records SET lease_ends = ? WHERE key = ? AND version = ? AND lease_ends IS NOT NULL"
 
 
-class SQLiteStore(SharedFile, Store):
+class SQLiteStore(Store):
     """A store in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
 
     Args:
@@ -85,9 +86,13 @@ class SQLiteStore(SharedFile, Store):
         busy_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if synchronous not in ("NORMAL", "FULL"):  # SQLite takes a word that it does not know for another one
+            raise UsageError(f"synchronous={synchronous!r}; choose 'NORMAL' or 'FULL'")
+        max_bytes = None if max_bytes is None else at_least(1, max_bytes, "max_bytes")
+        seconds(busy_timeout_s, "busy_timeout_s")
         self._clock = clock
-        self._open(
-            path,
+        self._database = Database(
+            _file_named(path),
             schema=_SCHEMA,
             application_id=APPLICATION_ID,
             version=SCHEMA_VERSION,
@@ -97,6 +102,20 @@ class SQLiteStore(SharedFile, Store):
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
+        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), _WORDS)
+
+    def __repr__(self) -> str:
+        return f"<SQLiteStore {self.path} {'closed' if self._database.closed else 'open'}>"
+
+    @property
+    def path(self) -> Path:
+        """The file, as an absolute path."""
+        return self._database.path
+
+    def close(self) -> None:
+        """Close the file and end waits in other threads with ClosedError. The file and its contents stay."""
+        self._bell.close()
+        self._database.close()
 
     # --- reading -------------------------------------------------------------------------------
     def get(self, key: str) -> Entry | None:
@@ -205,3 +224,19 @@ def _next_revision(connection: sqlite3.Connection) -> int:
     (revision,) = connection.execute(_NEXT_REVISION).fetchone()
     assert isinstance(revision, int)
     return revision
+
+
+def _file_named(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a Path. Refuses URLs, and SQLite's names for databases in memory, which would become files."""
+    expect(path, (str, os.PathLike), "the store's path", "the path of a file")
+    text = os.fsdecode(path)
+    if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
+        raise StoreUnsuitableError("the path of the store is a URL: give a plain path, or pass the URL to open_store()")
+    if Path(text).name == ":memory:" or text.startswith("file:"):
+        raise StoreUnsuitableError(
+            f"{text!r} is a database in memory, which other processes cannot open: give the path of a file for the "
+            "store, in a test one in a tempfile.TemporaryDirectory()"
+        )
+    if not text:
+        raise StoreUnsuitableError("the path of the store is empty: give the path of a file")
+    return Path(text)

@@ -136,11 +136,14 @@ class MemoryQueue(TicketQueue):
         """See `TicketQueue.ack_many`."""
         return self._end(arguments.held(claims, "ack"), DeliveryState.DONE)
 
-    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """See `TicketQueue.retry`."""
-        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
-        last = claim.attempts >= self._max_deliveries
-        return bool(self._end([claim], DeliveryState.DEAD if last else DeliveryState.READY, reason, delay_s))
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """See `TicketQueue.retry_many`."""
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        ended: list[Claim] = []
+        for claim in listed:
+            last = claim.attempts >= self._max_deliveries
+            ended += self._end([claim], DeliveryState.DEAD if last else DeliveryState.READY, reason, delay_s)
+        return ended
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""

@@ -92,7 +92,8 @@ class Taker:
     def _load(self, found: Offer, weights: dict[str, Any]) -> None:
         """Load and prove a version; while this runs, and if it fails, `version` is -1."""
         self.version = -1
-        check(_awaited(self.worker.load(weights, found.version)), "load")
+        staged = _awaited(self.worker.stage(weights, found.version))
+        check(_awaited(self.worker.load(staged, found.version)), "load")
         served = _awaited(self.worker.served_checksum())
         if served not in (None, found.checksum):
             raise WeightsChecksumError(

@@ -31,12 +31,20 @@ class RolloutWorker(abc.ABC):
     """An inference engine as an update uses it.
 
     Attributes:
-        serves_given: whether it serves the arrays of `load` in their own memory. They have just been verified, and are
-            not hashed again after the load; `prove` always hashes them. With ``device=`` the arrays are copies, and are
-            hashed.
+        serves_given: whether it serves the arrays of `load` in their own memory. They were verified before the pause,
+            and are not hashed in it. With ``device=`` the arrays are copies, and are hashed.
     """
 
     serves_given: bool = False
+
+    def stage(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        """Take complete, verified weights beside those that are served, before the pause; returns what `load` gets.
+
+        A worker with memory for two versions copies them here, so that its `load` only switches. What it returns in
+        place of ``weights`` is hashed before the pause, and read-only from then on. It may be called and no `load`
+        follow. With ``device=`` of the engine it is called in the pause, when the cache has left room.
+        """
+        return weights
 
     @abc.abstractmethod
     def abort(self) -> Any:
@@ -48,7 +56,7 @@ class RolloutWorker(abc.ABC):
 
     @abc.abstractmethod
     def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
-        """Take complete, verified weights. They stay readable as long as their arrays are kept.
+        """Serve what `stage` returned: complete, verified weights, readable as long as their arrays are kept.
 
         With ``device=`` of the engine they are arrays in device memory, which have arrived there.
 
@@ -64,21 +72,25 @@ class RolloutWorker(abc.ABC):
         """Generate again, with the weights loaded last."""
 
     def served_checksum(self) -> int | None:
-        """`weights_checksum` of the weights served now; None: unknown, and a load that returned counts as proof."""
+        """`weights_checksum` of the weights served now; None: unknown, and a load that returned counts as proof.
+
+        Called in the pause, unless the worker serves what it was given: it takes as long as half to all of a copy.
+        """
         return None
 
 
 class ReferenceWorker(RolloutWorker):
     """A worker on numpy, for tests, the demo and the benchmark. Serves whatever `weights` holds.
 
-    resident: "mapped" serves the landed version itself, without a copy; "own" copies it and then swaps;
-        "in_place" overwrites tensor after tensor, as engines on devices do: undefined in the middle of a load.
+    resident: "mapped" serves the landed version itself, without a copy; "own" copies it before the pause, and then
+        swaps; "in_place" overwrites tensor after tensor, as engines on devices do: undefined in the middle of a load.
     """
 
     def __init__(self, resident: str = "mapped") -> None:
         self.resident = resident
-        self.serves_given = resident == "mapped"
+        self.serves_given = resident != "in_place"
         self.weights: dict[str, np.ndarray[Any, Any]] = {}
+        self._spare: dict[str, np.ndarray[Any, Any]] = {}  # of "own": the memory of the version before
         self.version = -1
         self.generating = True
         self.cache = True
@@ -89,12 +101,27 @@ class ReferenceWorker(RolloutWorker):
     def release_kv_cache(self) -> Any:
         self.cache = False
 
+    def stage(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        if self.resident != "own":
+            return weights
+        spare, self._spare = self._spare, {}
+        for name, array in weights.items():
+            into = spare.get(name)
+            if into is None or (into.shape, into.dtype) != (array.shape, array.dtype):
+                into = np.empty_like(array)
+            into.flags.writeable = True
+            into[...] = array
+            self._spare[name] = into
+        return dict(self._spare)
+
     def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
-        if self.resident == "in_place" and self.weights.keys() == weights.keys():
+        if self.serves_given:
+            if self.resident == "own":
+                self._spare = self.weights  # is not freed in the pause
+            self.weights = dict(weights)
+        elif self.weights.keys() == weights.keys():
             for name, array in weights.items():
                 self.load_tensor(name, array)
-        elif self.resident == "mapped":
-            self.weights = dict(weights)
         else:
             self.weights = {name: np.array(array) for name, array in weights.items()}
         self.version = version
@@ -172,6 +199,7 @@ class Replica:
         self.worker = worker
         self.name = engine.name
         self._landed: Version | None = None  # in this update
+        self._staged: tuple[Version, Any] | None = None  # what the worker's `stage` returned for it
         self._served: Version | None = None  # by the load that ended last; None: nothing, or unknown weights
         self._loading: asyncio.Task[None] | None = None  # begun last; it may outlast its caller
 
@@ -209,6 +237,8 @@ class Replica:
             if self.engine.in_place and (self._landed is not None or self.engine.spoilt):
                 self._served = None
         assert self._landed is not None
+        if not self.engine.on_device:  # which has room for a second version when the cache is gone
+            self._staged = self._landed, await self._stage(self._landed)
         return self._landed.proof
 
     async def load(self) -> None:
@@ -219,7 +249,7 @@ class Replica:
 
     async def restore(self) -> None:
         """Serve the version before again, if there is one. In place it is gone: nothing is proven then."""
-        landed, self._landed = self._landed, None
+        landed, self._landed, self._staged = self._landed, None, None
         if landed is None:
             return
         if self._loading is not None and not self._loading.done():
@@ -233,7 +263,7 @@ class Replica:
 
     async def finalize(self) -> None:
         """Leave the group; what has landed and was not loaded is dropped."""
-        landed, self._landed = self._landed, None
+        landed, self._landed, self._staged = self._landed, None, None
         try:
             if landed is not None and self._served is not landed:
                 self.engine.revert()
@@ -256,10 +286,24 @@ class Replica:
             await asyncio.wait([before])
             if self._loading is not asyncio.current_task():
                 raise MemberFailedError(f"{self.name}: the load of {held.proof} gave way to a later one")
-        weights = dict(self.engine.arrays(held))
+        staged, self._staged = self._staged, None
+        weights = staged[1] if staged is not None and staged[0] is held else await self._stage(held)
+        await call(self.worker.load, weights, held.proof.version)
+
+    async def _stage(self, held: Version) -> Any:
+        """What the worker's `load` gets: the version's arrays, or what it made of them, which is proven then."""
+        given = dict(self.engine.arrays(held))
         if self.engine.on_device:
             await in_thread(held.settle)  # the worker's threads and streams are its own
-        await call(self.worker.load, weights, held.proof.version)
+        staged = await _answer(self.worker.stage, given, held.proof.version)
+        if staged is not given and not self.engine.on_device:
+            found = await in_thread(_closed_checksum, staged)
+            if found != held.checksum:
+                raise WeightsChecksumError(
+                    f"{self.name}: checksum mismatch after staging {held.proof}: {found:016x}; its stage changed "
+                    "or lost tensors"
+                )
+        return staged
 
     async def prove(self) -> Proof | None:
         """The version that is served. None: unknown. Raises WeightsChecksumError if the worker serves something else.
@@ -330,14 +374,27 @@ async def call(method: Any, *arguments: Any) -> Any:
 
     Raises its errors, and MemberFailedError for an error it returns.
     """
+    result = await _answer(method, *arguments)
+    check(result, getattr(method, "__name__", "a call"))
+    return result
+
+
+async def _answer(method: Any, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(method):
         result = await method(*arguments)
     else:
         result = await settled(asyncio.ensure_future(asyncio.to_thread(method, *arguments)))
     while inspect.isawaitable(result):
         result = await result
-    check(result, getattr(method, "__name__", "a call"))
     return result
+
+
+def _closed_checksum(weights: Mapping[str, Any]) -> int:
+    """`weights_checksum` of arrays that nobody changes from now on."""
+    for array in weights.values():
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+    return weights_checksum(weights)
 
 
 def _retrieved(task: asyncio.Task[None]) -> None:

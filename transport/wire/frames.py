@@ -11,8 +11,8 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 Afterwards (tagged messages, little-endian, fixed layouts):
 
     CONTROL  client → listener     24-byte header, then up to 63 records of 32 bytes: READ, READ_RANGE, ACK, DISCARD,
-                                   STATE, BYE, FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME; TAKE alone; END alone with
-                                   its texts
+                                   STATE, BYE, FINISH, GIVE_BACK, CANCEL_TAKE, RENEW, OUTCOME; TAKE alone; END alone
+                                   with its texts
     STATUS   listener → client     24-byte header, a 32-byte answer per READ, READ_RANGE, STATE, BYE, FINISH, GIVE_BACK,
                                    OUTCOME and END, joined payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
@@ -28,12 +28,12 @@ READ_RANGE is a READ of some bytes of a payload: ``length`` of them, from a mult
 checksum of these bytes as they stand in the slot.
 
 TAKE asks for payloads of the ring itself, whichever come first: up to so many, of so many bytes together, waited for so
-long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/claims/batch.py), their
+long. They are claimed for this connection. Its answer has a row for each (`Taken` of native/ucp/frames.hpp), their
 encoded tickets, and the payloads, each at a multiple of 64 bytes from the first one, which stands at a multiple of 64
 bytes itself. A payload beyond what the demand has room for is claimed and not joined: it is asked for by READ. FINISH
 consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay, and says whether
-its delivery counts; UNTAKE withdraws a demand that waits. Claims end with their connection, and when it is silent for
-longer than the lease that HELLO asks for: every message is a sign of life, RENEW is one and nothing else. What an
+its delivery counts; CANCEL_TAKE withdraws a demand that waits. Claims end with their connection, and when it is silent
+for longer than the lease that HELLO asks for: every message is a sign of life, RENEW is one and nothing else. What an
 answer brought together with others does not count as delivered in vain when its connection ends before its client has
 named one of them; the next answers bring one payload each then, until one is handed over.
 
@@ -94,7 +94,7 @@ class Kind(enum.IntEnum):
     TAKE = 0x25
     FINISH = 0x26
     GIVE_BACK = 0x27
-    UNTAKE = 0x28
+    CANCEL_TAKE = 0x28
     RENEW = 0x29
     OUTCOME = 0x2A
     END = 0x2B

@@ -72,7 +72,7 @@ async def address_of(host: str) -> str:
     return str(found[0][4][0])
 
 
-class Joining:
+class ConnectionSetup:
     """One connection that is being made; `look` is called after each round of UCX's progress."""
 
     def __init__(self, native: _ucp.Endpoint, lost: Callable[[], Exception], done: asyncio.Future[None]) -> None:

@@ -29,7 +29,7 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
     It takes ``timeout_s`` at most.
     """
     began = time.monotonic()
-    knocking = Knocking()
+    knocking = Probe()
     transport = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -57,7 +57,7 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
             transport.abort()
 
 
-class Knocking(asyncio.Protocol):
+class Probe(asyncio.Protocol):
     """Waits for a byte, or for the end of a connection."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConnectionLostError, TransportError, UsageError
-from transport.wire.joining import MAPPED, Joining, address_of, maps_memory, of_this_host
+from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
 from transport.wire.library import beginning, engine, failure, library, translated
 from transport.wires import Wire
 
@@ -77,7 +77,7 @@ class Worker:
         # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.
         self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
         self.maps_memory = maps_memory(settings)
-        self._joining: list[Joining] = []
+        self._joining: list[ConnectionSetup] = []
         self._endpoint_type = native.Endpoint
         self._descriptor: int = self.engine.descriptor
         self._scheduled = False
@@ -136,7 +136,7 @@ class Worker:
             self.kick()
         self._joining = [each for each in self._joining if not each.over]
 
-    def join(self, joining: Joining) -> None:
+    def join(self, joining: ConnectionSetup) -> None:
         """Have a connection looked at after each round of progress, until it stands or has failed."""
         self._joining.append(joining)
         self.kick()
@@ -264,7 +264,7 @@ class Endpoint:
         future: asyncio.Future[Any] = self._future("connecting to")
         if self._maps_memory:
             self.worker.join(
-                Joining(self.native, lambda: failure(self.native.failure, f"connecting to {self.name}"), future)
+                ConnectionSetup(self.native, lambda: failure(self.native.failure, f"connecting to {self.name}"), future)
             )
         else:
             future.set_result(None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from transport.client.connections.links import Links
-from transport.client.connections.pool import PortKey
+from transport.client.connections.pool import PortKey, port_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, TicketError, TransportError, UsageError
 from transport.settings import Settings
@@ -20,7 +20,7 @@ from transport.wires import Wire
 log = logging.getLogger(__name__)
 
 CONCURRENCY = 8  # reads in flight of one read_many; more gains nothing on one host (measured)
-Place = Ticket | str | bytes
+WarmUpTarget = Ticket | str | bytes
 
 _PORTS_AT_A_TIME = 4  # that are warmed up
 _MOST_MAPPED_BYTES = 256 << 20  # ahead; the pool keeps more
@@ -35,7 +35,6 @@ class Warming:
     Args:
         wires: the wires that may carry payloads; None: any.
         maps: whether a ticket's payload is read from mapped memory.
-        port_of: (host, port) of an address. Raises UsageError.
         buffers: gets memory of the tickets' sizes, whose pages are mapped.
     """
 
@@ -45,14 +44,12 @@ class Warming:
         settings: Settings,
         wires: frozenset[Wire] | None,
         maps: Callable[[Ticket], bool],
-        port_of: Callable[[str], PortKey],
         buffers: BufferPool,
     ) -> None:
         self._links = links
         self._settings = settings
         self._wires = wires
         self._maps = maps
-        self._port_of = port_of
         self._buffers = buffers
         self._tasks: set[asyncio.Task[int]] = set()
         self.failures = 0
@@ -60,7 +57,7 @@ class Warming:
     def __repr__(self) -> str:
         return f"<Warming {len(self._tasks)} under way, {self.failures} failed>"
 
-    async def warm(self, places: Iterable[Place]) -> int:
+    async def warm(self, places: Iterable[WarmUpTarget]) -> int:
         """Connections that stand when all have been opened or have failed. Raises UsageError for what is no place."""
         ports, sizes = self._look(places)
         if self._wires is not None and not self._wires - {"mapped"}:
@@ -112,7 +109,7 @@ class Warming:
         self.failures += 1
         log.info("warming up: %s failed, reads will try again: %s", doing, error)
 
-    def _look(self, places: Iterable[Place]) -> tuple[dict[PortKey, str], list[int]]:
+    def _look(self, places: Iterable[WarmUpTarget]) -> tuple[dict[PortKey, str], list[int]]:
         """Ports to connect to, with the ring that is read there ("": whichever is served), and the payloads' sizes.
 
         As many ports as the pool keeps connections, and a bounded number of bytes.
@@ -123,7 +120,7 @@ class Warming:
         for place in places:
             found = self._ticket(place)
             if found is None:
-                port = self._port_of(str(place))
+                port = port_of(str(place))
                 if not self._shared_here(port[0]):
                     ports.setdefault(port, "")
             elif found.ports and (found.addresses or found.host) and not self._maps(found):
@@ -135,7 +132,7 @@ class Warming:
         return dict(list(ports.items())[: self._settings.pool_endpoints_idle]), sizes
 
     @staticmethod
-    def _ticket(place: Place) -> Ticket | None:
+    def _ticket(place: WarmUpTarget) -> Ticket | None:
         try:
             return Ticket.of(place)
         except TicketError:

@@ -10,15 +10,17 @@ are never stored or shown.
 from __future__ import annotations
 
 import abc
+import contextlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import BinaryIO, Final, Self
 from urllib.parse import unquote, urlsplit
 
-from transport.errors import DestinationDeniedError, DestinationError, UsageError
+from transport.cooldown.destinations.masking import masked
+from transport.errors import DestinationDeniedError, DestinationError, TransportError, UsageError
 from transport.runtime.arguments import expect
 
 PROBE: Final = ".probe-"  # what names of test files begin with
@@ -28,6 +30,14 @@ SCHEMES: Final = ("s3", "gs", "hf")
 CONNECT_S: Final = 5.0  # of S3 and Google's
 ANSWER_S: Final = 60.0  # without a byte from the service
 REQUEST_S: Final = 300.0  # of S3, repeats included, and of one try at Google's: in all, with the bytes of a part
+_DENIALS: Final = (
+    "AccessDenied",
+    "Forbidden",
+    "Unauthorized",
+    "NoCredentials",
+    "PartialCredentials",
+    "InvalidAccessKeyId",
+)
 
 
 def within(path: str, *, root: bool = False) -> None:
@@ -36,26 +46,6 @@ def within(path: str, *, root: bool = False) -> None:
     parts = path.split("/")
     if not (root and not path) and not all(part.isprintable() and part not in ("", ".", "..") for part in parts):
         raise UsageError(f"{path[:200]!a} is no path below a destination: give names with slashes between them")
-
-
-class Writer(abc.ABC):
-    """A file being written. It is complete once `finish` has returned; `discard` removes it. One thread."""
-
-    @abc.abstractmethod
-    def write(self, data: bytes) -> None:
-        """Append."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Complete the file: everything is written and survives a crash."""
-
-    @abc.abstractmethod
-    def discard(self) -> None:
-        """Remove what was written. Idempotent; does nothing after `finish`."""
-
-    def proofs(self) -> dict[str, str]:
-        """After `finish`: checksums of what was written, computed here, in the form of `Destination.proofs`."""
-        return {}
 
 
 class Destination(abc.ABC):
@@ -76,17 +66,43 @@ class Destination(abc.ABC):
     def size(self, path: str) -> int | None:
         """Bytes of a file; None if it does not exist."""
 
-    @abc.abstractmethod
-    def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
+    @contextlib.contextmanager
+    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
         """A file's bytes from the beginning, in pieces of at most `PIECE`."""
+        with self.translated("read", path):
+            file = self.open(path)
+        with contextlib.closing(file):
+            yield self._pieces(file, path)
+
+    def _pieces(self, file: BinaryIO, path: str) -> Iterator[bytes]:
+        while True:
+            with self.translated("read", path):
+                piece = file.read(PIECE)
+            if not piece:
+                return
+            yield piece
 
     @abc.abstractmethod
-    def writer(self, path: str, size: int) -> Writer:
-        """A new file of ``size`` bytes; missing folders are created."""
+    def open(self, path: str) -> BinaryIO:
+        """A file to read from its beginning. Its errors are the service's: `pieces` translates them."""
 
     @abc.abstractmethod
+    def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
+        """Write a file of ``size`` bytes in place of the one that is there; missing folders are created.
+
+        Readers see all of it or what was there before; on return it survives a crash. When this or ``pieces`` raises,
+        nothing is left of it, where the destination permits its removal.
+
+        Returns checksums of what was written, computed here, in the form of `proofs`.
+        """
+
     def put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically: readers see the new content or the old one."""
+        """As `write`, for a small file that needs no `settle`."""
+        self.write(path, len(data), [data])
+
+    @abc.abstractmethod
+    def translated(self, operation: str, path: str) -> AbstractContextManager[None]:
+        """Raise what goes wrong in an operation on a path as DestinationError, or DestinationDeniedError."""
 
     def settle(self, place: str) -> None:  # noqa: B027  (most destinations have nothing to do)
         """Make the files complete that were written below this upload's folder; until then they may be invisible."""
@@ -134,6 +150,22 @@ class Destination(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def service_errors(url: str, operation: str, path: str) -> Iterator[None]:
+    """Raise a service's errors as DestinationError, or DestinationDeniedError, without secrets in their text."""
+    within(path, root=operation == "list")
+    try:
+        yield
+    except TransportError:
+        raise
+    except Exception as error:  # the services' packages have no common base, and some errors none but this
+        text = f"{type(error).__name__}: {error}"
+        denied = isinstance(error, PermissionError) or any(each in text for each in _DENIALS)
+        kind = DestinationDeniedError if denied else DestinationError
+        # The cause's text has not been masked.
+        raise kind(f"{url}: cannot {operation} {path or 'it'}: {masked(text)}") from None
 
 
 def check_permissions(destination: Destination) -> None:

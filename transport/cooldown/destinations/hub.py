@@ -17,17 +17,15 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import quote
 
 from transport.cooldown.destinations import base
-from transport.cooldown.destinations.base import PIECE, Destination, Writer
-from transport.cooldown.destinations.bucket import translated
-from transport.errors import DestinationError, MissingDependencyError, UsageError
+from transport.cooldown.destinations.base import Destination
+from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
 MAIN: Final = "main"
@@ -43,29 +41,33 @@ T = TypeVar("T")
 
 
 def _bound_requests() -> None:
-    """Bound the requests of the service's package where it has no limit (before 1.0) and the program sets none."""
-    http: Any = import_module("huggingface_hub.utils._http")
-    default: Any = getattr(http, "_default_backend_factory", None)
-    current: Any = getattr(http, "_GLOBAL_BACKEND_FACTORY", None)
-    if default is None or default != current:
+    """Bound the requests that the service's package makes without a limit; what the program has set stays as it is.
+
+    The limit for connecting is that of an answer: urllib3 also applies it while it sends the bytes, during which a
+    service may pause. An adapter that is not the package's own is the program's.
+    """
+    from huggingface_hub.utils import get_session
+
+    session = get_session()
+    hooks = getattr(session, "event_hooks", None)
+    if hooks is not None:  # httpx, one for all threads: from 1.0 on
+        if _limit not in hooks["request"]:
+            hooks["request"].append(_limit)
         return
-
-    def bounded() -> Any:
-        session = default()
-        for adapter in session.adapters.values():
+    for adapter in session.adapters.values():  # requests, one for each thread
+        if type(adapter).__module__.startswith("huggingface_hub") and "send" not in vars(adapter):
             adapter.send = partial(_send, adapter.send)
-        return session
-
-    http.configure_http_backend(bounded)
 
 
 def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **options: Any) -> Any:
-    """Send through an adapter; a request without a limit gets one.
-
-    The limit for connecting is that of an answer: urllib3 also applies it while it sends the bytes, during which a
-    service may pause.
-    """
     return send(request, timeout=(base.ANSWER_S, base.ANSWER_S) if timeout is None else timeout, **options)
+
+
+def _limit(request: Any) -> None:
+    """Of httpx: the limits of a request stand in its extensions."""
+    given = request.extensions.get("timeout") or {}
+    if not any(given.values()):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), base.ANSWER_S)
 
 
 class Hub(Destination):
@@ -86,7 +88,6 @@ class Hub(Destination):
             raise MissingDependencyError(
                 f"destinations hf://… need huggingface_hub ({error}): {install('hf')}"
             ) from error
-        _bound_requests()
         self._api: Any = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="payload-transport")
         self._lock = threading.Lock()
         self._pending: dict[str, list[tuple[Any, Path]]] = {}  # by branch: operations, and their temporary files
@@ -98,7 +99,7 @@ class Hub(Destination):
     def names(self, path: str) -> list[str]:
         """See `Destination`."""
         branch, inner = _placed(path)
-        with translated(self.url, "list", path):
+        with self.translated("list", path):
             if branch != MAIN:
                 found = self._files(branch)
                 return sorted({"files" if name != MANIFEST else "manifest.json" for name in found}) if not inner else []
@@ -109,57 +110,54 @@ class Hub(Destination):
 
     def size(self, path: str) -> int | None:
         """See `Destination`."""
-        with translated(self.url, "look at", path):
+        with self.translated("look at", path):
             found = self._info(path)
             return None if found is None else int(found.size)
 
     def proofs(self, path: str) -> dict[str, str]:
         """See `Destination`."""
-        with translated(self.url, "look at", path):
+        with self.translated("look at", path):
             found = self._info(path)
             if found is None:
                 return {}
             return {SHA256: str(found.lfs.sha256)} if found.lfs else {GIT: str(found.blob_id)}
 
-    @contextlib.contextmanager
-    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
+    def open(self, path: str) -> BinaryIO:
         """See `Destination`."""
         from huggingface_hub import HfFileSystem
 
         branch, inner = _placed(path)
         kind = self._repository["repo_type"]
         repository = ("" if kind == "model" else f"{kind}s/") + self._repository["repo_id"]
-        with translated(self.url, "read", path):
-            system = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
-            file = system.open(f"{repository}@{quote(branch, safe='')}/{inner}", "rb", block_size=0)
-        try:
-            yield self._pieces(file, path)
-        finally:
-            file.close()
+        system = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
+        file: BinaryIO = system.open(f"{repository}@{quote(branch, safe='')}/{inner}", "rb", block_size=0)
+        return file
 
-    def _pieces(self, file: Any, path: str) -> Iterator[bytes]:
-        while True:
-            with translated(self.url, "read", path):
-                piece = file.read(PIECE)
-            if not piece:
-                return
-            yield piece
+    def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
+        """See `Destination`. Visible after `settle`. From a copy: the service gets a file's checksum before its bytes.
 
-    def writer(self, path: str, size: int) -> Writer:
-        """See `Destination`. The file is first written to a temporary one: its checksum comes before its bytes."""
-        return _HubWriter(self, path, size)
-
-    def send(self, path: str, file: Path) -> None:
-        """Send a file's bytes; `settle` makes it visible."""
+        The checksum is git's, of the file as a small one; the package computes that of a large one for the service.
+        """
         from huggingface_hub import CommitOperationAdd
 
         branch, inner = _placed(path)
-        with translated(self.url, "write", path):
-            self._make(branch)
-            operation = CommitOperationAdd(path_in_repo=inner, path_or_fileobj=file)
-            self._api.preupload_lfs_files(**self._repository, additions=[operation], revision=branch)
+        digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+        with self.translated("write", path):
+            descriptor, name = tempfile.mkstemp(prefix="transport-")
+            try:
+                with os.fdopen(descriptor, "wb") as copy:
+                    for piece in pieces:
+                        digest.update(piece)
+                        copy.write(piece)
+                self._make(branch)
+                operation = CommitOperationAdd(path_in_repo=inner, path_or_fileobj=name)
+                self._api.preupload_lfs_files(**self._repository, additions=[operation], revision=branch)
+            except BaseException:
+                Path(name).unlink()
+                raise
             with self._lock:
-                self._pending.setdefault(branch, []).append((operation, file))
+                self._pending.setdefault(branch, []).append((operation, Path(name)))
+        return {GIT: digest.hexdigest()}
 
     def settle(self, place: str) -> None:
         """See `Destination`."""
@@ -168,7 +166,7 @@ class Hub(Destination):
             pending = self._pending.pop(branch, [])
         try:
             if pending:
-                with translated(self.url, "write", place):
+                with self.translated("write", place):
                     self._commit(branch, [operation for operation, _ in pending], f"Upload {place}")
         finally:
             for _, file in pending:
@@ -179,7 +177,7 @@ class Hub(Destination):
         from huggingface_hub import CommitOperationAdd
 
         branch, inner = _placed(path)
-        with translated(self.url, "create", path):
+        with self.translated("create", path):
             self._make(branch)
             self._commit(branch, [CommitOperationAdd(path_in_repo=inner, path_or_fileobj=data)], f"Write {path}")
 
@@ -188,7 +186,7 @@ class Hub(Destination):
         from huggingface_hub import CommitOperationDelete
 
         branch, inner = _placed(path)
-        with translated(self.url, "delete", path):
+        with self.translated("delete", path):
             if branch != MAIN and inner:
                 if self._info(path) is not None:
                     self._commit(branch, [CommitOperationDelete(path_in_repo=inner)], f"Delete {path}")
@@ -204,7 +202,7 @@ class Hub(Destination):
         """See `Destination`. Large files are not copied: the new branch names the same bytes."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
-        with translated(self.url, "publish", name):
+        with self.translated("publish", name):
             first = _placed(next(iter(files.values())))[0]
             self._api.create_branch(**self._repository, branch=name, revision=first, exist_ok=True)
             there = self._files(name)
@@ -221,7 +219,7 @@ class Hub(Destination):
 
     def unpublish(self, name: str) -> None:
         """See `Destination`."""
-        with translated(self.url, "delete", name):
+        with self.translated("delete", name):
             self._discard(name)
 
     def close(self) -> None:
@@ -238,6 +236,11 @@ class Hub(Destination):
         forget = getattr(package, "reset_sessions", None) or getattr(package, "close_session", None)
         if forget is not None:
             forget()
+
+    def translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
+        """See `Destination`."""
+        _bound_requests()
+        return base.service_errors(self.url, operation, path)
 
     # --- the service ----------------------------------------------------------------------------------
     def _make(self, branch: str) -> None:
@@ -281,42 +284,6 @@ class Hub(Destination):
             except HfHubHTTPError as error:
                 if not left or error.response is None or error.response.status_code not in (409, 412):
                     raise
-
-
-class _HubWriter(Writer):
-    def __init__(self, hub: Hub, path: str, size: int) -> None:
-        self._hub = hub
-        self._path = path
-        self._digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-        descriptor, name = tempfile.mkstemp(prefix="transport-")
-        self._file = os.fdopen(descriptor, "wb")
-        self._name = Path(name)
-        self._sent = False
-
-    def write(self, data: bytes) -> None:
-        """See `Writer`."""
-        self._digest.update(data)
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise DestinationError(f"{self._name}, on the way to {self._path}: {error.strerror}") from error
-
-    def finish(self) -> None:
-        """See `Writer`."""
-        self._file.close()
-        self._hub.send(self._path, self._name)
-        self._sent = True
-
-    def discard(self) -> None:
-        """See `Writer`."""
-        if not self._sent:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._name.unlink(missing_ok=True)
-
-    def proofs(self) -> dict[str, str]:
-        """See `Writer`."""
-        return {GIT: self._digest.hexdigest()}
 
 
 def _placed(path: str) -> tuple[str, str]:

@@ -1,81 +1,106 @@
 """S3 as destination: files are uploaded in parts, several at a time, and proven by the service's own checksums.
 
-The service's ETag of an object is the MD5 of its bytes, or of the MD5s of its parts with their number; the writer
-computes the same from what it read. Where the service encrypts with managed keys the ETag is something else, and files
-are read back instead.
+The service's ETag of an object is the MD5 of its bytes, or of the MD5s of its parts with their number; `write` computes
+the same from what it sends. Where the service encrypts with managed keys the ETag is something else, and files are read
+back instead.
+
+fsspec's own files send one part at a time, and its whole-file upload reads the file a second time for the checksum. So
+parts are sent here, each by a call of s3fs to the service.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import collections
-import concurrent.futures
+import contextlib
 import hashlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Final
 
 from transport.cooldown.destinations import base
-from transport.cooldown.destinations.base import Writer
-from transport.cooldown.destinations.bucket import MOST_PARTS, PART, Bucket
-from transport.errors import DestinationError
+from transport.cooldown.destinations.bucket import ETAG, Bucket, in_base64, part_size
+from transport.runtime.blocking_calls import started
 
 log = logging.getLogger(__name__)
 
-PARTS_AT_ONCE: Final = 4  # of one file: its writer's memory is this many parts and one
-ETAG: Final = "etag"  # the kind of proof
-_CHECK_S: Final = 0.5
+PARTS_AT_ONCE: Final = 4  # of one file: the memory of `write` is this many parts and one
+_STOP_S: Final = 5.0  # for parts on their way when an upload fails
 
 
 class S3(Bucket):
     """A bucket of S3, or of a service that speaks its protocol."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        call = self._fs._call_s3
+    _used = False  # by then there may be connections
 
-        async def bounded(*arguments: Any, **named: Any) -> Any:
-            """s3fs's limits do not count while an upload waits for "100 Continue"."""
-            async with asyncio.timeout(base.REQUEST_S):
-                return await call(*arguments, **named)
-
-        self._fs._call_s3 = bounded
-
-    def writer(self, path: str, size: int) -> Writer:
+    def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
         """See `Destination`."""
-        part = max(PART, size // MOST_PARTS + 1)
-        return _PartsWriter(self, path, part, in_parts=size > part)
+        part = part_size(size)
+        with self.translated("write", path):
+            if size > part:
+                return {ETAG: self._write_parts(path, part, pieces)}
+            data = b"".join(pieces)
+            digest = hashlib.md5(data, usedforsecurity=False)
+            self._call("put_object", path, Body=data, ContentMD5=in_base64(digest))
+            return {ETAG: digest.hexdigest()}
 
-    def proofs(self, path: str) -> dict[str, str]:
-        """See `Destination`."""
-        with self._translated("look at", path):
-            found = self.call("head_object", path).result()
-            return {ETAG: str(found["ETag"]).strip('"')}
+    def _write_parts(self, path: str, part: int, pieces: Iterable[bytes]) -> str:
+        upload = self._call("create_multipart_upload", path)["UploadId"]
+        digests: list[bytes] = []  # of each part
+        sent: list[Future[dict[str, Any]]] = []
+        try:
+            for number, data in enumerate(_parts(pieces, part), 1):
+                if len(sent) >= PARTS_AT_ONCE:
+                    sent[-PARTS_AT_ONCE].result()
+                digest = hashlib.md5(data, usedforsecurity=False)
+                digests.append(digest.digest())
+                options = {"UploadId": upload, "PartNumber": number, "ContentMD5": in_base64(digest), "Body": data}
+                sent.append(started(partial(self._call, "upload_part", path, **options)))
+            parts = [{"PartNumber": number, "ETag": each.result()["ETag"]} for number, each in enumerate(sent, 1)]
+            self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
+        except BaseException:
+            wait(sent, _STOP_S)  # a part that arrives behind the end stays until `transport cooldown prune`
+            with self._removing(path):
+                self._call("abort_multipart_upload", path, UploadId=upload)
+            raise
+        return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
 
     def leftovers(self, path: str) -> list[str]:
         """See `Destination`. Multipart uploads of killed processes, which cost money where no listing shows them."""
-        with self._translated("list the unfinished uploads of", path):
-            below = f"{self._key(path)}/" if self._key(path) else ""
+        with self.translated("list the unfinished uploads of", path):
+            below = f"{self._key(path)}/"
             begun = [each["Key"] for each in self._unfinished() if each["Key"].startswith(below)]
-            skip = len(self._key("")) + 1 if self._key("") else 0
+            skip = len(self._key(path)) - len(path)
             return [key[skip:] for key in begun]
 
     def remove_leftover(self, path: str) -> None:
         """See `Destination`."""
-        with self._translated("remove the unfinished uploads of", path):
+        with self.translated("remove the unfinished uploads of", path):
             for each in self._unfinished():
                 if each["Key"] == self._key(path):
-                    self.call("abort_multipart_upload", path, UploadId=each["UploadId"]).result()
+                    self._call("abort_multipart_upload", path, UploadId=each["UploadId"])
 
-    def call(self, method: str, path: str, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
-        """Begin a call on an object; fsspec's thread runs it, and repeats it when the service asks to slow down."""
-        name = self._at(path)
-        bucket, key, _ = self._fs.split_path(name)
-        return self._begin(self._fs._call_s3(method, Bucket=bucket, Key=key, **options))
+    def close(self) -> None:
+        """See `Destination`. Ends the service's connections; the thread that fsspec keeps for all stays."""
+        if self._used and self._fs.loop.is_running():
+            import fsspec.asyn
 
-    def _begin(self, call: Coroutine[Any, Any, dict[str, Any]]) -> concurrent.futures.Future[dict[str, Any]]:
-        return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
+            with contextlib.suppress(Exception):  # they end with the process
+                fsspec.asyn.sync(self._fs.loop, self._fs.s3.close, timeout=base.CONNECT_S)
+
+    def translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
+        """See `Destination`."""
+        self._used = True
+        return super().translated(operation, path)
+
+    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """A call on an object, which s3fs repeats when the service asks to slow down.
+
+        It is given up after `REQUEST_S`: the service's own limits do not count while bytes wait for "100 Continue".
+        """
+        bucket, key, _ = self._fs.split_path(self._at(path))
+        done: dict[str, Any] = self._fs.call_s3(method, Bucket=bucket, Key=key, timeout=base.REQUEST_S, **options)
+        return done
 
     def _key(self, path: str) -> str:
         return self._at(path).partition("/")[2]
@@ -85,93 +110,20 @@ class S3(Bucket):
         found: list[dict[str, Any]] = []
         marker: dict[str, Any] = {}
         while True:
-            page = self._begin(self._fs._call_s3("list_multipart_uploads", Bucket=bucket, **marker)).result()
+            page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, timeout=base.REQUEST_S, **marker)
             found += page.get("Uploads") or []
             if not page.get("IsTruncated"):
                 return found
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
-class _PartsWriter(Writer):
-    """One object: a single put, or a multipart upload that is aborted when it is discarded."""
-
-    def __init__(self, bucket: S3, path: str, part: int, *, in_parts: bool) -> None:
-        self._bucket = bucket
-        self._path = path
-        self._part = part
-        self._buffer = bytearray()
-        self._digests: list[bytes] = []  # of each part
-        self._tags: list[str] = []
-        self._sending: collections.deque[concurrent.futures.Future[dict[str, Any]]] = collections.deque()
-        self._upload_id = ""
-        self._ended = False
-        self._etag = ""
-        if in_parts:
-            with bucket._translated("create", path):
-                self._upload_id = bucket.call("create_multipart_upload", path).result()["UploadId"]
-
-    def write(self, data: bytes) -> None:
-        """See `Writer`. Waits for a part to be sent when `PARTS_AT_ONCE` are."""
-        self._buffer += data
-        while self._upload_id and len(self._buffer) >= self._part:
-            piece = bytes(memoryview(self._buffer)[: self._part])
-            del self._buffer[: self._part]
-            self._send(piece)
-
-    def finish(self) -> None:
-        """See `Writer`."""
-        with self._bucket._translated("write", self._path):
-            if not self._upload_id:
-                data = bytes(self._buffer)
-                digest = hashlib.md5(data, usedforsecurity=False)
-                self._etag = digest.hexdigest()
-                self._bucket.call("put_object", self._path, Body=data, ContentMD5=_base64(digest.digest())).result()
-            else:
-                if self._buffer or not self._digests:
-                    self._send(bytes(self._buffer))
-                while self._sending:
-                    self._sent()
-                parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(self._tags, 1)]
-                whole = hashlib.md5(b"".join(self._digests), usedforsecurity=False)
-                self._etag = f"{whole.hexdigest()}-{len(parts)}"
-                complete = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
-                self._bucket.call("complete_multipart_upload", self._path, **complete).result()
-        self._ended = True
-
-    def discard(self) -> None:
-        """See `Writer`."""
-        if self._ended:
-            return
-        self._ended = True
-        for call in self._sending:
-            call.cancel()
-        concurrent.futures.wait(self._sending, _CHECK_S)
-        if not self._upload_id:
-            return
-        try:
-            with self._bucket._translated("remove the parts of", self._path):
-                self._bucket.call("abort_multipart_upload", self._path, UploadId=self._upload_id).result()
-        except DestinationError as error:  # the upload has failed already, for another reason that its caller reports
-            if "NoSuchUpload" not in str(error) and "FileNotFoundError" not in str(error):
-                log.warning("%s; its parts stay, invisible as a file, until transport cooldown prune ends them", error)
-
-    def proofs(self) -> dict[str, str]:
-        """See `Writer`."""
-        return {ETAG: self._etag}
-
-    def _send(self, piece: bytes) -> None:
-        if len(self._sending) >= PARTS_AT_ONCE:
-            with self._bucket._translated("write", self._path):
-                self._sent()
-        digest = hashlib.md5(piece, usedforsecurity=False).digest()
-        self._digests.append(digest)
-        options = {"UploadId": self._upload_id, "PartNumber": len(self._digests), "ContentMD5": _base64(digest)}
-        self._sending.append(self._bucket.call("upload_part", self._path, Body=piece, **options))
-
-    def _sent(self) -> None:
-        """Wait for the oldest part that is being sent."""
-        self._tags.append(self._sending.popleft().result()["ETag"])
-
-
-def _base64(digest: bytes) -> str:
-    return base64.b64encode(digest).decode()
+def _parts(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in parts of ``size``, the last one smaller."""
+    buffer = bytearray()
+    for piece in pieces:
+        buffer += piece
+        while len(buffer) >= size:
+            yield bytes(memoryview(buffer)[:size])
+            del buffer[:size]
+    if buffer:
+        yield bytes(buffer)

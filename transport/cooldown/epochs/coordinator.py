@@ -1,11 +1,11 @@
 """The coordinator of one epoch's cooldown: events in, actions out. No I/O, no clock of its own.
 
-    TRAINING ──Begin──► COOLDOWN ──Verified, or the time limit──► DECIDED ──Written──► ENDED
-                         │    ▲                                      │
-                         └────┘ Reported, Refuted, Ticked            └──Superseded by an end in the store──► ENDED
+    TRAINING ──Begin──► COOLDOWN ──Verified, or the time limit──► ENDED
+                         │    ▲                                    │ ▲
+                         └────┘ Reported, Refuted, Ticked          └─┘ Superseded
 
-DECIDED is not final: the outcome is the record in the store, where the first writer wins. A coordinator that finds
-another one's end there takes it over.
+ENDED is final once it is in the store, where the first writer wins. A coordinator that finds another one's end there
+takes it over; one whose end was not written writes it again.
 
 The time limit counts the time in which a coordinator was running: the differences between ticks, each limited to 0 to
 `MOST_GAP_S`, so that a clock that steps, or a process that was stopped, neither ends a cooldown nor makes it endless.
@@ -18,7 +18,6 @@ verification may hang at the destination.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -27,7 +26,6 @@ import msgspec
 
 from transport.cooldown.epochs.records import (
     SET,
-    SHARDED_LAYOUT,
     Checkpoint,
     EpochRecord,
     Note,
@@ -41,15 +39,6 @@ from transport.cooldown.epochs.records import (
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destination could not be read
 MOST_UNELECTED: Final = 16  # notes on reports of clients that were not elected
-
-
-class State(enum.Enum):
-    """State of the coordinator."""
-
-    TRAINING = "training"
-    COOLDOWN = "cooldown"
-    DECIDED = "decided"
-    ENDED = "ended"
 
 
 # --- events -------------------------------------------------------------------------------------------
@@ -95,18 +84,13 @@ class Ticked:
 
 
 @dataclass(frozen=True)
-class Written:
-    """The record of the last `Write` is in the store."""
-
-
-@dataclass(frozen=True)
 class Superseded:
     """The record of the last `Write` was refused, because this one is in the store."""
 
     record: EpochRecord
 
 
-Event: TypeAlias = Begin | Reported | Verified | Refuted | Ticked | Written | Superseded
+Event: TypeAlias = Begin | Reported | Verified | Refuted | Ticked | Superseded
 
 
 # --- actions ------------------------------------------------------------------------------------------
@@ -136,11 +120,10 @@ class Coordinator:
 
     def __init__(self, record: EpochRecord) -> None:
         self.record = record
-        self.state = State(record.phase.value)
         self.interval = min(max(record.cooldown_s / 60, 1.0), 10.0)
         self._now: float | None = None
         self._elapsed = record.elapsed_s
-        if self.state is State.COOLDOWN:
+        if record.phase is Phase.COOLDOWN:
             self._elapsed += self.interval
         # Invariant: every upload in it is of an elected client and of this epoch.
         self._verifying: set[tuple[str, str]] = set()
@@ -149,7 +132,7 @@ class Coordinator:
     def __repr__(self) -> str:
         left = max(0.0, self.record.cooldown_s - self._elapsed)
         outcome = f" {self.record.outcome.value}" if self.record.outcome else ""
-        return f"<Coordinator epoch {self.record.epoch} {self.state.value}{outcome} {left:.0f} s left>"
+        return f"<Coordinator epoch {self.record.epoch} {self.record.phase.value}{outcome} {left:.0f} s left>"
 
     @property
     def elapsed_s(self) -> float:
@@ -161,18 +144,14 @@ class Coordinator:
         return self.handle(Ticked(now))
 
     def handle(self, event: Event) -> list[Action]:
-        """The actions that follow from an event. An event without a transition in this state changes nothing."""
-        transition = TABLE.get((self.state, type(event)))
+        """The actions that follow from an event. An event without a transition in this phase changes nothing."""
+        transition = TABLE.get((self.record.phase, type(event)))
         return [] if transition is None else transition(self, event)
 
     # --- transitions ----------------------------------------------------------------------------------
     def _begin(self, event: Begin) -> list[Action]:
-        self.state = State.COOLDOWN
         clients = tuple(sorted(set(event.clients) | set(event.hosts)))
-        layout = SHARDED_LAYOUT if event.hosts else self.record.layout
-        return self._write(
-            phase=Phase.COOLDOWN, step=event.step, clients=clients, hosts=dict(event.hosts), layout=layout
-        )
+        return self._write(phase=Phase.COOLDOWN, step=event.step, clients=clients, hosts=dict(event.hosts))
 
     def _report(self, event: Reported) -> list[Action]:
         report, record = event.report, self.record
@@ -226,19 +205,14 @@ class Coordinator:
         write = self._write() if self._elapsed - self.record.elapsed_s >= self.interval else []
         return [*write, *map(Verify, due)]
 
-    def _end(self, event: Written) -> list[Action]:
-        self.state = State.ENDED
-        return []
-
     def _yield(self, event: Superseded) -> list[Action]:
         """Another coordinator has written: take over its end, or merge its record."""
         theirs = event.record
         if theirs.phase is Phase.ENDED:
             self.record = theirs
-            self.state = State.ENDED
             return []
         self._elapsed = max(self._elapsed, theirs.elapsed_s)
-        if self.state is State.DECIDED or theirs.phase is Phase.TRAINING:  # TRAINING: the store has lost what it had
+        if self.record.phase is Phase.ENDED or theirs.phase is Phase.TRAINING:  # the store has lost what it had
             return self._write()
         mine = self.record
         self.record = msgspec.structs.replace(
@@ -248,7 +222,6 @@ class Coordinator:
 
     # --- their parts ----------------------------------------------------------------------------------
     def _decide(self, outcome: Outcome, checkpoint: Checkpoint | None) -> list[Action]:
-        self.state = State.DECIDED
         self._verifying.clear()
         self._again.clear()
         return self._write(phase=Phase.ENDED, outcome=outcome, checkpoint=checkpoint)
@@ -271,13 +244,12 @@ class Coordinator:
 
 
 # Events that are not here change nothing: a report in TRAINING or ENDED is too early or too late, and so is a verdict.
-TABLE: Final[Mapping[tuple[State, type], Callable[..., list[Action]]]] = {
-    (State.TRAINING, Begin): Coordinator._begin,
-    (State.COOLDOWN, Reported): Coordinator._report,
-    (State.COOLDOWN, Verified): Coordinator._accept,
-    (State.COOLDOWN, Refuted): Coordinator._refute,
-    (State.COOLDOWN, Ticked): Coordinator._tick,
-    (State.COOLDOWN, Superseded): Coordinator._yield,
-    (State.DECIDED, Written): Coordinator._end,
-    (State.DECIDED, Superseded): Coordinator._yield,
+TABLE: Final[Mapping[tuple[Phase, type], Callable[..., list[Action]]]] = {
+    (Phase.TRAINING, Begin): Coordinator._begin,
+    (Phase.COOLDOWN, Reported): Coordinator._report,
+    (Phase.COOLDOWN, Verified): Coordinator._accept,
+    (Phase.COOLDOWN, Refuted): Coordinator._refute,
+    (Phase.COOLDOWN, Ticked): Coordinator._tick,
+    (Phase.COOLDOWN, Superseded): Coordinator._yield,
+    (Phase.ENDED, Superseded): Coordinator._yield,
 }

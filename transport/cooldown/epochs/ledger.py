@@ -1,25 +1,26 @@
 """The records of a run's epochs in the store: their keys, and which process writes which. Blocks; thread-safe.
 
-cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator, by compare-and-set; stays
+cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator; final when the epoch has ended; stays
 cooldown/RUN/report/000000000007/CLIENT   Report; that client
 cooldown/RUN/bell/000000000007            changes with every report, so that the coordinator wakes
 
 Of epochs whose save is collective:
 
-cooldown/RUN/save/EPOCH                   whether the members save; a final decision (store/decision.py)
+cooldown/RUN/save/EPOCH                   whether the members save; a final decision
 cooldown/RUN/saving/EPOCH/MEMBER          the process that saves for it; a final decision
 cooldown/RUN/saved/EPOCH/HOST/MEMBER      Saved; a final decision
 cooldown/RUN/share/EPOCH/HOST/N/CLIENT    Share; the client that uploaded it
 cooldown/RUN/beat/EPOCH/HOST/N            changes while a share is being uploaded
 cooldown/RUN/host/EPOCH/HOST              changes with each of these three, so that the host's members wake
 
-All but the epochs' own records are removed when a later epoch has ended.
+Decisions and the epochs' records are written by store/decision.py. All but the epochs' own records are removed when a
+later epoch has ended.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -38,7 +39,7 @@ from transport.cooldown.epochs.shares import Saved, Share
 from transport.errors import NoCheckpointError, StoreUnsuitableError
 from transport.runtime.arguments import at_least
 from transport.store.base import ABSENT, Change, Store
-from transport.store.decision import decide
+from transport.store.decision import Next, advance, decide
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,14 @@ class Ledger:
         value = encode(record)
         return decide(self._store, self._epoch_key(record.epoch), value) == value
 
-    def write(self, record: EpochRecord, expected: int) -> int | None:
-        """Write the epoch in place of version ``expected``; the new version, or None on a mismatch."""
-        return self._store.compare_and_set(self._epoch_key(record.epoch), encode(record), expected)
+    def advance(self, epoch: int, step: Callable[[EpochRecord | None], EpochRecord | None]) -> None:
+        """Replace the epoch's record by what ``step`` makes of it, see `transport.store.decision.advance`."""
+
+        def encoded(standing: bytes | None) -> Next | None:
+            record = step(None if standing is None else decode(standing, EpochRecord))
+            return None if record is None else Next(encode(record))
+
+        advance(self._store, self._epoch_key(epoch), encoded)
 
     def forget_before(self, epoch: int) -> None:
         """Remove what the members of earlier epochs have written; the epochs' own records stay."""

@@ -15,8 +15,7 @@ from transport.runtime.decoders import ready
 
 NAME: Final = "manifest.json"
 FILES: Final = "files"  # the folder beside it
-LAYOUT: Final = 2
-OLDEST_LAYOUT: Final = 1  # files lie beside the manifest, without proofs
+LAYOUT: Final = 1
 MOST_BYTES: Final = 64 << 20
 MOST_NAME: Final = 512
 
@@ -73,10 +72,8 @@ def decode(data: bytes) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
-    if not OLDEST_LAYOUT <= manifest.layout <= LAYOUT:
-        raise CheckpointDamagedError(
-            f"manifest layout mismatch: found {manifest.layout}, this build reads {OLDEST_LAYOUT} to {LAYOUT}"
-        )
+    if manifest.layout != LAYOUT:
+        raise CheckpointDamagedError(f"manifest layout mismatch: found {manifest.layout}, this build reads {LAYOUT}")
     names = [file.name for file in manifest.files]
     if not names or len(set(names)) != len(names):
         raise CheckpointDamagedError("the manifest lists no file, or one file twice")

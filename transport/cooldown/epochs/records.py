@@ -16,7 +16,6 @@ from transport.errors import StoreUnsuitableError, UsageError
 from transport.runtime.decoders import ready
 
 LAYOUT: Final = 1
-SHARDED_LAYOUT: Final = 2  # of an epoch with hosts: a build that does not know them must not lead it
 SET: Final = "sharded"  # stands for all members together, where a client is named
 MOST_EPOCH: Final = 10**12 - 1  # twelve digits, so that names sort like numbers
 
@@ -164,10 +163,8 @@ def decode(data: bytes, kind: type[R]) -> R:
         record = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
-    if isinstance(record, EpochRecord) and record.layout not in (LAYOUT, SHARDED_LAYOUT):
-        raise StoreUnsuitableError(
-            f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT} and {SHARDED_LAYOUT}"
-        )
+    if isinstance(record, EpochRecord) and record.layout != LAYOUT:
+        raise StoreUnsuitableError(f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT}")
     return record
 
 

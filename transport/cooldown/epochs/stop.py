@@ -10,10 +10,15 @@ from transport.errors import UploadCancelledError
 
 
 class Stop:
-    """The cancellation of one upload. Either it is cancelled, or its manifest is written: never both. Thread-safe."""
+    """The cancellation of one upload. Either it is cancelled, or its manifest is written: never both. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        whole: what this is a part of; it is cancelled with it.
+    """
+
+    def __init__(self, whole: Stop | None = None) -> None:
         self._lock = threading.Lock()
+        self._whole = whole
         self._called_off = False
         self._committing = False
 
@@ -25,6 +30,8 @@ class Stop:
 
     def check(self) -> None:
         """Raise UploadCancelledError if cancelled. Called between files, and between the pieces of a file."""
+        if self._whole is not None:
+            self._whole.check()
         if self._called_off:
             raise UploadCancelledError("the upload was cancelled before it was complete")
 
