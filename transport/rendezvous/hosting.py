@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 
 import msgspec
 
 from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
 from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide, without
+from transport.rendezvous.leased import Leased
 from transport.rendezvous.records import (
     Closing,
     Keys,
@@ -44,7 +44,7 @@ class Hosting:
     """A member's side of being host. Owned by its session, under its lock."""
 
     def __init__(self, store: Store, keys: Keys, member: str, rules: Rules) -> None:
-        self.version = ABSENT  # Invariant: of the host's lease, while this member holds it as far as it knows
+        self.held = Leased(store, keys.host)  # the host's lease
         self.next_at = 0.0  # time of the next snapshot
         self._store = store
         self._keys = keys
@@ -55,18 +55,10 @@ class Hosting:
         self._roster: Roster | None = None  # the last that was read
 
     # --- the host's lease -----------------------------------------------------------------------------
-    def lease(self) -> Mapping[str, int]:
-        """The lease to renew, by key."""
-        return {self._keys.host: self.version} if self.version != ABSENT else {}
-
-    def deposed(self) -> None:
-        """The lease has ended; another member may be host now."""
-        self.version = ABSENT
-
     def saw(self, current: Round | None, lease: Entry | None) -> None:
         """Compare with the store: this member is host while round and lease name it."""
-        if lease is None or lease.version != self.version or current is None or current.host != self._me:
-            self.version = ABSENT
+        if lease is None or lease.version != self.held.version or current is None or current.host != self._me:
+            self.held.version = ABSENT
 
     def found(self, incarnation: str, now: float) -> bool:
         """Open the first round, unless another member does."""
@@ -94,21 +86,15 @@ class Hosting:
         versions = self._store.put_many([change, lease])
         if versions is None:
             return False
-        self.version, self.next_at = versions[1], now
+        self.held.version, self.next_at = versions[1], now
         return True
-
-    def resign(self) -> None:
-        """Give up the host's lease. Raises StoreError."""
-        version, self.version = self.version, ABSENT
-        if version != ABSENT:
-            self._store.compare_and_set(self._keys.host, None, version)
 
     def hand_over(self, now: float) -> Closing | None:
         """Decide once more, now that this member's seat is gone, and resign: others need not find out. StoreError."""
         try:
-            return self.duty(now) if self.version != ABSENT else None
+            return self.duty(now) if self.held.stands else None
         finally:
-            self.resign()
+            self.held.give_up()
 
     # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:

@@ -28,6 +28,7 @@ from transport.rendezvous.archive import Archive
 from transport.rendezvous.clock import ForwardClock
 from transport.rendezvous.closing import close_run, write_archive
 from transport.rendezvous.hosting import Hosting
+from transport.rendezvous.leased import Leased
 from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.records import (
     Closing,
@@ -43,7 +44,6 @@ from transport.rendezvous.records import (
     encode,
 )
 from transport.rendezvous.rules import Rules
-from transport.rendezvous.waiting import Waiting
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -103,9 +103,9 @@ class Session:
         self._lock = threading.RLock()
         self._member = Member()
         self._hosting = Hosting(store, self.keys, self.name, rules)
-        self._waiting = Waiting(store, self.keys, self.name, rules)
-        self._seat: Seat | None = None  # Invariant: as it stands in the store, while _seat_version is not ABSENT
-        self._seat_version = ABSENT
+        self._waiting = Leased(store, self.keys.waiting + self.name)  # tells the host of a spare
+        self._seated = Leased(store)  # the record of the seat
+        self._seat: Seat | None = None  # Invariant: as it stands in the store, while _seated stands
         self._seat_until = 0.0  # by our clock, read before the store's, so that it is never later than the lease's end
         self._wanted = Status.HERE
         self._wanted_message = ""
@@ -135,12 +135,12 @@ class Session:
     @property
     def is_host(self) -> bool:
         """Whether this member is host, as far as it knows."""
-        return self._hosting.version != ABSENT
+        return self._hosting.held.stands
 
     @property
     def seat_ended(self) -> bool:
         """Whether the seat's lease has ended, as no renewal was confirmed in time. Never waits."""
-        return self._seat_version != ABSENT and self._clock() >= self._seat_until
+        return self._seated.stands and self._clock() >= self._seat_until
 
     @property
     def silent_s(self) -> float:
@@ -190,12 +190,13 @@ class Session:
                 self._member.apply(Event.LEAVE)
                 self._show()
             seat, self._seat = self._seat, None
-            version, self._seat_version = self._seat_version, ABSENT
             try:
-                self._waiting.gone()
-                if seat is not None and version != ABSENT and not self._stays(seat):
-                    self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
+                with contextlib.suppress(StoreError):  # otherwise its lease ends
+                    self._waiting.give_up()
+                if not self._stays(seat):
+                    self._seated.give_up()
             finally:
+                self._seated.version = ABSENT
                 closing = self._hosting.hand_over(self._clock())
             if closing is not None:
                 write_archive(self._archive, closing)
@@ -250,7 +251,7 @@ class Session:
 
     def _failed(self, error: StoreError) -> None:
         now = self._clock()
-        if self._seat_version != ABSENT and now >= self._seat_until:
+        if self._seated.stands and now >= self._seat_until:
             self._seat_lost()
         with contextlib.suppress(OSError):
             closing = self._archived()
@@ -277,32 +278,38 @@ class Session:
         """Renew what is due; ``looked_at``: our clock before the look of this step."""
         if looked_at - self._beaten_at < self.rules.beat_s:
             return
-        leases = {**self._hosting.lease(), **self._waiting.lease()}
-        seat = self._seat if self._seat is not None and not self._stays(self._seat) else None
-        if seat is not None and self._seat_version != ABSENT:
-            leases[self.keys.seat(seat.round, seat.slot)] = self._seat_version
+        kept_up = [self._hosting.held, self._waiting]
+        seated = self._seated.stands and not self._stays(self._seat)
+        if seated:
+            kept_up.append(self._seated)
+        leases = {key: version for each in kept_up for key, version in each.lease().items()}
         kept = self._store.renew(leases, self.rules.lease_s) if leases else set()
         self._beaten_at = looked_at
-        if self.keys.host not in kept:
-            self._hosting.deposed()
-        self._waiting.renewed(kept)
-        if seat is not None and self._seat_version != ABSENT:
-            if self.keys.seat(seat.round, seat.slot) in kept:
-                self._seat_until = looked_at + self.rules.lease_s
-            else:
-                self._seat_lost()
+        for each in kept_up:
+            each.renewed(kept)
+        if seated and self._seated.stands:
+            self._seat_until = looked_at + self.rules.lease_s
+        elif seated:
+            self._seat_lost()
 
     def _give_up(self) -> None:
-        seat, version = self._seat, self._seat_version
-        if self._surrendered and seat is not None and version != ABSENT and not self._stays(seat):
-            self._seat_lost()
+        if self._surrendered and self._seated.stands and not self._stays(self._seat):
             with contextlib.suppress(StoreError):  # otherwise its lease ends
-                self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
+                self._seated.give_up()
+            self._seat_lost()
         self._surrendered = False
+
+    def _show_waiting(self) -> None:
+        """Tell the host that a newcomer waits, or no longer, only where the rules let a newcomer end a round."""
+        if self._member.state is not State.SPARE:
+            with contextlib.suppress(StoreError):  # otherwise its lease ends
+                self._waiting.give_up()
+        elif self.rules.grow and not self._waiting.stands:
+            self._waiting.version = self._store.put(self._waiting.key, self.name.encode(), lease_s=self.rules.lease_s)
 
     def _seat_lost(self) -> None:
         log.info("%s lost its seat in round %d: the lease ended", self.name, self._member.round)
-        self._seat, self._seat_version = None, ABSENT
+        self._seat, self._seated.version = None, ABSENT
         self._member.apply(Event.SEAT_LOST)
 
     def _look_and_act(self) -> None:
@@ -318,7 +325,7 @@ class Session:
             return
         now = self._clock()
         self._why = look.round.why
-        self._waiting.show(member.state is State.SPARE)
+        self._show_waiting()
         if member.state is State.TAKING:
             # The counter gives 1 first. A slot that is lost between these calls stays a hole.
             member.took(self._store.add(self.keys.slots(member.round)) - 1)
@@ -369,7 +376,8 @@ class Session:
         begun = self._clock()
         key = self.keys.seat(seat.round, seat.slot)
         version = self._store.put(key, encode(seat), lease_s=self.rules.lease_s)
-        self._seat, self._seat_version, self._seat_until = seat, version, begun + self.rules.lease_s
+        self._seat, self._seat_until = seat, begun + self.rules.lease_s
+        self._seated.key, self._seated.version = key, version
         self._wanted, self._wanted_message = Status.HERE, ""
         self._surrendered = False
         self._seated_at = begun
@@ -383,7 +391,7 @@ class Session:
         said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message[:4096])
         key = self.keys.seat(seat.round, seat.slot)
         lease_s = None if self._stays(said) else self.rules.lease_s
-        version = self._store.compare_and_set(key, encode(said), self._seat_version, lease_s=lease_s)
+        version = self._store.compare_and_set(key, encode(said), self._seated.version, lease_s=lease_s)
         if version is None:
             # The answer to an earlier try may have been lost; what stands there decides.
             entry = self._store.get(key)
@@ -392,11 +400,11 @@ class Session:
                 return
             version = entry.version
         until = math.inf if lease_s is None else looked_at + lease_s
-        self._seat, self._seat_version, self._seat_until = said, version, until
+        self._seat, self._seat_until, self._seated.version = said, until, version
 
-    def _stays(self, seat: Seat) -> bool:
+    def _stays(self, seat: Seat | None) -> bool:
         """Whether the seat has no lease, since what it reports stays true when its member ends."""
-        return self.rules.done_stays and seat.status is Status.DONE
+        return self.rules.done_stays and seat is not None and seat.status is Status.DONE
 
     def _check_wait(self, now: float) -> None:
         """Time limit for an open round. Usually the host closes the run; this is for runs whose hosts fail in turn."""
