@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 from fault_injection import ISOLATED, isolated
-from network_proxy import Proxy
+from network_proxy import KINDS, Proxy
 from plan import TrainerPlan, WriterPlan
 from planted import PLANTS
 from process_tree import Child
@@ -43,9 +43,12 @@ class NetworkSoak(Soak):
         minutes: for which payloads are written and faults happen.
         per_second: payloads, of both writers together.
         every_s: mean time between faults.
+        only: the one kind of fault; "": all.
     """
 
-    def __init__(self, options: Options, folder: Path, minutes: float, per_second: float, every_s: float) -> None:
+    def __init__(
+        self, options: Options, folder: Path, minutes: float, per_second: float, every_s: float, only: str
+    ) -> None:
         self._seconds = 60 * minutes
         self._per_second = per_second / len(READERS)
         super().__init__(options)
@@ -53,7 +56,7 @@ class NetworkSoak(Soak):
         library, asked_at = folder / "detoured.so", folder / "detour"
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", _DETOURED, "-o", library, "-ldl"], check=True)
         self._environment |= {"LD_PRELOAD": str(library), "DETOUR": str(asked_at)}
-        self._proxy = Proxy(asked_at, options.seed, every_s)
+        self._proxy = Proxy(asked_at, options.seed, every_s, {only: 1} if only else KINDS)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=lambda: self._loop.run_until_complete(self._proxy.run()), daemon=True).start()
 
@@ -83,8 +86,12 @@ class NetworkSoak(Soak):
             self._loop.call_soon_threadsafe(self._proxy.calm)
 
     def run(self) -> dict[str, Any]:
-        """Everything, to the report."""
-        return super().run() | {"network": dict(sorted(self._proxy.counts.items()))}
+        """Everything, to the report. A listener or supervisor that was started again has ended by itself."""
+        found = super().run()
+        logs = [log.read_text(errors="replace") for log in Path(self._plan.folder).glob("*.log")]
+        found["crashes"] += [line for log in logs for line in log.splitlines() if "restarting it" in line]
+        found["passed"] = found["passed"] and not found["crashes"]
+        return found | {"network": dict(sorted(self._proxy.counts.items()))}
 
 
 def main() -> int:
@@ -94,6 +101,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--per-second", type=float, default=100.0, help="payloads that are written, at most")
     parser.add_argument("--every-s", type=float, default=1.0, help="mean time between two faults")
+    parser.add_argument("--only", choices=KINDS, default="", help="no other faults on the network")
     parser.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
     parser.add_argument("--folder", type=Path, default=Path("build/network"), help="journals and logs; made anew")
     parser.add_argument("--json", type=Path, default=None, help="where the report goes besides the table")
@@ -112,7 +120,7 @@ def main() -> int:
     if options.isolated:  # so that whatever is left there is of this run
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     with tempfile.TemporaryDirectory(prefix="soak-network-") as folder:
-        soak = NetworkSoak(options, Path(folder), chosen.minutes, chosen.per_second, chosen.every_s)
+        soak = NetworkSoak(options, Path(folder), chosen.minutes, chosen.per_second, chosen.every_s, chosen.only)
         report = soak.run()
     if options.isolated:
         report["left_behind"] += [entry.name for entry in Path("/dev/shm").iterdir()]

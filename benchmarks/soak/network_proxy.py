@@ -1,12 +1,12 @@
 """A proxy that every TCP connection of a job passes, and that cuts, stalls, slows down and changes what passes.
 
 Processes that are preloaded with tests/support/detoured.c ask here, at a Unix socket, for a port of the loopback that
-leads to the address that they want. Each fault strikes one direction of one connection:
+leads to the address that they want. What happens, to one direction of one connection:
 
-    cut     in the middle of what passes: by RST, or by FIN
+    cut     in the middle of what passes, by RST or by FIN
     stall   nothing passes for 0.1 to 20 s; the other direction goes on
     slow    half of the bytes per second from now on, never less than SLOWEST
-    flip    one bit of a payload, or of a message of this package
+    flip    one bit of the next payload, or message of this package, on any connection
 
 Messages are recognised by their checksums, payloads by their bytes (payloads.py), in what arrives at the proxy in one
 piece. Nothing else is changed: UCX has no checksums, and aborts the process on headers of its own that make no sense.
@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import payloads
@@ -33,8 +33,8 @@ from transport._ring import checksum
 _FASTEST = 64 << 20  # bytes per second and direction
 SLOWEST = 2 << 20
 _CHUNK = 64 << 10
-_PATIENCE_S = 30.0  # of a fault, for bytes that it needs
-_KINDS = {"cut by RST": 4, "cut by FIN": 4, "stall": 3, "slow": 3, "flip in a payload": 4, "flip in a message": 6}
+_PATIENCE_S = 30.0  # until a connection is used
+KINDS = {"cut by RST": 4, "cut by FIN": 4, "stall": 3, "slow": 3, "flip in a payload": 4, "flip in a message": 6}
 _SURE = 12  # consecutive bytes of a payload: that they are so by chance is out of the question
 _NOISE = payloads.NOISE.tobytes()
 _FRAME = re.compile(rb"\x05[\x10\x11]")  # version and kind, behind the checksum
@@ -65,36 +65,38 @@ def messages(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 class _Way:
-    """One direction of a connection, and the fault that waits for its bytes."""
+    """One direction of a connection."""
 
     def __init__(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         self.source, self.sink = source, sink
         self.rate = _FASTEST
         self.held_until = 0.0
-        self.fault = ""
-        self.after = 0  # bytes that pass before it
-        self.until = 0.0
+        self.cut = ""  # how, after so many bytes more
+        self.after = 0
 
 
 class Proxy:
-    """Runs in an event loop.
+    """Runs in one event loop.
 
     Args:
         path: of the Unix socket.
         seed: of what happens; when bytes pass is no part of it.
         every_s: mean time between faults.
+        kinds: of `KINDS`, by weight.
 
     Attributes:
         counts: of faults, by kind, of connections, and of bytes that passed.
     """
 
-    def __init__(self, path: Path, seed: int, every_s: float) -> None:
+    def __init__(self, path: Path, seed: int, every_s: float, kinds: Mapping[str, int]) -> None:
         self._path = path
         self._rng = random.Random(seed)
         self._every_s = every_s
+        self._kinds = kinds
+        self._flips: set[str] = set()  # kinds that wait for bytes
         self._ways: set[_Way] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._calm = False
+        self._calm = asyncio.Event()
         self.counts: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -102,26 +104,28 @@ class Proxy:
         async with await asyncio.start_unix_server(self._asked, self._path):
             while True:
                 await asyncio.sleep(self._rng.expovariate(1 / self._every_s))
-                if self._ways and not self._calm:
+                if self._ways and not self._calm.is_set():
                     self._begin(self._rng.choice(list(self._ways)))
 
     def calm(self) -> None:
-        """No more faults; what is stalled goes on within 20 s."""
-        self._calm = True
-        for way in list(self._ways):
-            way.fault, way.rate = "", _FASTEST
+        """No more faults; those that last end."""
+        self._calm.set()
+        self._flips.clear()
+        for way in self._ways:
+            way.cut, way.rate = "", _FASTEST
 
     def _begin(self, way: _Way) -> None:
-        kind = self._rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+        [kind] = self._rng.choices(list(self._kinds), list(self._kinds.values()))
         if kind == "stall":
             way.held_until = time.monotonic() + 0.1 * math.exp(self._rng.random() * math.log(200))
             self.counts[kind] += 1
         elif kind == "slow":
             way.rate = max(SLOWEST, way.rate // 2)
             self.counts[kind] += 1
-        elif not way.fault or time.monotonic() > way.until:
-            way.fault, way.until = kind, time.monotonic() + _PATIENCE_S
-            way.after = int(math.exp(self._rng.random() * math.log(2 << 20))) if kind[:3] == "cut" else 0
+        elif kind.startswith("cut"):
+            way.cut, way.after = kind, int(math.exp(self._rng.random() * math.log(2 << 20)))
+        else:
+            self._flips.add(kind)
 
     # --- connections ------------------------------------------------------------------------------------
     async def _asked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -155,7 +159,6 @@ class Proxy:
         finally:
             self._ways.difference_update(both)
             for way in both:
-                way.fault = "over"
                 if reset:
                     with contextlib.suppress(OSError):
                         way.sink.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -166,17 +169,21 @@ class Proxy:
     async def _pass_on(self, way: _Way) -> bool:
         """Until the end of the source; whether the connection is to be reset then."""
         while chunk := await way.source.read(_CHUNK):
-            await asyncio.sleep(way.held_until - time.monotonic())
+            if (wait_s := way.held_until - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._calm.wait(), wait_s)
             self.counts["bytes"] += len(chunk)
-            if way.fault[:3] == "cut" and len(chunk) > way.after:
+            for kind in sorted(self._flips):
+                chunk = self._flipped(kind, chunk)
+            if way.cut and len(chunk) > way.after:
                 way.sink.write(chunk[: way.after])
                 await way.sink.drain()
-                self.counts[way.fault] += 1
-                if way.fault == "cut by RST":
+                self.counts[way.cut] += 1
+                if way.cut == "cut by RST":
                     raise ConnectionResetError
                 break  # a FIN; what the other side still sends passes
             way.after -= len(chunk)
-            way.sink.write(self._flipped(way, chunk) if way.fault[:4] == "flip" else chunk)
+            way.sink.write(chunk)
             await way.sink.drain()
             if way.rate < _FASTEST:
                 await asyncio.sleep(len(chunk) / way.rate)
@@ -184,23 +191,18 @@ class Proxy:
             way.sink.write_eof()
         return False
 
-    def _flipped(self, way: _Way, chunk: bytes) -> bytes:
-        if time.monotonic() > way.until:
-            way.fault = ""
-            return chunk
+    def _flipped(self, kind: str, chunk: bytes) -> bytes:
         at = None
-        if way.fault == "flip in a message":
-            found = list(messages(chunk))
-            if found:
+        if kind == "flip in a message":
+            if found := list(messages(chunk)):
                 at = self._rng.randrange(*self._rng.choice(found))
         else:
-            for _ in range(4):
-                middle = self._rng.randrange(len(chunk))
-                around = chunk[max(0, middle - _SURE // 2) : middle + _SURE // 2]
-                if len(around) == _SURE and around in _NOISE:
-                    at = middle
+            middle = self._rng.randrange(len(chunk))
+            around = chunk[max(0, middle - _SURE // 2) : middle + _SURE // 2]
+            if len(around) == _SURE and around in _NOISE:
+                at = middle
         if at is None:
             return chunk
-        self.counts[way.fault] += 1
-        way.fault = ""
+        self.counts[kind] += 1
+        self._flips.discard(kind)
         return chunk[:at] + bytes([chunk[at] ^ 1 << self._rng.randrange(8)]) + chunk[at + 1 :]

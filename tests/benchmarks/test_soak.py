@@ -396,9 +396,9 @@ def test_over_a_network_that_cuts_and_changes_every_payload_is_consumed_once_wit
 @pytest.mark.ucx
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("plant", ["unverified", "dead-connection"])
-def test_a_soak_over_the_network_finds_a_planted_fault(tmp_path: Path, plant: str) -> None:
-    report = over_the_network(tmp_path, "--plant", plant)
+@pytest.mark.parametrize(("plant", "only"), [("unverified", "flip in a payload"), ("dead-connection", "cut by RST")])
+def test_a_soak_over_the_network_finds_a_planted_fault(tmp_path: Path, plant: str, only: str) -> None:
+    report = over_the_network(tmp_path, "--plant", plant, "--only", only)
     assert mutations.found(plant, report), json.dumps(report, indent=1)
 
 
