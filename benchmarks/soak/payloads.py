@@ -7,15 +7,16 @@ of each, are seen as wrong.
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import Any
 
 import numpy as np
 
 HEADER = struct.Struct("<IQI")  # writer, number, size
-LARGEST = 128 << 10
+LARGEST = int(os.environ.get("SOAK_LARGEST", 128 << 10))  # bytes
 _WINDOWS = 1 << 20
-_NOISE = np.random.default_rng(20).integers(0, 256, _WINDOWS + LARGEST, dtype=np.uint8)
+NOISE = np.random.default_rng(20).integers(0, 256, _WINDOWS + LARGEST, dtype=np.uint8)
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -25,7 +26,7 @@ def _hash(writer: int, number: int) -> int:
 
 
 def size_of(writer: int, number: int) -> int:
-    """Mostly some hundred bytes; one in 32 up to 64 KiB (joined to answers), one in 128 larger (a message alone)."""
+    """Mostly some hundred bytes; one in 32 up to 64 KiB (joined to answers), one in 128 up to LARGEST."""
     mixed = _hash(writer, number)
     kind, amount = mixed & 127, mixed >> 8
     if kind == 0:
@@ -45,7 +46,7 @@ def make(writer: int, number: int) -> np.ndarray:
     """The payload's bytes."""
     size = size_of(writer, number)
     start = (_hash(writer, number) >> 24) % _WINDOWS
-    data = _NOISE[start : start + size].copy()
+    data = NOISE[start : start + size].copy()
     data[: HEADER.size] = np.frombuffer(HEADER.pack(writer, number, size), np.uint8)
     return data
 
@@ -58,5 +59,5 @@ def is_right(writer: int, number: int, data: Any) -> bool:
     return (
         len(seen) == size
         and seen[: HEADER.size].tobytes() == HEADER.pack(writer, number, size)
-        and bool(np.array_equal(seen[HEADER.size :], _NOISE[start + HEADER.size : start + size]))
+        and bool(np.array_equal(seen[HEADER.size :], NOISE[start + HEADER.size : start + size]))
     )

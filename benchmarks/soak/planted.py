@@ -155,6 +155,12 @@ PLANTS = {
             "transport.claims.connection": takes_are_not_verified,
         },
     ),
+    "unverified": Plant(
+        "no checksum of a payload is compared",
+        "wrong",
+        {"transport.ticket": nothing_is_verified, "transport.claims.connection": takes_are_not_verified},
+        queues=(),  # a fault where bytes change on the way: network.py
+    ),
     "segments-stay": Plant(
         "a writer leaves a segment behind",
         "left_behind",

@@ -6,13 +6,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import secrets
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from found_rings import ring_of, some
+from frame_codec import HEADER, encode_control, encode_status, sealed
 from helpers import eventually
+from preloaded import needs_compiler
 from redis_server import needs_redis, redis_server
 
 from transport import SharedRingBuffer
@@ -24,6 +28,7 @@ from transport.packer.rollout import ticket_id
 from transport.queue import FoundRings, RedisQueue
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
 from transport.storage.urls import RedisURL, parse_url
+from transport.wire.frames import VERSION, Answer, Hello, Kind, Record, encode_handshake
 
 ROOT = Path(__file__).resolve().parents[2]
 SOAK = ROOT / "benchmarks" / "soak"
@@ -33,6 +38,7 @@ sys.path.insert(0, str(SOAK))
 try:
     import audit
     import mutations
+    import network_proxy
     import payloads
     from accounts import Accounts
     from faults import schedule
@@ -360,3 +366,60 @@ def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path, q
     assert (said["lost"], said["wrong"], said["duplicated"], said["unfinished"]) == (0, 0, 0, 0)
     assert said["payloads"] >= 2500
     assert said["kills"] >= 6
+
+
+# --- over a bad network ------------------------------------------------------------------------------------
+def over_the_network(folder: Path, *options: str) -> dict[str, Any]:
+    """The report of a short run of network.py, with as many faults as fit into it."""
+    command = [sys.executable, SOAK / "network.py", "--seed", "1", "--every-s", "0.03", "--stuck-s", "60"]
+    command += ["--minutes", "0.1", "--folder", folder / "run", "--json", folder / "report.json", *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=110)
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    assert (done.returncode == 0) == report["passed"]
+    return report
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_compiler
+def test_over_a_network_that_cuts_and_changes_every_payload_is_consumed_once_with_its_own_bytes(tmp_path: Path) -> None:
+    report = over_the_network(tmp_path)
+    assert report["passed"], json.dumps(report, indent=1)
+    assert report["payloads"] > 100
+    assert {"cut by RST", "cut by FIN", "stall", "slow", "flip in a payload", "flip in a message"} <= {
+        *report["network"]
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("plant", "only"), [("unverified", "flip in a payload"), ("dead-connection", "cut by RST")])
+def test_a_soak_over_the_network_finds_a_planted_fault(tmp_path: Path, plant: str, only: str) -> None:
+    report = over_the_network(tmp_path, "--plant", plant, "--only", only)
+    assert mutations.found(plant, report), json.dumps(report, indent=1)
+
+
+def test_the_proxy_recognises_messages_by_their_checksums_and_nothing_else() -> None:
+    noise = payloads.NOISE[:1000].tobytes()
+    note = b"a ticket"
+    taken = bytearray(24 + 48) + note
+    HEADER.pack_into(taken, 0, 0, VERSION, Kind.STATUS, 1, 7, 0, 0)
+    struct.pack_into("<12xH", taken, 24, len(note))
+    sent = [
+        encode_control(7, [Record(Kind.RENEW), Record(Kind.FINISH, slot=3)]),
+        encode_status(7, [Answer(0, 0), Answer(3, 1)]),
+        sealed(taken),
+        encode_handshake(Hello(oldest=VERSION, newest=VERSION, ring="one", tag_base=9, nonce=bytes(16))),
+    ]
+    passing = bytearray(noise)
+    for message in sent:
+        passing += message + noise
+    found = list(network_proxy.messages(bytes(passing)))
+    prefixed = sent[-1][8:]  # what a handshake begins with has no checksum
+    assert [passing[begin:end] for begin, end in found] == [*sent[:-1], prefixed]
+    for begin, _ in found:
+        passing[begin + 9] ^= 1
+    assert not list(network_proxy.messages(bytes(passing)))
