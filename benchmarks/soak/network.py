@@ -4,7 +4,7 @@
 
 Two writers, three trainers and their listeners run as in the soak, over tcp and with the rings as the queue, at a
 moderate rate; no process is killed. One payload in 128 has up to 6 MiB. Account, report and exit status are the soak's;
-docs/SOAK.md has the rest.
+docs/developers/TESTING.md has the rest.
 """
 
 from __future__ import annotations
