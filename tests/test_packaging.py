@@ -97,7 +97,7 @@ def test_what_is_installed_admits_every_python_that_the_project_admits() -> None
         for each in distributions()
         if canonicalize_name(each.name) in pinned()
         for python in pythons
-        if not SpecifierSet(each.metadata["Requires-Python"] or "").contains(python)
+        if not SpecifierSet("".join(each.metadata.get_all("Requires-Python") or ())).contains(python)
     }
     assert not refused, "make constraints writes constraints.txt"
 

@@ -121,5 +121,7 @@ with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring, BlockingClient(wir
     assert ring.statistics().reading == 1
     assert ring.statistics().consumes == 0
 """
-    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", body], capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

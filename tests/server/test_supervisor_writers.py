@@ -169,7 +169,7 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
 
 
 def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_it(name: str) -> None:
-    writer = Writer(name, 3, ports=1)
+    writer = Writer(name, 3, msgspec.structs.replace(QUICK, watchdog_s=60.0), ports=1)  # it is frozen, and not killed
     (listener,) = writer.listeners.values()
     with Child(TAKES_OVER, name) as successor, writer.child as child, frozen(listener):
         assert successor.line() == "ready"
