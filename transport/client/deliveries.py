@@ -123,22 +123,30 @@ class Deliveries:
         return DevicePayload(ticket, rank, "mapped", target, self.schema_of(ticket), acknowledge)
 
     # --- over a wire --------------------------------------------------------------------------------
-    def received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
-        """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`."""
-        self._count(wire, ticket.size)
-        make = DevicePayload if type(data) is Target else ReceivedPayload
-        return make(ticket, rank, wire, data, self.schema_of(ticket), lambda: self.acknowledge(ticket, rank, via))
-
-    def received_part(
-        self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any, part: PayloadPart, *, alone: bool
+    def received(
+        self,
+        ticket: Ticket,
+        rank: int,
+        wire: Wire,
+        via: PortKey,
+        data: Any,
+        part: PayloadPart | None = None,
+        *,
+        alone: bool = False,
     ) -> ReceivedPayload:
-        """Some fields of a payload that came through port ``via``; ``alone``, or with all others around them."""
-        self._count(wire, part.nbytes if alone else ticket.size)
-        layout = part.layout if alone else part.inside
+        """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`.
+
+        ``part``: its fields that are wanted, which came ``alone`` or with all others around them.
+        """
+        schema, layout, size = self.schema_of(ticket), None, ticket.size
+        if part is not None:
+            schema, layout = part.schema, part.inside
+            if alone:
+                layout, size = part.layout, part.nbytes
+        self._count(wire, size)
+        make = DevicePayload if type(data) is Target else ReceivedPayload
         acknowledge = partial(self.acknowledge, ticket, rank, via)
-        if type(data) is Target:
-            return DevicePayload(ticket, rank, wire, data, part.schema, acknowledge, layout)
-        return ReceivedPayload(ticket, rank, wire, data, part.schema, acknowledge, layout=layout)
+        return make(ticket, rank, wire, data, schema, acknowledge, layout=layout)
 
     def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
         """A payload that was taken together with its claim: the holder of the claim acknowledges by ending it."""

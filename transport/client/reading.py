@@ -99,32 +99,7 @@ class Reads:
         wanted = None if fields is None else field_names(fields)
         if wanted is not None and out is not None:
             raise UsageError("out= is for whole payloads; leave it out where fields= names some of them")
-        if self._trace is None:
-            return await self._read(ticket, out, rank, self.deadline(timeout), fields=wanted)
-        return await self._read_traced(self._trace, ticket, out, rank, self.deadline(timeout), fields=wanted)
-
-    async def _read_traced(
-        self,
-        trace: Trace,
-        ticket: Ticket,
-        out: Any,
-        rank: int,
-        deadline: Deadline,
-        *,
-        spent: bool = False,
-        fields: tuple[str, ...] | None = None,
-    ) -> ReceivedPayload:
-        begun = time.monotonic()
-        outcome = "cancelled"
-        try:
-            payload = await self._read(ticket, out, rank, deadline, spent=spent, fields=fields)
-            outcome = payload.wire
-            return payload
-        except TransportError as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
+        return await self._read(ticket, out, rank, self.deadline(timeout), fields=wanted)
 
     async def _read(
         self,
@@ -136,9 +111,26 @@ class Reads:
         spent: bool = False,
         fields: tuple[str, ...] | None = None,
     ) -> ReceivedPayload:
-        """`read` with a deadline, also where the ring is served by now. ``spent``: one attempt was made already."""
-        if self._finder is None:
-            return await self._read_here(ticket, out, rank, deadline, spent, fields=fields)
+        """`one` with a deadline. ``spent``: one attempt was made already."""
+        read = self._read_here if self._finder is None else self._read_where_it_is
+        if self._trace is None:
+            return await read(ticket, out, rank, deadline, spent, fields=fields)
+        begun, outcome = time.monotonic(), "cancelled"
+        try:
+            payload = await read(ticket, out, rank, deadline, spent, fields=fields)
+            outcome = payload.wire
+            return payload
+        except TransportError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
+
+    async def _read_where_it_is(
+        self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool, *, fields: tuple[str, ...] | None
+    ) -> ReceivedPayload:
+        """`_read_here`, and where the directory says that the ring is served by now."""
+        assert self._finder is not None
         ticket = self._finder.current(ticket)
         try:
             payload = await self._read_here(ticket, out, rank, deadline, spent, last=False, fields=fields)
@@ -165,7 +157,7 @@ class Reads:
         last: bool = True,
         fields: tuple[str, ...] | None = None,
     ) -> ReceivedPayload:
-        """`_read` by the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
+        """By the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
         self._check(ticket, rank)
         part = None if fields is None else self._deliveries.part(ticket, fields)
         target = destination = None
@@ -261,7 +253,7 @@ class Reads:
             buffer = self._buffers.take(ticket.size)
             found_at = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=False)
         data = buffer if to_device is None else to_device(memoryview(buffer))
-        return self._deliveries.received_part(ticket, rank, *found_at, data, part, alone=alone)
+        return self._deliveries.received(ticket, rank, *found_at, data, part, alone=alone)
 
     # --- many ---------------------------------------------------------------------------------------
     async def many(
@@ -325,12 +317,7 @@ class Reads:
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
         for index, ticket in left:
             try:
-                if self._trace is None:
-                    payload = await self._read(ticket, None, rank, deadline, spent=together, fields=fields)
-                else:
-                    payload = await self._read_traced(
-                        self._trace, ticket, None, rank, deadline, spent=together, fields=fields
-                    )
+                payload = await self._read(ticket, None, rank, deadline, spent=together, fields=fields)
                 outcomes.append(ReadOutcome(index, ticket, payload, None))
             except TransportError as error:
                 outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
@@ -361,7 +348,7 @@ class Reads:
             failed = [failure for failure in [next(said) for _ in own] if failure is not None]
             if not failed:
                 data = self._device_reads.from_host(memoryview(buffer)) if self._device_reads.always else buffer
-                payload = self._deliveries.received_part(ticket, rank, wire, port, data, part, alone=True)
+                payload = self._deliveries.received(ticket, rank, wire, port, data, part, alone=True)
                 outcomes.append(ReadOutcome(index, ticket, payload, None))
             elif all(failure.retryable for failure in failed):
                 left.append((index, ticket))
