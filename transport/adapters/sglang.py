@@ -70,35 +70,36 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     SGLang ends its server for an error of a loader, so it gets one only where the weights are a mixture: a load failed,
     and the version before could not be loaded again.
     """
+    member: Member | None = None
     try:
-        _load(model, named_tensors)
+        found = _found(named_tensors)
+        if found.shards not in _members:
+            rank = described(found.shards, model)
+            made = Member(rank, sends=False, load=partial(_loaded, model, rank), **found.options)
+            _members[found.shards] = model, made
+        owner, member = _members[found.shards]
+        if owner is not model:
+            log.warning("a second model of this process, a draft, gets no weights by %s", found.shards)
+        elif found.phase == "stage":
+            found.meeting.begin(member, found.version)
+        else:
+            found.meeting.commit(member, found.version)
     except Exception as error:
-        if any(member.mixed for _, member in _members.values()):
+        if member is not None and member.mixed:
             raise
         log.error("the weights are as before: %s: %s", type(error).__name__, error)
 
 
-def _load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
+def _found(named_tensors: list[tuple[str, Any]]) -> _Address:
     require_fitting("sglang")
     if len(named_tensors) != 1:
         raise ProtocolError(f"{len(named_tensors)} tensors; give one, from transport.adapters.sglang.address")
     value = named_tensors[0][1]
     data = value if isinstance(value, np.ndarray) else to_host(value)
     try:
-        found = msgspec.json.decode(data.tobytes(), type=_Address)
+        return msgspec.json.decode(data.tobytes(), type=_Address)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise ProtocolError(f"{named_tensors[0][0]} is not an address of transport.adapters.sglang: {error}") from error
-    if found.shards not in _members:
-        rank = described(found.shards, model)
-        member = Member(rank, sends=False, load=partial(_loaded, model, rank), **found.options)
-        _members[found.shards] = model, member
-    owner, member = _members[found.shards]
-    if owner is not model:
-        log.warning("a second model of this process, a draft, gets no weights by %s", found.shards)
-    elif found.phase == "stage":
-        found.meeting.begin(member, found.version)
-    else:
-        found.meeting.commit(member, found.version)
 
 
 def _loaded(model: Any, rank: RankShards, arrays: dict[str, Any]) -> None:
