@@ -164,6 +164,8 @@ ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist worksteal
 adapters: build/adapters/installed | redis ## every test that needs a framework, with all of them installed in build/adapters
 	@build/adapters/bin/python -m pytest --frameworks $(ADAPTERS_OPTIONS) || \
 	$(call tried_again,build/adapters/bin/python -m pytest --frameworks)
+	@build/engines/bin/python -m pytest --frameworks tests/adapters || \
+	$(call tried_again,build/engines/bin/python -m pytest --frameworks tests/adapters)
 
 build/adapters/installed: pyproject.toml constraints-adapters.txt tests/support/adapters_environment.py $(NATIVE) | $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/adapters_environment.py $(UCXX)

@@ -5,6 +5,9 @@
 Versions are those of constraints-adapters.txt, requirements those of pyproject.toml's dependency groups. What cannot be
 installed or imported ends the program with an error, so that no test is skipped for want of it. The package is
 installed editable, from what .venv has compiled.
+
+vLLM and SGLang need a newer transformers than verl: they are in build/engines, where the packages of build/adapters are
+found after its own.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from waiting import waiting
 
 HOME = ROOT / "build" / "adapters"
 PYTHON = HOME / "bin" / "python"
+ENGINES = ROOT / "build" / "engines"
+ENGINES_PYTHON = ENGINES / "bin" / "python"
 STAMP = HOME / "stamp"
 VARIANTS = {"cu12": ("cu12", "gpu"), "cu13": ("cu13", "gpu13")}
 _LONGEST_S = 1800.0
@@ -42,6 +47,15 @@ IMPORTS = {
     ),
 }
 
+ENGINE_IMPORTS = {
+    "vllm": (
+        "vllm.distributed.weight_transfer",
+        "vllm.model_executor.model_loader.reload",
+        "vllm.v1.worker.gpu_worker",
+    ),
+    "sglang": ("sglang.srt.model_executor.model_runner_components.weight_updater",),
+}
+
 # torchvision's wheel is for torch with CUDA, and cannot be imported beside one without. cosmos-rl imports it for
 # pictures and videos only. Without metadata of a distribution, transformers does not take it for torchvision.
 TORCHVISION = {
@@ -51,6 +65,27 @@ TORCHVISION = {
     "transforms/__init__.py": "from .functional import InterpolationMode  # noqa: F401\n",
     "transforms/functional.py": "import enum\n\n\n"
     'class InterpolationMode(enum.Enum):\n    BICUBIC = "bicubic"\n    BILINEAR = "bilinear"\n',
+}
+
+# The same for vLLM and SGLang, whose transformers takes it for the real one: every name that is imported is there.
+_ANY = '''"""A stand-in: whatever name is imported; nothing here works on pictures."""
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+'''
+_MODES = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+ENGINES_TORCHVISION = {
+    "__init__.py": _ANY + '__version__ = "0.28.0"\nfrom . import io, transforms\n',
+    "io.py": _ANY,
+    "transforms/__init__.py": _ANY + "from . import functional, v2\nfrom .functional import InterpolationMode\n",
+    "transforms/functional.py": _ANY
+    + f'import enum\n\nInterpolationMode = enum.Enum("InterpolationMode", "{_MODES}")\n',
+    "transforms/v2/__init__.py": _ANY + "from ..functional import InterpolationMode\nfrom . import functional\n",
+    "transforms/v2/functional.py": _ANY + "from ..functional import InterpolationMode\n",
 }
 
 
@@ -75,7 +110,14 @@ def packages(variant: str) -> tuple[list[str], list[str]]:
 
 def fingerprint(variant: str) -> str:
     """Of everything that the installed packages follow from."""
-    parts = [*packages(variant), TORCHVISION, sys.version, ADAPTERS_FILE.read_text(encoding="utf-8")]
+    parts = [
+        *packages(variant),
+        of_group("adapters-engines"),
+        TORCHVISION,
+        ENGINES_TORCHVISION,
+        sys.version,
+        ADAPTERS_FILE.read_text(encoding="utf-8"),
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -87,15 +129,31 @@ def install_frameworks(variant: str) -> None:
     required, alone = packages(variant)
     run(f"installing {', '.join(of_group('adapters')[:4])} and what they need", [*pip, *required], **constrained)
     run(f"installing {', '.join(alone)} alone", [*pip, "--no-deps", *alone], **constrained)
-    for name, text in TORCHVISION.items():
-        file = Path(site_packages(), "torchvision", name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    write_torchvision(PYTHON, TORCHVISION)
+    install_engines()
     STAMP.write_text(fingerprint(variant), encoding="utf-8")
 
 
-def site_packages() -> str:
-    command = [str(PYTHON), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+def write_torchvision(python: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        file = Path(site_packages(python), "torchvision", name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+def install_engines() -> None:
+    shutil.rmtree(ENGINES, ignore_errors=True)
+    run("making build/engines", [sys.executable, "-m", "venv", str(ENGINES)])
+    line = f"import site; site.addsitedir({site_packages()!r})\n"
+    Path(site_packages(ENGINES_PYTHON), "adapters.pth").write_text(line, encoding="utf-8")
+    write_torchvision(ENGINES_PYTHON, ENGINES_TORCHVISION)
+    pip = [str(ENGINES_PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    engines = of_group("adapters-engines")
+    run(f"installing {', '.join(engines[:2])} alone", [*pip, "--no-deps", "--ignore-installed", *engines])
+
+
+def site_packages(python: Path = PYTHON) -> str:
+    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -110,8 +168,9 @@ def install_package() -> None:
 
 
 def check_imports() -> None:
-    for name, modules in IMPORTS.items():
-        run(f"importing {name}", [str(PYTHON), "-W", "ignore", "-c", f"import {', '.join(modules)}"])
+    for python, imports in ((PYTHON, IMPORTS), (ENGINES_PYTHON, ENGINE_IMPORTS)):
+        for name, modules in imports.items():
+            run(f"importing {name}", [str(python), "-W", "ignore", "-c", f"import {', '.join(modules)}"])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Models of the interfaces that inference engines have for weights, written from their signatures.
+"""A model of the interface that NeMo-RL has for weights, written from its signatures; and what a user writes.
 
 They call what the engine's own code calls, in its order. They are no engines: no model is loaded and nothing generated.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,100 +17,6 @@ from shard_members import local, served, trained, version_of
 from transport.weights.meeting import RankShards
 
 TRAINERS, WORKERS = 2, 2
-
-Init = TypeVar("Init")
-Update = TypeVar("Update")
-
-
-# --- vLLM ------------------------------------------------------------------------------------------------------
-@dataclass
-class WeightTransferInitInfo:
-    """vllm.distributed.weight_transfer.base"""
-
-
-@dataclass
-class WeightTransferUpdateInfo:
-    """vllm.distributed.weight_transfer.base"""
-
-
-@dataclass
-class TrainerInitInfo(WeightTransferInitInfo):
-    rank: int = field(kw_only=True)
-
-    @property
-    def is_sender(self) -> bool:
-        return self.rank == 0
-
-
-class WeightTransferEngine(ABC, Generic[Init, Update]):
-    init_info_cls: type[Any]
-    update_info_cls: type[Any]
-
-    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        self.config, self.vllm_config, self.device, self.model = config, vllm_config, device, model
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.update_info_cls(**update_info))
-
-    @abstractmethod
-    def init_transfer_engine(self, init_info: Any) -> None: ...
-
-    @abstractmethod
-    def start_weight_update(self) -> None: ...
-
-    @abstractmethod
-    def receive_weights(self, update_info: Any) -> None: ...
-
-    @abstractmethod
-    def finish_weight_update(self) -> None: ...
-
-    @abstractmethod
-    def shutdown(self) -> None: ...
-
-    @staticmethod
-    @abstractmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None: ...
-
-
-class TrainerWeightTransferEngine(ABC, Generic[Init, Update]):
-    def __init__(self, config: Any, *, client: Any, source: Any, is_sender: bool = True) -> None:
-        self.config, self.client, self.source, self.is_sender = config, client, source, is_sender
-
-    @classmethod
-    @abstractmethod
-    def trainer_init(cls, config: Any, init_info: Any, *, client: Any, source: Any) -> Any: ...
-
-    @abstractmethod
-    def send_weights(self) -> None: ...
-
-
-class Factory:
-    """Of either side: a registry that refuses a name twice."""
-
-    _registry: dict[str, Any]
-
-    @classmethod
-    def register_engine(cls, name: str, kind: Any, class_name: str | None = None) -> None:
-        if name in cls._registry:
-            raise ValueError(name)
-        cls._registry[name] = kind
-
-
-def install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of vLLM's names with these classes."""
-    base, factory = ModuleType("vllm.distributed.weight_transfer.base"), ModuleType("factory")
-    for kind in (
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-        TrainerInitInfo,
-        WeightTransferEngine,
-        TrainerWeightTransferEngine,
-    ):
-        setattr(base, kind.__name__, kind)
-    for name in ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"):
-        setattr(factory, name, type(name, (Factory,), {"_registry": {}}))
-    _install(monkeypatch, {"vllm": None, "vllm.distributed": None, "vllm.distributed.weight_transfer": None})
-    _install(monkeypatch, {base.__name__: base, "vllm.distributed.weight_transfer.factory": factory})
 
 
 # --- NeMo-RL ---------------------------------------------------------------------------------------------------
@@ -173,8 +78,13 @@ class Training:
             self.weights[name][...] = array
 
 
-def of_vllm(engine: WeightTransferEngine[Any, Any]) -> RankShards:
-    return of_model(engine.model)
+def of_torch(model: Any) -> RankShards:
+    """Of a module with a rank, a layout, and parameters of its names."""
+    return RankShards(model.rank, model.layout, dict(model.named_parameters()))
+
+
+def of_vllm(engine: Any) -> RankShards:
+    return of_torch(engine.model)
 
 
 def of_model(model: Model) -> RankShards:

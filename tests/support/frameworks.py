@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import re
 import tempfile
 from collections import defaultdict
@@ -22,9 +23,12 @@ from typing import Any
 
 import pytest
 
+ENGINES = ("vllm", "sglang")  # in an environment of their own
 INSTALLED = ("torch", "cupy", "ray", "cosmos_rl", "verl", "transferqueue")  # each has to have run a test
+if importlib.util.find_spec("vllm") is not None:
+    INSTALLED = ENGINES
 NOT_INSTALLED = re.compile(
-    r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue)\b.* (is not installed|could not)", re.IGNORECASE
+    r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue|vllm|sglang)\b.* (is not installed|could not)", re.IGNORECASE
 )
 
 STARTS_RAY = (
@@ -82,6 +86,8 @@ class Frameworks:
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """A file without such tests may import what only `make pytest` has."""
+        if self._all and collection_path.suffix == ".py" and _of_file(collection_path):
+            return True if (_of_file(collection_path) in ENGINES) != (INSTALLED is ENGINES) else None
         if not self._all or collection_path.suffix != ".py" or _of_file(collection_path):
             return None
         return True if not _MARKED.search(collection_path.read_text(encoding="utf-8")) else None
@@ -92,7 +98,8 @@ class Frameworks:
             framework = framework_of(item)
             if framework is not None:
                 item.user_properties.append(("framework", framework))
-            (chosen if framework is not None else others).append(item)
+            here = framework is not None and (framework in ENGINES) == (INSTALLED is ENGINES)
+            (chosen if here else others).append(item)
         if self._all:
             config.hook.pytest_deselected(items=others)
             items[:] = chosen

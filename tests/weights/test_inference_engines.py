@@ -1,4 +1,4 @@
-"""The adapters of vLLM, SGLang and NeMo-RL with models of their interfaces: trainers and workers in threads."""
+"""Ranks that meet without a manager, and the adapter of NeMo-RL with a model of its interface; all in threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ import engine_models
 import msgspec
 import numpy as np
 import pytest
-from engine_models import TRAINERS, WORKERS, Model, Training, install_nemo_rl, install_vllm, of_training
+from engine_models import TRAINERS, WORKERS, Model, Training, install_nemo_rl, of_training
 from shard_members import MODEL, checksum_of
 
-from transport.adapters import sglang
 from transport.errors import (
-    ProtocolError,
     SchemaError,
     StoreUnavailableError,
     UsageError,
@@ -63,96 +61,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    install_vllm(monkeypatch)
-    yield from loaded(monkeypatch, "transport.adapters.vllm")
-
-
-@pytest.fixture
 def nemo_rl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     install_nemo_rl(monkeypatch)
     yield from loaded(monkeypatch, "transport.adapters.nemo_rl")
-
-
-def test_vllms_pair_of_engines_updates_every_worker(vllm: Any, meeting: Meeting) -> None:
-    vllm.register()
-    vllm.register()
-    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
-    workers = [vllm.ShardReceiver(None, None, "cpu", model) for model in models]
-    calls = []
-
-    def init(info: dict[str, Any]) -> None:
-        for worker in workers:
-            worker.init_transfer_engine(vllm.ShardInit(**info))
-
-    def update(info: dict[str, Any]) -> None:
-        errors = together(*(lambda worker=worker: worker.update_weights(info) for worker in workers))
-        assert errors == [None] * WORKERS, errors
-
-    client = SimpleNamespace(
-        init_weight_transfer_engine=init,
-        start_weight_update=lambda: calls.append("start"),
-        update_weights=update,
-        finish_weight_update=lambda: calls.append("finish"),
-    )
-    plain = {name: getattr(meeting, name) for name in meeting.__struct_fields__}
-    info = {"meeting": plain, "shards": "engine_models:of_training", "worker_shards": "engine_models:of_vllm"}
-    trainers = [
-        vllm.ShardTrainer.trainer_init(
-            None,
-            vllm.ShardTrainerInit(**info, options=OPTIONS, worker_options=OPTIONS, rank=rank),
-            client=client,
-            source=trainings[rank],
-        )
-        for rank in range(TRAINERS)
-    ]
-    try:
-        for version in (1, 2):
-            for training in trainings:
-                training.step(version)
-            assert together(*(trainer.send_weights for trainer in trainers)) == [None] * TRAINERS
-            assert all(serves(model, version) for model in models)
-        assert calls == ["start", "finish"] * 2
-
-        def refused(info: dict[str, Any]) -> None:
-            raise ConnectionError("the server is gone")
-
-        client.update_weights = refused
-        errors = together(*(trainer.send_weights for trainer in trainers))
-        assert isinstance(errors[0], ConnectionError)
-        assert isinstance(errors[1], WeightsError)
-        assert "vLLM: ConnectionError: the server is gone" in str(errors[1])
-        assert all(serves(model, 2) for model in models)
-    finally:
-        for each in (*trainers, *workers):
-            each.shutdown()
-
-
-def test_sglangs_loader_receives_what_the_address_names(meeting: Meeting) -> None:
-    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
-    members = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
-    try:
-        for version in (1, 2):
-            for training in trainings:
-                training.step(version)
-            # A process of SGLang has one model; here the function's name tells the two apart.
-            tensors = [
-                sglang.address(meeting, f"engine_models:of_model{'' if not rank else '_too'}", version, **OPTIONS)
-                for rank in range(WORKERS)
-            ]
-            engine_models.of_model_too = engine_models.of_model  # type: ignore[attr-defined]
-            loads = [partial(sglang.load, model, [("address", of)]) for model, of in zip(models, tensors, strict=True)]
-            sends = [partial(meeting.update, member, version) for member in members]
-            assert together(*loads, *sends) == [None] * 4
-            assert all(serves(model, version) for model in models)
-        with pytest.raises(ProtocolError, match="give one"):
-            sglang.load(models[0], [])
-        with pytest.raises(ProtocolError, match="weight is not an address"):
-            sglang.load(models[0], [("weight", np.zeros(4, np.uint8))])
-    finally:
-        sglang.close()
-        for member in members:
-            member.close()
 
 
 def test_nemo_rls_engine_computes_the_plan_on_every_worker(nemo_rl: Any) -> None:
@@ -222,9 +133,8 @@ def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting
         else:
             assert all(serves(model, 1) for model in models)
         senders[1].tensors = missing
-        for error in together(lambda: meeting.update(senders[0], 2)):
-            assert isinstance(error, UsageError)
-            assert "version 2 was tried before" in str(error)
+        assert update(2) == [None] * 4, "the same version again"
+        assert all(serves(model, 2) for model in models)
         assert update(3) == [None] * 4
         assert all(serves(model, 3) for model in models)
     finally:
@@ -252,33 +162,79 @@ def everyone_of(meeting: Meeting) -> Iterator[tuple[list[Member], list[Model], C
             member.close()
 
 
-def landed_everywhere(meeting: Meeting, version: int) -> None:
-    """Wait until all ranks but the last have landed it."""
+def landed_everywhere(meeting: Meeting, member: Member) -> None:
+    """Wait until all ranks but the last have landed what it takes part in."""
     with open_store(meeting.store) as store:
-        for key in meeting._keys(version, "landed")[:-1]:
+        for key in meeting._keys(member.attempt.name, "landed")[:-1]:
             assert store.watch(key, ABSENT, 30) is not None
 
 
 @pytest.mark.parametrize("by", ["the rank itself", "the framework"])
 def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by: str) -> None:
     with everyone_of(meeting) as (everyone, models, update):
-        last = everyone[-1]
+        assert update(1) == [None] * 4
+        first, last = everyone[0], everyone[-1]
         transfer = last.transfer
+        landed, go_on = threading.Event(), threading.Event()
 
         def failing(version: int, *rest: Any) -> None:
             transfer(version, *rest)
-            landed_everywhere(meeting, version)
+            landed_everywhere(meeting, last)
+            landed.set()
             if by == "the rank itself":
                 raise RuntimeError("failed at the end")
-            meeting.fail(version, "RuntimeError: failed at the end")
+            assert go_on.wait(60)
 
-        assert update(1) == [None] * 4
+        def call() -> None:
+            assert landed.wait(60)
+            if by == "the framework":
+                raise ConnectionError("failed at the end")
+
         last.transfer = failing  # type: ignore[method-assign]
-        errors = update(2)
-        assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+        for training in range(TRAINERS):
+            everyone[training].tensors["flag"][...] = 7
+
+        def lead() -> None:
+            try:
+                meeting.stage(first, 2, call)
+            finally:
+                go_on.set()
+
+        errors = together(lead, *(partial(meeting.update, member, 2) for member in everyone[1:]))
+        assert isinstance(errors[0], ConnectionError if by == "the framework" else WeightsError), errors
+        assert isinstance(errors[-1], WeightsError if by == "the framework" else RuntimeError)
+        assert all(isinstance(error, WeightsError) for error in errors[1:-1]), errors
         assert all("failed at the end" in str(error) for error in errors)
         assert all(serves(model, 1) for model in models)
         last.transfer = transfer  # type: ignore[method-assign]
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
+def test_a_rank_that_was_started_again_takes_part_in_the_next_attempt(meeting: Meeting) -> None:
+    with everyone_of(meeting) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        hurried = msgspec.structs.replace(meeting, timeout_s=2.0)
+        for member in (everyone[0], everyone[-1]):  # begins an attempt, and takes part in one, of which nothing comes
+            with pytest.raises(WeightsTimeoutError):
+                hurried.stage(member, 2)
+        before, everyone[-1] = (
+            everyone[-1],
+            Member(RankShards(models[-1].rank, models[-1].layout, models[-1].parameters), sends=False, **OPTIONS),
+        )
+        before.close()
+        assert update(2) == [None] * 4
+        assert update(2) == [None] * 4, "the same version again"
+        assert all(serves(model, 2) for model in models)
+
+
+def test_what_was_staged_and_not_committed_is_dropped(meeting: Meeting) -> None:
+    with everyone_of(meeting) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        assert together(*(partial(meeting.stage, member, 2) for member in everyone)) == [None] * 4
+        assert all(serves(model, 1) for model in models)
+        with pytest.raises(UsageError, match="version 3 is not staged"):
+            meeting.commit(everyone[-1], 3)
         assert update(3) == [None] * 4
         assert all(serves(model, 3) for model in models)
 
@@ -294,12 +250,12 @@ def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
         agree = Meeting._agree
         gone = threading.Event()
 
-        def cut_off(self: Meeting, store: Any, member: Member, version: int, phase: str) -> None:
-            if member is cut and version == 2:
-                store.put(self._key(version, phase, member), b"", lease_s=0.3)
+        def cut_off(self: Meeting, store: Any, member: Member, phase: str, called: Any) -> None:
+            if member is cut and member.attempt.version == 2:
+                store.put(self._key(member.attempt.name, member, phase), b"", lease_s=0.3)
                 gone.set()
                 raise StoreUnavailableError("cut off")
-            agree(self, store, member, version, phase)
+            agree(self, store, member, phase, called)
 
         def late(version: int, *rest: Any) -> None:
             transfer(version, *rest)
@@ -334,7 +290,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:
     alone = Meeting(store=meeting.store, run="alone", senders=1, receivers=1, timeout_s=0.5)
     with (
         Member(of_training(Training(0)), sends=True, **OPTIONS) as member,
-        pytest.raises(WeightsTimeoutError, match="a rank did not write shards/alone/1/here/r0"),
+        pytest.raises(WeightsTimeoutError, match="a rank did not write shards/alone/here/r0"),
     ):
         alone.update(member, 1)
 

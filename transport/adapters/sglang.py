@@ -1,17 +1,26 @@
 """SGLang's custom weight loader: --custom-weight-loader transport.adapters.sglang.load
 
-    named = [("payload_transport", address(meeting, "my_job:shards", version))]       # on the trainer
-    engine.update_weights_from_tensor(named, load_format="transport.adapters.sglang.load")
+    def call(phase):                                               # on the trainer that makes SGLang's calls
+        named = [("payload_transport", torch.from_numpy(address(meeting, "my_job:shards", version, phase)))]
+        engine.begin_weight_update()
+        engine.update_weights_from_tensor(named, "transport.adapters.sglang.load", flush_cache=phase == "commit")
+        engine.end_weight_update()
 
-One small tensor carries our address instead of weights. In every worker SGLang calls `load`, which receives the
-worker's slices into its own parameters, while the trainer's ranks run `Meeting.update`. What a worker wants says a
-function of yours, called with the model: it returns `RankShards`. Written from SGLang 0.5.23's signatures and tested
-with a model of them.
+    meeting.stage(member, version, lambda: call("stage"))          # on its other ranks without the call
+    meeting.commit(member, version, lambda: call("commit"))
+
+One small tensor carries our address instead of weights. In every worker SGLang calls `load`: "stage" begins to receive
+the worker's slices beside its weights and returns, so that it generates meanwhile; "commit" copies them into its own
+parameters, and calls the model's `post_load_weights`. What a worker wants says a function of yours, called with the
+model: it returns `RankShards`. SGLang runs the calls between two of its steps, after `pause_generation` in the mode of
+your choice, or once no request is running.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,51 +28,88 @@ import numpy as np
 from transport.devices.arrays import to_host
 from transport.errors import ProtocolError, UsageError
 from transport.runtime.arguments import expect, whole
-from transport.weights.meeting import Meeting, Member, described
+from transport.runtime.releases import require_fitting
+from transport.weights.meeting import Meeting, Member, RankShards, copied_into, described
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["stage", "commit"]
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     meeting: Meeting
     shards: str
     version: int
+    phase: Phase
     options: dict[str, Any] = {}
 
 
-_members: dict[str, Member] = {}  # by function: a worker process has one model
+_members: dict[str, tuple[Any, Member]] = {}  # by function: a worker process has one model that takes part
 
 
-def address(meeting: Meeting, shards: str, version: int, **options: Any) -> np.ndarray[Any, Any]:
+def address(meeting: Meeting, shards: str, version: int, phase: Phase, **options: Any) -> np.ndarray[Any, Any]:
     """A uint8 array for `update_weights_from_tensor` (torch.from_numpy makes a tensor of it).
 
-    shards: "module:function" that exists in SGLang's workers. options: of `ShardEngine` there.
+    Args:
+        shards: "module:function" that exists in SGLang's workers.
+        options: of `ShardEngine` there.
     """
     expect(meeting, Meeting, "meeting of address()", "a Meeting")
     expect(shards, str, "shards of address()", "module:function, as text")
     version = whole(version, "version of address()")
     try:
-        text = msgspec.json.encode(_Address(meeting=meeting, shards=shards, version=version, options=options))
+        found = _Address(meeting=meeting, shards=shards, version=version, phase=phase, options=options)
+        return np.frombuffer(msgspec.json.encode(found), np.uint8).copy()
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"address(): {error}: give what JSON can hold") from error
-    return np.frombuffer(text, np.uint8).copy()
 
 
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """What SGLang calls. Raises ProtocolError for what is not our address, and what `Meeting.update` raises."""
+    """What SGLang calls. An error is logged, and the trainer's `Meeting` raises it.
+
+    SGLang ends its server for an error of a loader, so it gets one only where the weights are a mixture: a load failed,
+    and the version before could not be loaded again.
+    """
+    member: Member | None = None
+    try:
+        found = _found(named_tensors)
+        if found.shards not in _members:
+            rank = described(found.shards, model)
+            made = Member(rank, sends=False, load=partial(_loaded, model, rank), **found.options)
+            _members[found.shards] = model, made
+        owner, member = _members[found.shards]
+        if owner is not model:
+            log.warning("a second model of this process, a draft, gets no weights by %s", found.shards)
+        elif found.phase == "stage":
+            found.meeting.begin(member, found.version)
+        else:
+            found.meeting.commit(member, found.version)
+    except Exception as error:
+        if member is not None and member.mixed:
+            raise
+        log.error("the weights are as before: %s: %s", type(error).__name__, error)
+
+
+def _found(named_tensors: list[tuple[str, Any]]) -> _Address:
+    require_fitting("sglang")
     if len(named_tensors) != 1:
         raise ProtocolError(f"{len(named_tensors)} tensors; give one, from transport.adapters.sglang.address")
     value = named_tensors[0][1]
     data = value if isinstance(value, np.ndarray) else to_host(value)
     try:
-        found = msgspec.json.decode(data.tobytes(), type=_Address)
+        return msgspec.json.decode(data.tobytes(), type=_Address)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise ProtocolError(f"{named_tensors[0][0]} is not an address of transport.adapters.sglang: {error}") from error
-    member = _members.get(found.shards)
-    if member is None:
-        member = _members[found.shards] = Member(described(found.shards, model), sends=False, **found.options)
-    found.meeting.update(member, found.version)
+
+
+def _loaded(model: Any, rank: RankShards, arrays: dict[str, Any]) -> None:
+    if not callable(rank.tensors):
+        copied_into(rank.tensors, arrays)
+    if hasattr(model, "post_load_weights"):  # what the model derives from its parameters (DeepSeek's w_kc, w_vc)
+        model.post_load_weights()
 
 
 def close() -> None:
     """Release what `load` has opened in this process. Idempotent."""
     while _members:
-        _members.popitem()[1].close()
+        _members.popitem()[1][1].close()

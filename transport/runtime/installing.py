@@ -28,6 +28,8 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "verl": ("verl>=0.9,<0.10",),
     "cosmos-rl": ("cosmos-rl>=0.4.7,<0.5",),
     "tensordict": ("tensordict>=0.10",),
+    "vllm": ("vllm>=0.33,<0.34",),
+    "sglang": ("sglang>=0.5.23,<0.6",),
     "TransferQueue": ("TransferQueue>=0.1.9,<0.2", "tensordict"),
 }
 

@@ -14,6 +14,8 @@ FITS: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "verl": ((0, 9), (0, 10)),
     "cosmos-rl": ((0, 4, 7), (0, 5)),
     "TransferQueue": ((0, 1, 9), (0, 2)),
+    "vllm": ((0, 33), (0, 34)),
+    "sglang": ((0, 5, 23), (0, 6)),
 }
 
 

@@ -5,12 +5,14 @@
 
     meeting = Meeting("redis://…", "run 7", senders=256, receivers=128)
     with Member(shards(model), sends=True) as member:    # every trainer rank; on receivers sends=False
-        meeting.update(member, version)
+        meeting.update(member, version)                  # or stage, and later commit
 
-The calls of these engines return nothing to the trainer. So all ranks meet in a store: each writes what `prepare` told
-it, the first sender writes everybody's role. Whether a version is loaded is one final record, and whether it stays
-loaded is another (`transport.store.decision`): the first sender writes "go" when every rank has come so far and is
-there; a rank that fails, or waits too long, writes why. Whatever stands holds for all of them.
+The calls of these engines return nothing to the trainer. So all ranks meet in a store. The first sender begins an
+attempt, by a random name, with which every other rank writes what `prepare` told it; then the first sender writes
+everybody's role. Whether the version is loaded is one final record of the attempt, and whether it stays loaded is
+another (`transport.store.decision`): the first sender writes "go" when every rank has come so far and is there; a rank
+that fails, or waits too long, writes why. Whatever stands holds for all of them. A rank that was started again, or
+tries the same version once more, takes part in the next attempt.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import asyncio
 import contextlib
 import importlib
 import math
+import secrets
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +50,7 @@ from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor
 from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.versions.tensors import as_torch
 
 _LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
 _THERE_S = 10.0  # lease of "I have come so far": several looks
@@ -55,11 +61,15 @@ Failed = Callable[[], str | None]  # why another rank has failed
 
 
 class RankShards(NamedTuple):
-    """A rank: its number among the senders or the receivers, its layout, and its tensors by the layout's names."""
+    """A rank: its number among the senders or the receivers, its layout, and its tensors by the layout's names.
+
+    Without a layout, of all ranks or of none, the first sender sends its whole model. Its ``tensors`` may then be a
+    function that returns pairs of name and tensor, in an order that stays.
+    """
 
     rank: int
-    layout: Layout
-    tensors: Mapping[str, Any]
+    layout: Layout | None
+    tensors: Mapping[str, Any] | Callable[[], Iterable[tuple[str, Any]]]
 
 
 def described(path: str, *arguments: Any) -> RankShards:
@@ -108,19 +118,42 @@ def of_dtensors(tensors: Iterable[tuple[str, Any]]) -> tuple[Layout, dict[str, A
 
 
 class Member:
-    """One rank's engine, on a loop of its own. All methods block; one thread at a time."""
+    """One rank's engine, on a loop of its own. All methods block; one thread at a time.
 
-    def __init__(self, rank: RankShards, *, sends: bool, in_place: bool = False, **options: Any) -> None:
-        """``options``: of `ShardEngine`. ``in_place``: versions land in ``rank.tensors``."""
+    Args:
+        in_place: versions land in ``rank.tensors``.
+        load: called with the tensors of a version by name, views of what has landed; default: `copied_into` the rank's.
+            It may be called again with the version before.
+        options: of `ShardEngine`.
+    """
+
+    def __init__(
+        self,
+        rank: RankShards,
+        *,
+        sends: bool,
+        in_place: bool = False,
+        load: Callable[[dict[str, Any]], object] | None = None,
+        **options: Any,
+    ) -> None:
         self.rank = rank.rank
         self.sends = sends
-        self.tensors = rank.tensors
+        self.tensors: Any = rank.tensors
         self.name = f"{'sender' if sends else 'receiver'} {rank.rank}"
         if in_place:
             options["in_place"] = rank.tensors
         self.engine = ShardEngine(self.name, rank.layout, **options)
-        self._loaded: Any = None  # the version that ``rank.tensors`` hold; None: what they held before, or a mixture
+        self._load = load or (lambda arrays: copied_into(self.tensors, arrays))
+        self._loaded: Any = None  # the version that is loaded; None: what was there before; or _MIXED
+        self._begun: tuple[int, Future[None]] | None = None  # by `Meeting.begin`: the version that is staged
         self._loop = LoopThread(f"weights of {self.name}")
+        self.stopped = ""  # why it takes part in nothing any more
+        self.attempt = _Attempt("", -1)  # that it takes part in
+
+    @property
+    def leads(self) -> bool:
+        """Whether it begins the attempts of all ranks."""
+        return self.sends and self.rank == 0
 
     def run(self, coroutine: Any, timeout_s: float | None = None) -> Any:
         """Run a coroutine of the engine."""
@@ -139,7 +172,8 @@ class Member:
         Raises WeightsTimeoutError when it took longer than ``timeout_s``, WeightsError when another rank failed.
         """
         engine = self.engine
-        moving = engine.send_weights(self.tensors, version) if self.sends else engine.receive(version)
+        tensors = self.tensors() if callable(self.tensors) else self.tensors
+        moving = engine.send_weights(tensors, version) if self.sends else engine.receive(version)
         self._within(moving, f"version {version} was not transferred", timeout_s, failed)
 
     def _within(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float, failed: Failed) -> None:
@@ -158,32 +192,60 @@ class Member:
         return {} if held is None else dict(self.engine.arrays(held))
 
     def load(self) -> None:
-        """Copy the version into ``rank.tensors``; nothing to do where it landed in them."""
+        """Load the version that was received last; nothing to do where it landed in the rank's own tensors."""
         if self.engine.in_place:
             return
-        self._loaded = None
-        for name, array in self.arrays().items():
-            target = self.tensors[name]
-            if hasattr(target, "copy_"):  # torch
-                import torch
-
-                with torch.no_grad():
-                    target.copy_(array if isinstance(array, torch.Tensor) else _tensor(torch, array))
-            else:
-                target[...] = array
+        arrays = self.arrays()
+        self._loaded = _MIXED
+        self._load(arrays)
         self._loaded = self.engine.held
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a load has failed, and the version before could not be loaded again."""
+        return self.engine.spoilt or self._loaded is _MIXED
 
     def back(self, first: BaseException) -> None:
         """Return to the version before, after ``first``; in place there is none. An error becomes a note of it."""
         self.engine.revert()
         try:
-            if self.engine.held is not self._loaded:
+            if self.engine.held is not None and self._loaded is not self.engine.held:
                 self.load()
         except Exception as error:
             first.add_note(f"{self.name}: the version before was not loaded: {type(error).__name__}: {error}")
 
+    def begin(self, version: int, stage: Callable[[], None]) -> None:
+        """Call ``stage`` in a thread, after the one that was begun before."""
+        before = None if self._begun is None else self._begun[1]
+        here: Future[None] = Future()
+        self._begun = version, here
+
+        def run() -> None:
+            if before is not None:
+                wait([before])
+            try:
+                stage()
+            except BaseException as error:  # raised by `staged`
+                here.set_exception(error)
+            else:
+                here.set_result(None)
+
+        threading.Thread(target=run, name=f"stage of {self.name}").start()
+
+    def staged(self, version: int) -> bool:
+        """Whether this version is staged, once what was begun has ended; raises its error."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            wait([begun[1]])
+            if begun[0] == version:
+                begun[1].result()
+        return bool(self.attempt.name) and self.attempt.version == version
+
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """End what was begun, and release everything. Idempotent."""
+        self.stopped = f"{self.name} was closed"
+        if self._begun is not None:
+            wait([self._begun[1]])
         if not self._loop.closed:
             try:
                 self.run(self.engine.close())
@@ -215,13 +277,74 @@ async def _unless(failed: Failed, work: Coroutine[Any, Any, Any]) -> Any:
         await ended(task)
 
 
-def _tensor(torch: Any, array: Any) -> Any:
-    """A numpy array as torch's tensor; dtypes that numpy lacks go by their bits."""
-    name = array.dtype.name
-    if name.startswith(("bfloat16", "float8")):
-        bits = array.view("uint16" if name == "bfloat16" else "uint8").copy()
-        return torch.from_numpy(bits).view(getattr(torch, name))
-    return torch.from_numpy(array.copy())
+def copied_into(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Copy a version into a rank's own tensors, of numpy or of torch on any device."""
+    for name, array in arrays.items():
+        target = tensors[name]
+        if hasattr(target, "copy_"):  # torch
+            import torch
+
+            with torch.no_grad():
+                target.copy_(as_torch(array))
+        else:
+            target[...] = array
+
+
+_MIXED = object()  # a load has not come to its end
+
+
+class _Attempt(msgspec.Struct, frozen=True):
+    """The first sender's record: an attempt at a version; ``ready``: everybody's role is written."""
+
+    name: str
+    version: int
+    ready: bool = False
+
+
+class _Here(msgspec.Struct, frozen=True):
+    """A rank's record: it takes part in an attempt, as this process (``nonce``)."""
+
+    attempt: str
+    nonce: str
+    metadata: msgspec.Raw
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """A rank's role in an attempt, if it is still the process that asked for it."""
+
+    nonce: str
+    role: msgspec.Raw
+
+
+class _Beside:
+    """A call in a thread of its own, which is waited for at the end; its error fails the version for all ranks."""
+
+    def __init__(self, call: Callable[[], object] | None) -> None:
+        self.error: BaseException | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name="the framework's weight update")
+
+    def _run(self) -> None:
+        assert self._call is not None
+        try:
+            self._call()
+        except BaseException as error:  # raised by the thread that joins this one
+            self.error = error
+
+    def failed(self) -> str | None:
+        """Why the version fails."""
+        return None if self.error is None else f"the framework's call: {type(self.error).__name__}: {self.error}"
+
+    def __enter__(self) -> Self:
+        if self._call is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if self._call is not None:
+            self._thread.join()
+        if self.error is not None and (error is None or isinstance(error, WeightsError | StoreError)):
+            raise self.error from error
 
 
 @hiding("store")
@@ -239,118 +362,190 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     timeout_s: float = 600.0
 
     def update(self, member: Member, version: int) -> None:
-        """Send or receive a version, together with all other ranks; a receiver has loaded it afterwards.
+        """`stage` and `commit`: send or receive a version, together with all other ranks; a receiver has loaded it."""
+        self.stage(member, version)
+        self.commit(member, version)
 
-        After a failure a receiver has the version before, except where versions land in place. No version number is
-        used twice, not even after a failure: the records of the attempt before would mislead.
+    def stage(self, member: Member, version: int, beside: Callable[[], object] | None = None) -> None:
+        """Send or receive a version, together with all other ranks. It lands beside the one that is loaded.
+
+        Returns when all ranks have it. After a failure a receiver has the version before, except where versions land
+        in place. A version that was staged before, and not committed, is dropped.
+
+        Args:
+            beside: called in a thread meanwhile, such as the framework's call that brings the receivers here. If it
+                raises, the version fails for all ranks, and the error is raised.
 
         Raises:
             WeightsTimeoutError: a rank did not come. WeightsError: another rank failed.
-            UsageError: the number was used before.
             StoreError: the store was away for ``timeout_s``; what the others decided is then unknown here.
             Exception: what failed here; the others are told.
         """
+        self._drop(member)
         before = member.engine.held
-        with open_store(self.store) as store:
-            metadata = msgspec.json.encode(member.run(member.engine.prepare()))
+        with open_store(self.store) as store, _Beside(beside) as called:
             try:
-                here = self._key(version, "here", member)
-                if store.compare_and_set(here, metadata, ABSENT, lease_s=2 * self.timeout_s) is None:
-                    raise UsageError(f"{member.name}: version {version} was tried before; give the next number")
-                try:
-                    self._together(store, member, version)
-                except BaseException as error:
-                    with contextlib.suppress(StoreError):  # then the others wait until their time is over
-                        self._fail(store, version, f"{member.name}: {type(error).__name__}: {error}")
-                    if member.engine.held is not before:
-                        member.back(error)
-                    raise
-            finally:
-                member.run(member.engine.finalize())
+                metadata = msgspec.json.encode(member.run(member.engine.prepare()))
+                failed = partial(self._failed, store, member, called)
+                role = self._role(store, member, version, metadata, failed)
+                member.join(role, version, self.timeout_s, failed)
+                member.transfer(version, self.timeout_s, failed)
+                self._agree(store, member, "landed", called)
+            except BaseException as error:
+                self._give_up(store, member, error, member.engine.held is not before)
+                raise
 
-    def fail(self, version: int, reason: str) -> None:
-        """End a version for all ranks, because something else than a rank has failed. No effect on a finished one."""
-        with open_store(self.store) as store:
-            self._fail(store, version, reason)
+    def begin(self, member: Member, version: int) -> None:
+        """`stage` in a thread, for a receiver whose framework waits for the call; `commit` raises its error."""
+        member.begin(version, partial(self.stage, member, version))
 
-    def _fail(self, store: Store, version: int, reason: str) -> None:
-        for phase in _PHASES:
-            if self._decide(store, version, phase, reason[:2000].encode()) != _GO:
+    def commit(self, member: Member, version: int, beside: Callable[[], object] | None = None) -> None:
+        """Load what `stage` or `begin` has landed, on all ranks or on none. Arguments and errors as there.
+
+        A rank that cannot load the version before again raises its first error with a note, and is `Member.mixed`.
+        """
+        if not member.staged(version):
+            raise UsageError(f"{member.name}: version {version} is not staged; call stage() first")
+        with open_store(self.store) as store, _Beside(beside) as called:
+            try:
+                if not member.sends:
+                    member.load()
+                self._agree(store, member, "loaded", called)
+            except BaseException as error:
+                self._give_up(store, member, error, not member.sends)
+                raise
+            member.attempt = _Attempt("", -1)
+            member.run(member.engine.finalize())
+
+    def _drop(self, member: Member) -> None:
+        """Drop a version that was staged and not committed."""
+        if member.attempt.name and not member.sends:
+            member.back(WeightsError("not committed"))
+        member.attempt = _Attempt("", -1)
+
+    def _give_up(self, store: Store, member: Member, error: BaseException, landed: bool) -> None:
+        with contextlib.suppress(StoreError):  # then the others wait until their time is over
+            self._fail(store, member.attempt, f"{member.name}: {type(error).__name__}: {error}")
+        member.attempt = _Attempt("", -1)
+        if landed:
+            member.back(error)
+        member.run(member.engine.finalize())
+
+    def _fail(self, store: Store, attempt: _Attempt, reason: str) -> None:
+        for phase in _PHASES if attempt.name else ():
+            if self._decide(store, attempt, phase, reason[:2000].encode()) != _GO:
                 return
 
-    def _decide(self, store: Store, version: int, phase: str, proposal: bytes) -> bytes:
-        return decide(store, self._name(version, phase), proposal, lease_s=2 * self.timeout_s)
+    def _decide(self, store: Store, attempt: _Attempt, phase: str, proposal: bytes) -> bytes:
+        return decide(store, self._name(attempt.name, phase), proposal, lease_s=2 * self.timeout_s)
 
-    def _together(self, store: Store, member: Member, version: int) -> None:
-        if member.sends and member.rank == 0:
-            everybody = [msgspec.json.decode(self._wait(store, version, key)) for key in self._keys(version, "here")]
-            actor, rollout = ShardEngine.build_topology(self.senders, self.receivers, everybody)
-            for key, role in zip(self._keys(version, "role"), [*actor["roles"], *rollout["roles"]], strict=True):
-                store.put(key, msgspec.json.encode(role), lease_s=2 * self.timeout_s)
-        role = msgspec.json.decode(self._wait(store, version, self._key(version, "role", member)))
-        failed = partial(self._failed, store, version)
-        member.join(role, version, self.timeout_s, failed)
-        member.transfer(version, self.timeout_s, failed)
-        self._agree(store, member, version, "landed")
-        if not member.sends:
-            member.load()
-        self._agree(store, member, version, "loaded")
+    def _role(self, store: Store, member: Member, version: int, metadata: bytes, failed: Failed) -> Any:
+        """Take part in an attempt at this version; returns this rank's role in it."""
+        until = time.monotonic() + self.timeout_s
+        if not member.leads:
+            return self._follow(store, member, version, metadata, until, failed)
+        member.attempt = attempt = _Attempt(secrets.token_hex(8), version)
+        self._put(store, self._name("attempt"), attempt)
+        here = [_Here(attempt.name, "", msgspec.Raw(metadata))]
+        here += [self._here(store, key, attempt, until, failed) for key in self._keys("here")[1:]]
+        metadatas = [msgspec.json.decode(each.metadata) for each in here]
+        actor, rollout = ShardEngine.build_topology(self.senders, self.receivers, metadatas)
+        found = [*actor["roles"], *rollout["roles"]]
+        for key, each, role in zip(self._keys(attempt.name, "role"), here, found, strict=True):
+            self._put(store, key, _Given(each.nonce, msgspec.Raw(msgspec.json.encode(role))))
+        self._put(store, self._name("attempt"), msgspec.structs.replace(attempt, ready=True))
+        return found[0]
 
-    def _agree(self, store: Store, member: Member, version: int, phase: str) -> None:
+    def _here(self, store: Store, key: str, attempt: _Attempt, until: float, failed: Failed) -> _Here:
+        seen = ABSENT
+        while (left := until - time.monotonic()) > 0:
+            if (reason := failed()) is not None:
+                raise WeightsError(reason)
+            entry = store.watch(key, seen, min(left, _LOOK_S))
+            seen = ABSENT if entry is None else entry.version
+            if entry is not None and (found := msgspec.json.decode(entry.value, type=_Here)).attempt == attempt.name:
+                return found
+        raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
+
+    def _follow(self, store: Store, member: Member, version: int, metadata: bytes, until: float, failed: Failed) -> Any:
+        nonce, seen, key = secrets.token_hex(8), ABSENT, self._name("attempt")
+        while (left := until - time.monotonic()) > 0:
+            if (reason := failed()) is not None:
+                raise WeightsError(reason)
+            entry = store.watch(key, seen, min(left, _LOOK_S))
+            seen = ABSENT if entry is None else entry.version
+            found = _Attempt("", -1) if entry is None else msgspec.json.decode(entry.value, type=_Attempt)
+            if found.version == version and found.name != member.attempt.name:
+                if decided(store, self._name(found.name, _PHASES[0])) is not None:
+                    continue  # it is over
+                member.attempt = _Attempt(found.name, version)
+                self._put(store, self._key("here", member), _Here(found.name, nonce, msgspec.Raw(metadata)))
+            if found.ready and found.name == member.attempt.name:
+                role = store.get(self._key(found.name, member, "role"))
+                if role is not None:
+                    given = msgspec.json.decode(role.value, type=_Given)
+                    if given.nonce == nonce:  # else a process before this one took part in the attempt
+                        return msgspec.json.decode(given.role)
+        raise WeightsTimeoutError(f"timeout: {member.name}: the first sender did not begin version {version} in time")
+
+    def _agree(self, store: Store, member: Member, phase: str, called: _Beside) -> None:
         """Wait until every rank has come so far. WeightsError when one has failed, and then for all ranks.
 
         A rank that waits says so again and again: one that ended, or lost its way to the store, is not counted.
         """
-        keys, mine = self._keys(version, phase), self._key(version, phase, member)
+        attempt = member.attempt
+        keys, mine = self._keys(attempt.name, phase), self._key(attempt.name, member, phase)
         begun = time.monotonic()
         found = None
         while found is None:
             left = begun + self.timeout_s - time.monotonic()
             try:
                 if left <= 0:
-                    text = f"{member.name}: not all ranks have {phase} version {version} within {self.timeout_s:g} s"
-                    found = self._decide(store, version, phase, text.encode())
+                    text = f"{member.name}: not all ranks have {phase} v{attempt.version} within {self.timeout_s:g} s"
+                    found = self._decide(store, attempt, phase, text.encode())
                     if found == text.encode():
                         raise WeightsTimeoutError(f"timeout: {text}; look at the other ranks' logs")
                     break
                 store.put(mine, b"", lease_s=_THERE_S)
-                if member.sends and member.rank == 0:
+                if member.leads:
+                    if (reason := called.failed()) is not None:
+                        found = self._decide(store, attempt, phase, reason[:2000].encode())
+                        break
                     there = store.get_many(keys)
                     missing = next((key for key, entry in zip(keys, there, strict=True) if entry is None), "")
                     if not missing:
-                        found = self._decide(store, version, phase, _GO)
+                        found = self._decide(store, attempt, phase, _GO)
                         break
                     store.watch(missing, ABSENT, min(left, _LOOK_S / 10))
-                    found = decided(store, self._name(version, phase))
+                    found = decided(store, self._name(attempt.name, phase))
                 else:
-                    found = wait_decided(store, self._name(version, phase), min(left, _LOOK_S))
+                    found = wait_decided(store, self._name(attempt.name, phase), min(left, _LOOK_S))
+                    if found is None and member.stopped:
+                        raise WeightsError(member.stopped)
             except StoreUnavailableError:
                 if left <= 0:
                     raise
         if found != _GO:
-            raise WeightsError(f"v{version}: {found.decode(errors='replace')}")
+            raise WeightsError(f"v{attempt.version}: {found.decode(errors='replace')}")
 
-    def _wait(self, store: Store, version: int, key: str) -> bytes:
-        """The record, once it is there. WeightsError when a rank has failed meanwhile."""
-        begun = time.monotonic()
-        while (left := begun + self.timeout_s - time.monotonic()) > 0:
-            entry = store.watch(key, ABSENT, min(left, _LOOK_S))
-            if entry is not None:
-                return entry.value
-            if (reason := self._failed(store, version)) is not None:
-                raise WeightsError(reason)
-        raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
+    def _failed(self, store: Store, member: Member, called: _Beside) -> str | None:
+        """Why this attempt fails, if it does."""
+        if member.stopped or (member.leads and called.failed()):
+            return member.stopped or called.failed()
+        attempt = member.attempt
+        found = decided(store, self._name(attempt.name, _PHASES[0])) if attempt.name else None
+        return None if found in (None, _GO) else f"v{attempt.version}: {(found or b'').decode(errors='replace')}"
 
-    def _failed(self, store: Store, version: int) -> str | None:
-        found = decided(store, self._name(version, _PHASES[0]))
-        return None if found in (None, _GO) else f"v{version}: {(found or b'').decode(errors='replace')}"
+    def _put(self, store: Store, key: str, record: msgspec.Struct) -> None:
+        store.put(key, msgspec.json.encode(record), lease_s=2 * self.timeout_s)
 
-    def _key(self, version: int, what: str, member: Member) -> str:
-        return self._name(version, f"{what}/{'s' if member.sends else 'r'}{member.rank}")
+    def _key(self, attempt: str, member: Member, *what: str) -> str:
+        return self._name(attempt, *what, f"{'s' if member.sends else 'r'}{member.rank}")
 
-    def _keys(self, version: int, what: str) -> list[str]:
-        senders = [self._name(version, f"{what}/s{rank}") for rank in range(self.senders)]
-        return senders + [self._name(version, f"{what}/r{rank}") for rank in range(self.receivers)]
+    def _keys(self, *what: str) -> list[str]:
+        """Of all ranks, senders first."""
+        ranks = [f"s{rank}" for rank in range(self.senders)] + [f"r{rank}" for rank in range(self.receivers)]
+        return [self._name(*what, rank) for rank in ranks]
 
-    def _name(self, version: int, what: str) -> str:
-        return f"shards/{self.run}/{version}/{what}"
+    def _name(self, *what: str) -> str:
+        return "/".join(("shards", self.run, *what))

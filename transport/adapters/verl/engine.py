@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import warnings
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from transport.runtime.loop_thread import LoopThread
 from transport.runtime.releases import require_fitting
 from transport.weights.engine import RingEngine
 from transport.weights.plan.engine import Metadata, Weights
-from transport.weights.versions.tensors import tensor_of
+from transport.weights.versions.tensors import as_torch, tensor_of
 
 BACKEND = "payload_transport"
 
@@ -164,11 +163,7 @@ class _Adapter:
     def _tensor(self, array: Any) -> Any:
         if self._tensors == "numpy" or self._engine.on_device:
             return array
-        torch = _torch()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
-            flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-        tensor = flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
+        torch, tensor = _torch(), as_torch(array)
         # verl's sender copies what fits into its bucket, and passes anything larger on as a handle of CUDA memory.
         return tensor.cuda() if tensor.nbytes > self.bucket_size and torch.cuda.is_available() else tensor
 

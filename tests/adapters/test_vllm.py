@@ -1,0 +1,295 @@
+"""Our engines in vLLM's own files: its factories, base classes, workers' sessions and layerwise reload.
+
+No model runner and no device: a worker is vLLM's class with what its methods of weights use, and waiting for the device
+is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():  # of the framework and of what it imports
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm", reason="vllm is not installed", exc_type=ImportError)
+    from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, WeightTransferConfig
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory as Factory
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+    from vllm.plugins import load_plugins_by_group
+    from vllm.v1.worker.gpu_worker import Worker
+
+from in_modules import Sliced, Whole
+
+from transport.adapters import vllm as adapter
+from transport.errors import UsageError, WeightsError
+
+pytestmark = pytest.mark.ucx
+
+WORKERS = 2
+OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
+HIDDEN = 16
+
+
+# --- whole models ------------------------------------------------------------------------------------------------
+class Trained(torch.nn.Module):
+    """As a checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("embed", "q", "k", "v"):
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(HIDDEN, HIDDEN, dtype=torch.bfloat16)))
+
+    def step(self, version: int) -> None:
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) % 13 + 16 * number + version)
+
+
+class Halved(QuantizeMethodBase):
+    """Derives the weights that are served from those that are loaded."""
+
+    def create_weights(self, *_: Any, **__: Any) -> None: ...
+
+    def apply(self, layer: Any, x: Any) -> Any:
+        return x @ layer.weight
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.data.t().contiguous() / 2)
+
+
+class Fused(torch.nn.Module):
+    """Three tensors of a checkpoint in one parameter, which is derived from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3 * HIDDEN, HIDDEN, dtype=torch.bfloat16))
+        self.weight.weight_loader = self.load
+        self.quant_method = Halved()
+
+    def load(self, param: Any, loaded: Any, part: int) -> None:
+        param.data[part * HIDDEN : (part + 1) * HIDDEN].copy_(loaded)
+
+
+class Served(torch.nn.Module):
+    """As an engine has it: fused, derived, and loaded by `load_weights`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Module()
+        self.embed.weight = torch.nn.Parameter(torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16))
+        self.qkv = Fused()
+        record_metadata_for_reloading(self)
+        self.qkv.quant_method.process_weights_after_loading(self.qkv)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "embed":
+                loader = getattr(self.embed.weight, "weight_loader", default_weight_loader)
+                loader(self.embed.weight, tensor)
+            else:
+                self.qkv.weight.weight_loader(self.qkv.weight, tensor, "qkv".index(name))
+
+    def serves(self, version: int) -> bool:
+        trained = Trained()
+        trained.step(version)
+        fused = torch.cat([trained.q, trained.k, trained.v]).t() / 2
+        return torch.equal(self.embed.weight, trained.embed) and torch.equal(self.qkv.weight, fused)
+
+
+# --- vLLM --------------------------------------------------------------------------------------------------------
+def worker_of(model: Any, rank: int) -> Any:
+    """vLLM's worker, with what its methods of weights use."""
+    found = Worker.__new__(Worker)
+    config = VllmConfig(parallel_config=ParallelConfig(), device_config=DeviceConfig(device="cpu"))
+    config.parallel_config.rank = rank
+    found.vllm_config = config
+    found.rank = rank
+    found.model_runner = SimpleNamespace(reset_lora_state=lambda: None, get_draft_model=lambda: model)
+    found._weight_update_active = found._weight_update_is_draft = False
+    transfer = WeightTransferConfig(backend=adapter.BACKEND)
+    found.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        transfer, found.vllm_config, torch.device("cpu"), model
+    )
+    return found
+
+
+class Client:
+    """Calls all workers at once, as vLLM's executor does, with what JSON can hold."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        self.workers = workers
+        self.calls: list[str] = []
+
+    def _all(self, method: str, *arguments: Any) -> None:
+        self.calls.append(method)
+        sent = json.loads(json.dumps(arguments))
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            futures = [threads.submit(getattr(worker, method), *sent) for worker in self.workers]
+        for future in futures:
+            future.result()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._all("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._all("update_weights", update_info)
+        self.calls[-1] = update_info["phase"]
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update")
+        self.calls[-1] = f"finish {weight_version}"
+
+    def pause_generation(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    adapter.register()
+
+
+@pytest.fixture(params=["whole", "shards"])
+def models(request: pytest.FixtureRequest) -> tuple[Any, list[Any], dict[str, Any]]:
+    if request.param == "whole":
+        return Trained(), [Served() for _ in range(WORKERS)], {}
+    functions = {"shards": "in_modules:of_source", "worker_shards": "engine_models:of_vllm"}
+    return Whole(), [Sliced(rank, WORKERS) for rank in range(WORKERS)], functions
+
+
+@pytest.fixture
+def group(models: Any, tmp_path: Path) -> Iterator[tuple[Any, list[Any], Client, Callable[..., Any]]]:
+    """The trainer's module, the workers' models, the client, and what makes a trainer's side."""
+    training, serving, functions = models
+    client = Client([worker_of(model, rank) for rank, model in enumerate(serving)])
+    meeting = {"store": f"sqlite:///{tmp_path}/store", "run": "test", "senders": 1, "receivers": WORKERS}
+    made = []
+
+    def trainer(**more: Any) -> Any:
+        info = {"meeting": {**meeting, "timeout_s": 60}, "options": OPTIONS, "worker_options": OPTIONS, **functions}
+        found = Factory.trainer_init(adapter.Init(rank=0, **info, **more), client=client, source=ModuleSource(training))
+        made.append(found)
+        return found
+
+    try:
+        yield training, serving, client, trainer
+    finally:
+        for each in made:
+            each.shutdown()
+        for worker in client.workers:
+            worker.weight_transfer_engine.shutdown()
+
+
+UPDATE = ["start_weight_update", "stage", "finish None", "start_weight_update", "commit"]
+
+
+def test_three_updates_of_one_trainer_and_two_workers(group: Any) -> None:
+    training, serving, client, made = group
+    trainer = made(pause="keep")
+    memory = [[parameter.data_ptr() for parameter in model.parameters()] for model in serving]
+    for version in (1, 2, 3):
+        training.step(version)
+        client.calls.clear()
+        trainer.send_weights()
+        assert all(model.serves(version) for model in serving)
+        assert client.calls == [*UPDATE[:3], "pause keep", *UPDATE[3:], f"finish {version}", "resume"]
+    assert memory == [[parameter.data_ptr() for parameter in model.parameters()] for model in serving]
+
+
+def test_a_version_that_one_worker_cannot_load_is_served_by_none(group: Any, monkeypatch: Any) -> None:
+    training, serving, client, made = group
+    trainer = made()
+    training.step(1)
+    trainer.send_weights()
+    training.step(2)
+    member = client.workers[1].weight_transfer_engine._member
+    load, failures = member._load, [RuntimeError("out of memory")]
+
+    def failing(arrays: Any) -> None:
+        if failures:
+            load(dict(list(arrays.items())[:2]))
+            raise failures.pop()
+        load(arrays)
+
+    monkeypatch.setattr(member, "_load", failing)
+    with pytest.raises((RuntimeError, WeightsError), match="out of memory"):
+        trainer.send_weights()
+    assert all(model.serves(1) for model in serving)
+    training.step(3)
+    trainer.send_weights()
+    assert all(model.serves(3) for model in serving)
+
+
+def test_a_trainer_that_was_started_again_goes_on_with_the_same_workers(group: Any) -> None:
+    training, serving, client, made = group
+    first = made()
+    training.step(1)
+    first.send_weights()
+    client.update_weights = refused  # type: ignore[method-assign]
+    training.step(2)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        first.send_weights()
+    del client.update_weights
+    for worker in client.workers:  # vLLM ends a session that failed; here no worker was reached
+        worker.finish_weight_update()
+    assert all(model.serves(1) for model in serving)
+    again = made()
+    for version in (5, 6):
+        training.step(version)
+        again.send_weights()
+        assert all(model.serves(version) for model in serving)
+
+
+def refused(_: dict[str, Any]) -> None:
+    raise ConnectionError("the server is gone")
+
+
+def test_a_draft_model_is_refused_before_anything_is_written(group: Any) -> None:
+    _, serving, client, made = group
+    made()
+    before = [[parameter.clone() for parameter in model.parameters()] for model in serving]
+    with pytest.raises(RuntimeError, match="does not support draft"):
+        client.workers[0].start_draft_weight_update()
+    for model, tensors in zip(serving, before, strict=True):
+        assert all(map(torch.equal, model.parameters(), tensors))
+
+
+@pytest.mark.parametrize("models", ["whole"], indirect=True)
+def test_what_does_not_fit_together_is_refused(group: Any) -> None:
+    training, _, client, _ = group
+    with pytest.raises(UsageError, match="give both functions or none"):
+        adapter.Init(rank=0, meeting={}, shards="a:b")
+    with pytest.raises(UsageError, match="give the WeightSource"):
+        Factory.trainer_init(adapter.Init(rank=0, meeting={}), client=client)
+    with pytest.raises(UsageError, match="needs a client with pause_generation"):
+        info = adapter.Init(rank=0, meeting={}, pause="wait")
+        Factory.trainer_init(info, client=object(), source=ModuleSource(training))
+
+
+def test_vllm_finds_the_backend_by_its_entry_point(monkeypatch: Any, caplog: Any) -> None:
+    plugin = load_plugins_by_group("vllm.general_plugins")["payload_transport"]
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    plugin()
+    assert WeightTransferEngineFactory._registry.keys() == {adapter.BACKEND}
+    monkeypatch.setattr(adapter, "register", lambda: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        plugin()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

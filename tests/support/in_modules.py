@@ -1,0 +1,45 @@
+"""The trainer and the workers of tests of engines, as torch's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from shard_members import local, served, trained, version_of
+
+from transport.weights.versions.tensors import as_torch
+
+
+class Sliced(torch.nn.Module):  # type: ignore[misc]  # torch is not there when types are checked
+    """A worker's slices, fused as an engine has them."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.rank, self.layout = rank, served(rank, world)
+        for name, array in local(self.layout, version_of(0)).items():
+            self.register_parameter(name, torch.nn.Parameter(as_torch(array).clone() * 0, requires_grad=False))
+
+    def serves(self, version: int) -> bool:
+        expected = local(self.layout, version_of(version))
+        return all(torch.equal(parameter, as_torch(expected[name])) for name, parameter in self.named_parameters())
+
+
+class Whole(torch.nn.Module):  # type: ignore[misc]
+    """The trainer of these slices: it has all of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.layout = 0, trained(0, 1)
+        for name, array in local(self.layout, version_of(0)).items():
+            self.register_parameter(name, torch.nn.Parameter(as_torch(array).clone(), requires_grad=False))
+
+    def step(self, version: int) -> None:
+        for name, array in local(self.layout, version_of(version)).items():
+            getattr(self, name).copy_(as_torch(array))
+
+
+def of_source(source: Any) -> Any:
+    """What a trainer's `ModuleSource` of vLLM has."""
+    from engine_models import of_torch
+
+    return of_torch(source._module)
