@@ -64,8 +64,8 @@ class WriterPlan(msgspec.Struct, frozen=True, kw_only=True):
     first: int  # number to go on with
     left: int  # payloads to publish
     ports: int = 2
-    per_second: float = float("inf")  # payloads, at most
-    seconds: float = float("inf")  # for which it writes, at most
+    per_second: float | None = None  # payloads, at most
+    seconds: float | None = None  # for which it writes, at most
 
 
 class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True):

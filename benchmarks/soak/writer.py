@@ -97,12 +97,13 @@ def main() -> None:
     part = msgspec.json.decode(sys.argv[1], type=WriterPlan)
     worker = Worker(part)
     worker.start()
-    end = time.monotonic() + part.seconds
+    end = None if part.seconds is None else time.monotonic() + part.seconds
     for turn, left in enumerate(range(part.left, 0, -BATCH)):
-        if time.monotonic() >= end:
+        if end is not None and time.monotonic() >= end:
             break
         worker.batch(min(BATCH, left), single=turn % SINGLE_EVERY == 0)
-        time.sleep(BATCH / part.per_second)
+        if part.per_second is not None:
+            time.sleep(BATCH / part.per_second)
     patiently(worker.flush_ucxx, _complain)
     worker.journal.say("E", part.number)
     while not select.select([sys.stdin], [], [], 1.0)[0]:

@@ -72,4 +72,4 @@ def test_the_rate_of_a_link_is_kept_in_a_namespace_and_nothing_of_it_stays() -> 
 def test_pauses_are_measured_beside_a_copy_and_the_transfer() -> None:
     program = [sys.executable, str(BENCHMARKS / "weights" / "pauses.py"), "--sizes", "4MiB", "--rates", "0"]
     done = subprocess.run([*program, "--updates", "2"], check=True, capture_output=True, text=True, timeout=90)
-    assert [line.split(" | ")[2] for line in done.stdout.splitlines()[1:]] == ["mapped", "own"]
+    assert {line.split(" | ")[2] for line in done.stdout.splitlines()[1:]} >= {"mapped", "own", "loader", "one phase"}

@@ -182,7 +182,7 @@ def test_an_announcement_whose_close_was_interrupted_is_withdrawn_by_the_next(mo
     "interrupt",
     [
         lambda patch, session: interrupting(patch, session.prefetch, "clear"),
-        lambda patch, session: interrupting(patch, session.claims._queue, "retry"),
+        lambda patch, session: interrupting(patch, session.claims._queue, "retry_many"),
         lambda patch, session: interrupting(patch, session.thread, "close"),
     ],
     ids=["prefetch", "claims", "thread"],

@@ -119,14 +119,18 @@ def test_a_reader_that_is_refused_leaves_no_segment_behind(monkeypatch: pytest.M
     writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
     ticket = writer.write_raw(b"payload")
 
-    def everybody_else_leaves(_: SharedRingBuffer) -> int:
+    attach = SharedRingBuffer.attach
+
+    def attached_last(name: str, *, role: attachment.Role) -> SharedRingBuffer:
+        ring = attach(name, role=role)
         assert writer.native.unlink_if_last() is False  # a reader is attached, as the last look of a killed writer's
         for ticket in writer.tickets():
             writer.discard(ticket)
         writer.native.close()
-        return 16
+        return ring
 
-    monkeypatch.setattr(mapped, "_readers", everybody_else_leaves)
+    monkeypatch.setattr(SharedRingBuffer, "attach", attached_last)
+    monkeypatch.setattr("transport._ring.MAX_OWNERS", 2)  # every reader is one too many
     rings = mapped.MappedRings()
     assert rings.find(ticket) is None
     assert not segment_file(writer).exists()

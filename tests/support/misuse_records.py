@@ -56,7 +56,8 @@ def a_destination() -> Iterator[Scene]:
         again = itertools.count()
         calls: Calls = {
             "names": lambda: {"path": "a"}, "size": lambda: {"path": "a/b"}, "pieces": lambda: {"path": "a/b"},
-            "writer": lambda: {"path": f"a/c{next(again)}", "size": 3}, "put": lambda: {"path": "a/d", "data": b"x"},
+            "write": lambda: {"path": f"a/c{next(again)}", "size": 1, "pieces": [b"x"]},
+            "put": lambda: {"path": "a/d", "data": b"x"},
             "delete": lambda: {"path": "a/d"}, "read": lambda: {"path": "a/b", "most": 10},
             "settle": lambda: {"place": "a"}, "proofs": lambda: {"path": "a/b"},
             "publish": lambda: {"name": "x", "files": {"b": "a/b"}}, "unpublish": lambda: {"name": "x"},
