@@ -308,22 +308,18 @@ class RingsOfHost:
         return None if data is None else PayloadBytes("mapped", data)
 
     def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
-        slot, generation = claim.slot, claim.generation
-        key = ring.key(slot, generation)
+        at = claim.slot, claim.generation, ring.key(claim.slot, claim.generation), size, claim.rank
         try:
-            view = self._views_of(ring).read(ring, slot, generation, key, size, claim.rank, consume=False)
-            if isinstance(view, int):
-                return None
-            if view is not None:
+            view = self._views_of(ring).read(ring, *at, consume=False)
+            if isinstance(view, _ring.PayloadView):
                 return view
-            if ring.native.begin_read(slot, generation, key, size, claim.rank) != _ring.READ_OK:
+            if view is None:  # many are out
+                view = _ring.Views(ring.native, 1).read(ring, *at, consume=False)
+            if not isinstance(view, _ring.PayloadView):
                 return None
-            try:
-                block = self._buffers.take(size)
-                _ring.copy(block, ring.native.payload(slot)[:size])
-                return block
-            finally:
-                ring.native.unpin(slot, generation)
+            block = self._buffers.take(size)
+            _ring.copy(block, view)
+            return block
         except _ring.RingFault as fault:
             raise named(fault) from None
 
