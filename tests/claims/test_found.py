@@ -15,6 +15,7 @@ from packers import SCHEMA, Packer, Worker, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import MAX_OWNERS, ROLE_READER
+from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
 from transport.packer.options import ServerOptions
@@ -192,6 +193,16 @@ def test_a_payload_that_is_copied_while_many_are_looked_at_is_not_held_by_an_int
         del views
         assert queue.ack_many(claims) == claims
         assert ring.statistics().free == 4
+
+
+def test_a_ring_that_one_trainer_refuses_is_mapped_for_another(prefix: str) -> None:
+    mine, its = Schema.of(x=("int64",)), Schema.of(y=("int64",))
+    with SharedRingBuffer.create(its, prefix=prefix, slots=4) as ring:
+        here = RingsOfHost(OnThisHost(prefix), LONG_S)
+        for schema in (mine, its):
+            here.look(frozenset({schema.fingerprint}))
+        assert [found.ring_id for found in here.rings(frozenset({its.fingerprint}))] == [ring.ring_id]
+        here.close()
 
 
 @both

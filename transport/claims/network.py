@@ -365,7 +365,8 @@ class NetworkSource:
     def close(self) -> None:
         """What is claimed can be claimed by others. Idempotent; nothing in a forked child."""
         self._closed = True
-        thread = self._thread
+        with self._starting:  # a first claim in another thread has made the connections, or makes none
+            thread = self._thread
         for of in list(self._ranks.values()):
             of.arrived.wake()
         self._bell()
