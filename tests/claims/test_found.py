@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of, some
 from helpers import eventually, free
+from interrupted_instants import interrupted
 from packers import SCHEMA, Packer, Worker, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import MAX_OWNERS, ROLE_READER
+from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
 from transport.packer.options import ServerOptions
@@ -176,6 +178,31 @@ def test_at_addresses() -> None:
             assert queue.depth() == QueueDepth(done=2)
             with pytest.raises(QueueUnsuitableError, match="no notices"):
                 queue.announce("policy", 1)
+
+
+def test_a_payload_that_is_copied_while_many_are_looked_at_is_not_held_by_an_interrupt(prefix: str) -> None:
+    with ring_of(prefix, slots=4) as ring, FoundRings(OnThisHost(prefix)) as queue:
+        for number in range(3):
+            ring.write_raw(bytes([number]))
+        claims = some(queue, 3)
+        views = [queue.payload_bytes(claim) for claim in claims[:2]]  # as many as there may be
+        at = 1
+        while interrupted(at, lambda: payload_of(queue, claims[2])):
+            at += 1
+        assert at > 1
+        del views
+        assert queue.ack_many(claims) == claims
+        assert ring.statistics().free == 4
+
+
+def test_a_ring_that_one_trainer_refuses_is_mapped_for_another(prefix: str) -> None:
+    mine, its = Schema.of(x=("int64",)), Schema.of(y=("int64",))
+    with SharedRingBuffer.create(its, prefix=prefix, slots=4) as ring:
+        here = RingsOfHost(OnThisHost(prefix), LONG_S)
+        for schema in (mine, its):
+            here.look(frozenset({schema.fingerprint}))
+        assert [found.ring_id for found in here.rings(frozenset({its.fingerprint}))] == [ring.ring_id]
+        here.close()
 
 
 @both

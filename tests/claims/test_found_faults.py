@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -17,6 +18,8 @@ from helpers import Child, dead_port, eventually, free, listener_pids
 from queue_waits import in_thread
 
 from transport.claims.batch import Verdict
+from transport.claims.connections import ClaimConnections
+from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost, RingAddress
 from transport.queue import FoundRings
 from transport.settings import Settings
@@ -228,6 +231,39 @@ def test_a_claim_that_waits_in_a_thread_ends_with_the_queue(prefix: str, monkeyp
         queue.close()
         thread.join(LONG_S)
         assert ended == ["ClosedError"]
+
+
+def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    own_claims, begun, closing = NetworkSource._own_claims, threading.Event(), threading.Event()
+
+    async def later(self: NetworkSource) -> ClaimConnections:
+        begun.set()
+        await asyncio.to_thread(closing.wait, 0.5)  # it is not set where closing waits
+        return await own_claims(self)
+
+    monkeypatch.setattr(NetworkSource, "_own_claims", later)
+    with ring_of(prefix, mode="thread") as ring:
+        fill(ring, 1)
+        queue = opened(prefix)
+        ended: list[str] = []
+
+        def claim() -> None:
+            try:
+                queue.claim(1, LONG_S, consumer="test")
+            except Exception as error:
+                ended.append(type(error).__name__)
+
+        thread = threading.Thread(target=claim)
+        thread.start()
+        assert begun.wait(LONG_S)
+        queue.close()
+        closing.set()
+        thread.join(LONG_S)
+        assert ended == ["ClosedError"]
+        assert queue._network._thread is None or queue._network._thread.closed
 
 
 def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(

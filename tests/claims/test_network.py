@@ -23,6 +23,7 @@ from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
 from transport.errors import RingBusyError, RingFullError
 from transport.queue import Claim, FoundRings
+from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
 SLOTS = 16
@@ -124,6 +125,28 @@ def test_a_claim_that_is_given_twice_ends_once(ring: SharedRingBuffer, queue: Fo
     assert counted(queue) == {"done": 1}
 
 
+def test_claims_that_are_ended_in_another_order_have_their_own_answers(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    ring.write_many([{"data": np.zeros(4)} for _ in range(3)])
+    claims = some(queue, 3)
+    assert ring.acknowledge(Ticket.decode(claims[0].data))  # consumed by its ticket
+    assert queue.ack_many(claims[::-1]) == claims[:0:-1]
+
+
+def test_positions_of_a_batch_that_are_consumed_twice_end_no_other_claim(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    ring.write_many([{"data": np.zeros(4)} for _ in range(2)])
+    batch = queue.take(2, 15.0)
+    assert batch is not None
+    thread = queue._network._thread
+    assert thread is not None
+    assert thread.run(batch.consume([0, 0])).tolist() == [True, True]
+    assert ring.native.depth(0)["done"] == 1
+    assert queue.consume(batch).tolist() == [True, True]
+
+
 def test_threads_that_end_the_same_claim_at_once_end_it_once_and_have_the_same_answer(
     ring: SharedRingBuffer, queue: FoundRings
 ) -> None:
@@ -177,6 +200,15 @@ def test_a_batch_that_is_dropped_goes_back(ring: SharedRingBuffer, queue: FoundR
     batch = queue.take(1, 15.0)
     assert batch is not None
     assert (batch[0].attempts, queue.consume(batch).tolist(), queue.consume(batch).tolist()) == (2, [True], [True])
+
+
+def test_a_batch_that_is_dropped_goes_back_though_its_trainer_takes_nothing_more(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    ring.write_raw(b"one")
+    assert queue.take(1, 15.0) is not None
+    gc.collect()
+    eventually(lambda: ring.native.depth(0)["retried"] == 1, "the payload went back")
 
 
 def test_claims_that_have_ended_leave_nothing_behind(ring: SharedRingBuffer, queue: FoundRings) -> None:
@@ -278,3 +310,16 @@ def test_a_batch_whose_consumption_was_interrupted_is_consumed_with_the_same_ans
     go_on()
     for _ in range(2):
         assert queue.consume(batch).tolist() == [True]
+
+
+def test_rings_are_followed_after_a_look_that_failed(ring: SharedRingBuffer, queue: FoundRings) -> None:
+    find, looks = queue._network._served, itertools.count()
+
+    def failing() -> Any:
+        if next(looks) == 0:
+            raise OSError("too many open files")
+        return find()
+
+    queue._network._served = failing
+    ring.write_raw(b"one")
+    assert some(queue, 1)

@@ -224,3 +224,13 @@ async def test_a_listener_that_is_killed_loses_its_claims_and_another_port_has_t
             assert (await batch.consume()).tolist() == [False]
             assert batch.lost
             assert (await again.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"one")
+    async with tcp(settings=settings_with(claim_lease_s=0.5, claim_renew_s=0.1)) as client:
+        with UCXXServer(ring, mode="thread"):
+            batch = await client.take(addresses(ring)[0], 1, wait_s=LONG_S)
+            assert (await batch.consume()).tolist() == [True]
+        await until(lambda: not client._links._tag_bases, "the link has ended")

@@ -120,6 +120,7 @@ class ClaimedRows:
 
     async def end(self, positions: Positions, end: End) -> None:
         """End claims so. Afterwards `verdicts` has the answers; after a cancellation as well, when they come."""
+        positions = np.unique(positions)  # each claim once, in the order of the rows: as many as there are, all of them
         if self.asking and (self.verdicts[positions] == Verdict.ASKED).any():
             await asyncio.shield(asyncio.gather(*self.asking, return_exceptions=True))
         now = self.verdicts[positions]

@@ -126,7 +126,7 @@ class ClaimConnections:
             await asyncio.sleep(self.settings.claim_lease_s / _RENEWALS)
             for connection in list(self._open):
                 if connection.lost:
-                    self._open.discard(connection)
+                    self.leave(connection)
                 else:
                     connection.renew()
 

@@ -281,7 +281,7 @@ class Demands:
         while True:
             try:
                 found = await asyncio.to_thread(self._find)
-            except TransportError as error:
+            except Exception as error:  # whatever it is, rings are looked for again
                 if (before := self._log_limit.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
             else:

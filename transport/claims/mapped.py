@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from transport import _ring
 from transport.claims.batch import End, Verdict
@@ -24,9 +24,6 @@ from transport.ring.states import named
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
 from transport.ticket import NO_SCHEMA, Ticket
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +190,7 @@ class RingsOfHost:
         self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
         self._views: dict[str, tuple[SharedRingBuffer, _ring.Views]] = {}  # by ring
-        self._refused: dict[str, float] = {}
+        self._refused: dict[tuple[str, frozenset[str]], float] = {}  # by name, and the schemas that were asked for
         self._seen = Observed()
         self._buffers = BufferPool()
         self._log_limit = LogLimit()
@@ -232,11 +229,11 @@ class RingsOfHost:
         now = time.monotonic()
         here = {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
         for name in self._places.segments():
-            if name in here or now < self._refused.get(name, 0.0):
+            if name in here or now < self._refused.get((name, schemas), 0.0):
                 continue
             why = self._attach(name, schemas)
             if why:
-                self._refused[name] = now + _TRY_AGAIN_S
+                self._refused[name, schemas] = now + _TRY_AGAIN_S
                 log.info("ring %s is not mapped: %s", name, why)
 
     def _attach(self, name: str, schemas: frozenset[str]) -> str:
@@ -308,22 +305,18 @@ class RingsOfHost:
         return None if data is None else PayloadBytes("mapped", data)
 
     def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
-        slot, generation = claim.slot, claim.generation
-        key = ring.key(slot, generation)
+        at = claim.slot, claim.generation, ring.key(claim.slot, claim.generation), size, claim.rank
         try:
-            view = self._views_of(ring).read(ring, slot, generation, key, size, claim.rank, consume=False)
-            if isinstance(view, int):
-                return None
-            if view is not None:
+            view = self._views_of(ring).read(ring, *at, consume=False)
+            if isinstance(view, _ring.PayloadView):
                 return view
-            if ring.native.begin_read(slot, generation, key, size, claim.rank) != _ring.READ_OK:
+            if view is None:  # many are out
+                view = _ring.Views(ring.native, 1).read(ring, *at, consume=False)
+            if not isinstance(view, _ring.PayloadView):
                 return None
-            try:
-                block = self._buffers.take(size)
-                _ring.copy(block, ring.native.payload(slot)[:size])
-                return block
-            finally:
-                ring.native.unpin(slot, generation)
+            block = self._buffers.take(size)
+            _ring.copy(block, view)
+            return block
         except _ring.RingFault as fault:
             raise named(fault) from None
 

@@ -54,6 +54,7 @@ _COUNTED: Final = {
     Verdict.DEAD: ("dead", "retried"),
     Verdict.AGED: ("discarded", "aged"),
 }
+_NOT_ENDED: Final = (Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION)
 _FAILED: Final = {
     Verdict.DISCARDED: DeliveryState.DISCARDED,
     Verdict.DEAD: DeliveryState.DEAD,
@@ -88,7 +89,9 @@ class _Rank:
         self.demands: Demands | None = None
         self.came: deque[TakenBatch] = deque()
         self.arrived = Waits()
-        self.taken: deque[TakenBatch] = deque()  # whole, and not said to be in use: that costs a turn of the loop
+        # Claims, first and last position, of whole batches that are not said to be in use: that costs a turn of the
+        # loop. Not the batches: one that its caller drops goes back.
+        self.taken: deque[tuple[ClaimedRows, int, int]] = deque()
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
         self.asked = time.monotonic()  # when a caller last asked for payloads
@@ -210,11 +213,11 @@ class NetworkSource:
         of = self._rank(rank)
         if not of.came:
             while of.taken:  # it does not consume what it took before it takes more
-                self._give(of, of.taken.popleft())
+                self._give(of, *of.taken.popleft())
             of.arrived.wait(lambda: of.came or self._closed, wait_s)
         batch = _next(of.came)
         if batch is not None:
-            of.taken.append(batch)
+            of.taken.append(_place(batch))
         return batch
 
     def claim(
@@ -231,7 +234,7 @@ class NetworkSource:
                 of.came.appendleft(rest)
             made = self._claims_of(batch, consumer)
             aged = [each for each in made if _is_older(each.policy_version, oldest_version)]
-            self._give(of, batch)
+            self._give(of, *_place(batch))
             for each in aged:  # asked for when an older policy would do
                 reason = too_old(each.policy_version or 0, oldest_version or 0)
                 self.end([each], End(Verdict.AGED, reason, consumer))
@@ -259,17 +262,17 @@ class NetworkSource:
             )
         return made
 
-    def _give(self, of: _Rank, batch: TakenBatch) -> None:
-        """It is in the hands of a caller."""
+    def _give(self, of: _Rank, claims: ClaimedRows, begin: int, end: int) -> None:
+        """These are in the hands of a caller."""
         if of.demands is not None:
-            self._soon(self._given, of.demands, batch)
+            self._soon(self._given, of.demands, claims, np.arange(begin, end, dtype=np.intp))
 
-    def _given(self, demands: Demands, batch: TakenBatch) -> None:
-        positions = batch.positions
-        if not batch.claims.given[positions].any():
-            batch.claims.given[positions] = True
-            self._count(batch.claims, len(batch), "claimed")
-            demands.given(batch.claims, len(batch))
+    def _given(self, demands: Demands, claims: ClaimedRows, positions: Positions) -> None:
+        new = positions[~claims.given[positions] & np.isin(claims.verdicts[positions], _NOT_ENDED)]
+        if len(new):
+            claims.given[new] = True
+            self._count(claims, len(new), "claimed")
+            demands.given(claims, len(new))
 
     def explain(self, rank: int | str, *, known: bool = False) -> None:
         """Raise why nothing can come, where this process itself keeps it from every place.
@@ -296,7 +299,7 @@ class NetworkSource:
         """End claims so; those for which it was accepted, now or before."""
         groups: dict[ClaimedRows, list[int]] = {}
         for claim in claims:
-            if claim.verdict in (Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION):
+            if claim.verdict in _NOT_ENDED:
                 groups.setdefault(claim.batch.claims, []).append(claim.position)
         if groups and self._thread is not None and not self._thread.closed:  # else every connection is closed as well
             self._thread.run(_end_all(groups, end))
@@ -313,8 +316,8 @@ class NetworkSource:
             raise ClosedError("the batch is of another queue")
         for of in list(self._ranks.values()):
             with contextlib.suppress(ValueError):
-                of.taken.remove(batch)
-                self._give(of, batch)  # before its end: older ones may still be in hand
+                of.taken.remove(_place(batch))
+                self._give(of, *_place(batch))  # before its end: older ones may still be in hand
         return thread.submit(batch.consume() if payloads is None else payloads.consume())
 
     def renewed(self, claim: NetworkClaim) -> bool:
@@ -362,7 +365,8 @@ class NetworkSource:
     def close(self) -> None:
         """What is claimed can be claimed by others. Idempotent; nothing in a forked child."""
         self._closed = True
-        thread = self._thread
+        with self._starting:  # a first claim in another thread has made the connections, or makes none
+            thread = self._thread
         for of in list(self._ranks.values()):
             of.arrived.wake()
         self._bell()
@@ -390,6 +394,10 @@ class NetworkSource:
 
 async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
     await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
+
+
+def _place(batch: TakenBatch) -> tuple[ClaimedRows, int, int]:
+    return batch.claims, batch.first, batch.first + len(batch)
 
 
 def _next(came: deque[TakenBatch]) -> TakenBatch | None:

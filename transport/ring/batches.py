@@ -193,5 +193,5 @@ def _claim_any(
 
 def _wait(seen: Sequence[tuple[_ring.Ring, int]], rank: int, left_s: float) -> None:
     with contextlib.suppress(_ring.RingFault):  # one was closed meanwhile, by another thread: look again
-        due_s = min(native.due_s(rank) for native, _ in seen)
+        due_s = min((native.due_s(rank) for native, _ in seen), default=0.0)
         _ring.Ring.wait_any([native for native, _ in seen], [event for _, event in seen], min(left_s, due_s, _SLICE_S))
