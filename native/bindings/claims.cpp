@@ -36,7 +36,7 @@ struct Unowned {
   std::size_t next = 0;
 
   ~Unowned() {
-    for (; next < claims.size(); ++next) ring.give_back(claims[next].id, 0, Return::unread);
+    for (; next < claims.size(); ++next) OwnedClaim(ring, claims[next]);
   }
 };
 

@@ -22,7 +22,7 @@ from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
-from transport.ring.buffer import SharedRingBuffer
+from transport.ring.mapping import attached_reader
 from transport.settings import Settings
 from transport.wire import frames
 from transport.wire.frames import Kind
@@ -94,7 +94,8 @@ class Outcomes:
                 to_ask.extend(dict.fromkeys((*served().ports, *_ports(broken))))
                 passes += 1
             port = to_ask.popleft()
-            segment = served().segment if passes > 1 else ""
+            # Every second pass: a listener may be back where no owner place of the segment is free.
+            segment = served().segment if passes % 2 == 0 else ""
             try:
                 if segment:
                     answers = await asyncio.to_thread(_looked_up, segment, broken.ring, rows[left], broken.native.token)
@@ -176,7 +177,7 @@ class Outcomes:
 
 def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
     """As a listener of this host would answer. Blocks."""
-    with SharedRingBuffer.attach(segment, role="reader") as ring:
+    with attached_reader(segment) as ring:
         if ring.ring_id != ring_id:
             raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
         return [
