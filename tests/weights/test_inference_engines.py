@@ -28,8 +28,9 @@ from transport.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from transport.store.base import ABSENT
+from transport.store.base import ABSENT, Store
 from transport.store.open import open_store
+from transport.weights import meeting as meeting_module
 from transport.weights.meeting import Meeting, Member, RankShards, described, of_dtensors
 from transport.weights.versions.layout import weights_checksum
 
@@ -162,6 +163,41 @@ def everyone_of(meeting: Meeting) -> Iterator[tuple[list[Member], list[Model], C
             member.close()
 
 
+def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixture(meeting: Meeting) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError("no room")
+
+    with everyone_of(meeting) as (everyone, models, update):
+        load, everyone[3]._load = everyone[3]._load, fail
+        assert isinstance(update(1)[3], MemoryError)
+        assert [member.mixed for member in everyone[2:]] == [True, True]  # what was there before is not there any more
+        everyone[3]._load = load
+        assert update(2) == [None] * 4
+        assert [member.mixed for member in everyone[2:]] == [False, False]
+        assert all(serves(model, 2) for model in models)
+
+
+def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loaded(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with everyone_of(meeting) as (_, models, update):
+        assert update(1) == [None] * 4
+        waited = meeting_module.wait_decided
+
+        def interrupted(store: Store, key: str, timeout_s: float) -> bytes | None:
+            found = waited(store, key, timeout_s)
+            if found is not None and key.endswith("/loaded"):
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(meeting_module, "wait_decided", interrupted)
+        assert [type(error) for error in update(2)] == [type(None), *[KeyboardInterrupt] * 3]
+        assert all(serves(model, 2) for model in models)
+        monkeypatch.undo()
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
 def landed_everywhere(meeting: Meeting, member: Member) -> None:
     """Wait until all ranks but the last have landed what it takes part in."""
     with open_store(meeting.store) as store:
@@ -263,7 +299,7 @@ def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
 
         assert update(1) == [None] * 4
         monkeypatch.setattr(Meeting, "_agree", cut_off)
-        monkeypatch.setattr(Meeting, "_fail", lambda *_: None)  # it can tell nobody
+        monkeypatch.setattr(Meeting, "_stays", lambda *_: False)  # it can tell nobody
         slow.transfer = late  # type: ignore[method-assign]
         hurried = msgspec.structs.replace(meeting, timeout_s=3.0)
         errors = together(*(partial(hurried.update, member, 2) for member in everyone))

@@ -197,20 +197,23 @@ class Member:
             return
         arrays = self.arrays()
         self._loaded = _MIXED
+        if self.engine.held is None:
+            raise WeightsError(f"{self.name}: there is no version to load")
         self._load(arrays)
         self._loaded = self.engine.held
 
     @property
     def mixed(self) -> bool:
-        """Whether a load has failed, and the version before could not be loaded again."""
+        """Whether a load has failed, here or on another rank, and the version before could not be loaded again."""
         return self.engine.spoilt or self._loaded is _MIXED
 
     def back(self, first: BaseException) -> None:
         """Return to the version before, after ``first``; in place there is none. An error becomes a note of it."""
         self.engine.revert()
+        if self.engine.held is self._loaded:
+            return
         try:
-            if self.engine.held is not None and self._loaded is not self.engine.held:
-                self.load()
+            self.load()
         except Exception as error:
             first.add_note(f"{self.name}: the version before was not loaded: {type(error).__name__}: {error}")
 
@@ -425,16 +428,16 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _give_up(self, store: Store, member: Member, error: BaseException, landed: bool) -> None:
         with contextlib.suppress(StoreError):  # then the others wait until their time is over
-            self._fail(store, member.attempt, f"{member.name}: {type(error).__name__}: {error}")
+            landed &= not self._stays(store, member.attempt, f"{member.name}: {type(error).__name__}: {error}")
         member.attempt = _Attempt("", -1)
         if landed:
             member.back(error)
         member.run(member.engine.finalize())
 
-    def _fail(self, store: Store, attempt: _Attempt, reason: str) -> None:
-        for phase in _PHASES if attempt.name else ():
-            if self._decide(store, attempt, phase, reason[:2000].encode()) != _GO:
-                return
+    def _stays(self, store: Store, attempt: _Attempt, reason: str) -> bool:
+        """Fail the attempt for all ranks, unless it is decided that what they have loaded stays."""
+        proposal = reason[:2000].encode()
+        return bool(attempt.name) and all(self._decide(store, attempt, each, proposal) == _GO for each in _PHASES)
 
     def _decide(self, store: Store, attempt: _Attempt, phase: str, proposal: bytes) -> bytes:
         return decide(store, self._name(attempt.name, phase), proposal, lease_s=2 * self.timeout_s)
