@@ -75,6 +75,8 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             failed.add(error)
             if rollout is not None and self.backend == BACKEND:
                 stuck = failed.collect(lambda: self._restored(rollout, taken), list(self.replicas))
+            elif taken:  # what the workers have loaded is not known of another engine
+                stuck = list(self.replicas)
         for group in (self.actor_wg, rollout):
             if group is not None:
                 failed.add_all(self._each(group, "finalize")[1])
