@@ -322,6 +322,23 @@ def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) ->
         assert all(serves(model, 3) for model in models)
 
 
+def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(meeting: Meeting) -> None:
+    alone = msgspec.structs.replace(meeting, senders=1, receivers=1, timeout_s=0.5)
+    returns, returned = threading.Event(), threading.Event()
+
+    def call() -> None:
+        returns.wait(60)
+        returned.set()
+
+    with Member(of_training(Training(0)), sends=True, **OPTIONS) as member:
+        try:
+            with pytest.raises(WeightsTimeoutError, match=r"call did not return within 0\.5 s"):
+                alone.stage(member, 1, call)
+        finally:
+            returns.set()
+    assert returned.wait(60)
+
+
 def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:
     alone = Meeting(store=meeting.store, run="alone", senders=1, receivers=1, timeout_s=0.5)
     with (

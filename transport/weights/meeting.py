@@ -322,10 +322,11 @@ class _Given(msgspec.Struct, frozen=True):
 class _Beside:
     """A call in a thread of its own, which is waited for at the end; its error fails the version for all ranks."""
 
-    def __init__(self, call: Callable[[], object] | None) -> None:
+    def __init__(self, call: Callable[[], object] | None, timeout_s: float) -> None:
         self.error: BaseException | None = None
         self._call = call
-        self._thread = threading.Thread(target=self._run, name="the framework's weight update")
+        self._timeout_s = timeout_s
+        self._thread = threading.Thread(target=self._run, name="the framework's weight update", daemon=True)
 
     def _run(self) -> None:
         assert self._call is not None
@@ -345,7 +346,10 @@ class _Beside:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._call is not None:
-            self._thread.join()
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                text = f"timeout: the framework's call did not return within {self._timeout_s:g} s"
+                self.error = WeightsTimeoutError(text)
         if self.error is not None and (error is None or isinstance(error, WeightsError | StoreError)):
             raise self.error from error
 
@@ -355,7 +359,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where the ranks of a run meet.
 
     store: URL of a store that all ranks reach. run: a name that no other run uses there.
-    timeout_s: of each wait for another rank, and of the transfer.
+    timeout_s: of each wait for another rank or for the framework's call, and of the transfer.
     """
 
     store: str
@@ -386,7 +390,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         self._drop(member)
         before = member.engine.held
-        with open_store(self.store) as store, _Beside(beside) as called:
+        with open_store(self.store) as store, _Beside(beside, self.timeout_s) as called:
             try:
                 metadata = msgspec.json.encode(member.run(member.engine.prepare()))
                 failed = partial(self._failed, store, member, called)
@@ -409,7 +413,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         if not member.staged(version):
             raise UsageError(f"{member.name}: version {version} is not staged; call stage() first")
-        with open_store(self.store) as store, _Beside(beside) as called:
+        with open_store(self.store) as store, _Beside(beside, self.timeout_s) as called:
             try:
                 if not member.sends:
                     member.load()
