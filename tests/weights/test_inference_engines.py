@@ -322,6 +322,21 @@ def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) ->
         assert all(serves(model, 3) for model in models)
 
 
+def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(meeting: Meeting) -> None:
+    patient = msgspec.structs.replace(meeting, timeout_s=600)
+    with everyone_of(patient) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        assert together(*(partial(patient.stage, member, 2) for member in everyone)) == [None] * 4
+        everyone[3].close()
+        everyone[3] = Member(RankShards(models[1].rank, models[1].layout, models[1].parameters), sends=False, **OPTIONS)
+        errors = together(*(partial(patient.commit, member, 2) for member in everyone))
+        assert isinstance(errors[3], UsageError)
+        assert all(isinstance(error, WeightsError) and "not staged" in str(error) for error in errors[:3]), errors
+        assert all(serves(model, 1) for model in models)
+        assert update(2) == [None] * 4
+        assert all(serves(model, 2) for model in models)
+
+
 def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(meeting: Meeting) -> None:
     alone = msgspec.structs.replace(meeting, senders=1, receivers=1, timeout_s=0.5)
     returns, returned = threading.Event(), threading.Event()

@@ -412,7 +412,9 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         A rank that cannot load the version before again raises its first error with a note, and is `Member.mixed`.
         """
         if not member.staged(version):
-            raise UsageError(f"{member.name}: version {version} is not staged; call stage() first")
+            why = f"{member.name}: version {version} is not staged; call stage() first"
+            self._tell(version, why)  # its process may have been started again since
+            raise UsageError(why)
         with open_store(self.store) as store, _Beside(beside, self.timeout_s) as called:
             try:
                 if not member.sends:
@@ -437,6 +439,14 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if landed:
             member.back(error)
         member.run(member.engine.finalize())
+
+    def _tell(self, version: int, why: str) -> None:
+        """Fail the last attempt for all ranks, if it is at this version."""
+        with contextlib.suppress(StoreError), open_store(self.store) as store:
+            entry = store.get(self._name("attempt"))
+            found = _Attempt("", -1) if entry is None else msgspec.json.decode(entry.value, type=_Attempt)
+            if found.version == version:
+                self._stays(store, found, why)
 
     def _stays(self, store: Store, attempt: _Attempt, reason: str) -> bool:
         """Fail the attempt for all ranks, unless it is decided that what they have loaded stays."""
