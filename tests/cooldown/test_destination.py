@@ -317,3 +317,19 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         with pytest.raises(DestinationError, match="No such file"):
             call()
     assert not root.exists()
+
+
+def test_a_folder_that_another_process_made_and_did_not_flush_is_flushed_by_who_writes_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, flushed = os.fsync, set()
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    (tmp_path / "run" / "epoch").mkdir(parents=True)  # as by a process that was stopped there
+    with Folder(tmp_path) as destination:
+        destination.put("run/epoch/file", b"x")
+    assert {path.stat().st_ino for path in (tmp_path, *tmp_path.rglob("*"))} <= flushed

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,21 +99,28 @@ def test_a_follower_waits_for_the_leaders_claim(place: Place) -> None:
     assert ids(claims[0]) == [ticket(0).id]
 
 
-def test_claims_that_the_store_does_not_take_for_the_followers_go_back(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("written", [False, True])
+def test_a_claim_whose_telling_failed_is_the_groups_next_one_whether_the_store_has_it_or_not(
+    place: Place, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
-    def away(*_: object, **__: object) -> int:
+    put = place.store.put
+
+    def away(*arguments: Any, **named: Any) -> int:
+        if written:
+            put(*arguments, **named)
         raise StoreUnavailableError("away")
 
-    place.queue.publish(tickets(2))
+    place.queue.publish(tickets(3))
     leader, follower = place.group()
     with monkeypatch.context() as patched:
         patched.setattr(place.store, "put", away)
         with pytest.raises(StoreUnavailableError):
             leader.claim(2, rank=0, consumer="g")
-    assert place.queue.depth().ready == 2
-    again = leader.claim(2, rank=0, consumer="g")
-    assert ids(follower.claim(2, rank=1, consumer="g")) == ids(again) == [ticket(0).id, ticket(1).id]
+    group = [member.claim(2, rank=rank, consumer="g") for rank, member in enumerate((leader, follower))]
+    assert [claim.token for claim in group[0]] == [claim.token for claim in group[1]]
+    acked = at_once(lambda: leader.ack_many(group[0]), lambda: follower.ack_many(group[1]))
+    assert [ids(each) for each in acked] == [[ticket(0).id, ticket(1).id]] * 2
+    assert place.queue.depth() == QueueDepth(ready=1, done=2)
 
 
 def test_what_all_could_read_is_consumed_once_and_by_all(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +169,23 @@ def test_a_member_that_leaves_when_it_is_done_stays_done(run: SimulatedRun) -> N
     members[0].do(lambda: members[0].session.say(Status.DONE))
     run.run(3)
     assert run.round().closing.reason is Reason.SUCCESS
+
+
+def test_an_end_that_a_leaving_host_decided_is_in_the_archive_although_the_store_went_away(run: SimulatedRun) -> None:
+    members = a_pair(run)
+    host, other = sorted(members, key=lambda each: not each.session.is_host)
+    other.do(lambda: other.session.say(Status.DONE))
+    host.session._hosting.next_at = math.inf  # it decides when it leaves
+    host.do(lambda: host.session.say(Status.DONE))
+
+    def wrote(name: str, value: Round) -> None:
+        run.wrote(name, value)
+        host.line.down = value.phase is Phase.CLOSED
+
+    host.line._wrote = wrote
+    host.session.leave()
+    assert host.line.down
+    assert run.check_archive().reason is Reason.SUCCESS
 
 
 def test_a_round_does_not_wait_for_a_member_that_is_done(run: SimulatedRun) -> None:

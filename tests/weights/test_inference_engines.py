@@ -28,8 +28,9 @@ from transport.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
-from transport.store.base import ABSENT
+from transport.store.base import ABSENT, Store
 from transport.store.open import open_store
+from transport.weights import meeting as meeting_module
 from transport.weights.meeting import Meeting, Member, RankShards, described, of_dtensors
 from transport.weights.versions.layout import weights_checksum
 
@@ -162,6 +163,41 @@ def everyone_of(meeting: Meeting) -> Iterator[tuple[list[Member], list[Model], C
             member.close()
 
 
+def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixture(meeting: Meeting) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError("no room")
+
+    with everyone_of(meeting) as (everyone, models, update):
+        load, everyone[3]._load = everyone[3]._load, fail
+        assert isinstance(update(1)[3], MemoryError)
+        assert [member.mixed for member in everyone[2:]] == [True, True]  # what was there before is not there any more
+        everyone[3]._load = load
+        assert update(2) == [None] * 4
+        assert [member.mixed for member in everyone[2:]] == [False, False]
+        assert all(serves(model, 2) for model in models)
+
+
+def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loaded(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with everyone_of(meeting) as (_, models, update):
+        assert update(1) == [None] * 4
+        waited = meeting_module.wait_decided
+
+        def interrupted(store: Store, key: str, timeout_s: float) -> bytes | None:
+            found = waited(store, key, timeout_s)
+            if found is not None and key.endswith("/loaded"):
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(meeting_module, "wait_decided", interrupted)
+        assert [type(error) for error in update(2)] == [type(None), *[KeyboardInterrupt] * 3]
+        assert all(serves(model, 2) for model in models)
+        monkeypatch.undo()
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
 def landed_everywhere(meeting: Meeting, member: Member) -> None:
     """Wait until all ranks but the last have landed what it takes part in."""
     with open_store(meeting.store) as store:
@@ -263,7 +299,7 @@ def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
 
         assert update(1) == [None] * 4
         monkeypatch.setattr(Meeting, "_agree", cut_off)
-        monkeypatch.setattr(Meeting, "_fail", lambda *_: None)  # it can tell nobody
+        monkeypatch.setattr(Meeting, "_stays", lambda *_: False)  # it can tell nobody
         slow.transfer = late  # type: ignore[method-assign]
         hurried = msgspec.structs.replace(meeting, timeout_s=3.0)
         errors = together(*(partial(hurried.update, member, 2) for member in everyone))
@@ -284,6 +320,38 @@ def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) ->
         assert serves(models[0], 1)
         assert update(3) == [None] * 4
         assert all(serves(model, 3) for model in models)
+
+
+def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(meeting: Meeting) -> None:
+    patient = msgspec.structs.replace(meeting, timeout_s=600)
+    with everyone_of(patient) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        assert together(*(partial(patient.stage, member, 2) for member in everyone)) == [None] * 4
+        everyone[3].close()
+        everyone[3] = Member(RankShards(models[1].rank, models[1].layout, models[1].parameters), sends=False, **OPTIONS)
+        errors = together(*(partial(patient.commit, member, 2) for member in everyone))
+        assert isinstance(errors[3], UsageError)
+        assert all(isinstance(error, WeightsError) and "not staged" in str(error) for error in errors[:3]), errors
+        assert all(serves(model, 1) for model in models)
+        assert update(2) == [None] * 4
+        assert all(serves(model, 2) for model in models)
+
+
+def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(meeting: Meeting) -> None:
+    alone = msgspec.structs.replace(meeting, senders=1, receivers=1, timeout_s=0.5)
+    returns, returned = threading.Event(), threading.Event()
+
+    def call() -> None:
+        returns.wait(60)
+        returned.set()
+
+    with Member(of_training(Training(0)), sends=True, **OPTIONS) as member:
+        try:
+            with pytest.raises(WeightsTimeoutError, match=r"call did not return within 0\.5 s"):
+                alone.stage(member, 1, call)
+        finally:
+            returns.set()
+    assert returned.wait(60)
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:

@@ -316,3 +316,49 @@ async def test_a_worker_that_copies_does_so_before_the_pause_and_its_copy_is_pro
         await manager.update(5)
         assert worker.weights["head"] is served["head"], "memory is used again, so that none is freed in the pause"
         assert worker.staged == [(1, True), (2, True), (3, True), (4, True), (5, True)]
+
+
+class Late(ReferenceWorker):
+    """Copies before the pause; its load of version 2 waits, and so does its stage of version 4."""
+
+    def __init__(self) -> None:
+        super().__init__("own")
+        self.go_on, self.stage_on = threading.Event(), threading.Event()
+
+    def stage(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        assert version != 4 or self.stage_on.wait(60)
+        return super().stage(weights, version)
+
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        assert version != 2 or self.go_on.wait(60)
+        super().load(weights, version)
+
+
+@asynchronous
+async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memories_stay_two() -> None:
+    worker = Late()
+    async with group(worker, limits=Limits(load=0.3)) as (manager, _, _):
+        await manager.update(1)
+        with pytest.raises(WeightsTimeoutError, match="did not finish load"):
+            await manager.update(2)
+        manager._limits = Limits()
+        manager._on_step = lambda step, _: worker.go_on.set() if step is Step.LOAD else None
+        await manager.update(3)
+        assert manager.admitted == {"replica 0": 3}
+        manager._limits = Limits(transfer=1)
+        with pytest.raises(WeightsTimeoutError, match="did not finish transfer"):
+            await manager.update(4)
+        manager._limits = Limits()
+        assert manager.admitted == {"replica 0": 3}
+        assert worker.served_checksum() == checksum_of(3)
+        served: list[int | None] = []
+
+        def look(step: Step, _: tuple[str, ...]) -> None:
+            if step is Step.ABORT:
+                served.append(worker.served_checksum())
+                worker.stage_on.set()
+
+        manager._on_step = look
+        await manager.update(5)
+        assert served == [checksum_of(3)]
+        assert worker.served_checksum() == checksum_of(5)

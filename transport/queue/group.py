@@ -113,7 +113,7 @@ class GroupQueue(TicketQueue):
         self._rank = rank
         self._ranks = ranks
         self._patience_s = lease_or_configured(patience_s)
-        # Which claim is next, and what the leader has claimed for it; replaced at once.
+        # Which claim is next, and what the leader has claimed for it, until it is told; replaced at once.
         self._next: tuple[int, list[Claim]] = 0, []
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
             raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")
@@ -136,6 +136,8 @@ class GroupQueue(TicketQueue):
         """The leader's next claims, the same for every rank; ``n`` and ``oldest_version`` are the leader's.
 
         ``rank`` is that of this member. An empty list when the time is over; the ranks' calls need not be as many.
+
+        StoreError: the leader's claims may have been told. They stay the group's next ones: repeat the call.
         """
         if rank != self._rank:
             raise RankError(
@@ -157,12 +159,7 @@ class GroupQueue(TicketQueue):
         if not claims:
             return
         plain = [Claim(*(getattr(claim, name) for name in Claim.__struct_fields__)) for claim in claims]
-        try:
-            self._store.put(self._key("claims", step), msgspec.msgpack.encode(plain), lease_s=_KEEP_S)
-        except StoreError:
-            self._queue.retry_many(claims, reason="the store did not take the group's claim")  # no other rank gets them
-            self._next = step, []
-            raise
+        self._store.put(self._key("claims", step), msgspec.msgpack.encode(plain), lease_s=_KEEP_S)
 
     def _told(self, step: int, timeout_s: float) -> list[Claim]:
         """The leader's claims, as of this rank."""

@@ -94,7 +94,8 @@ class Hosting:
         try:
             return self.duty(now) if self.held.stands else None
         finally:
-            self.held.give_up()
+            with contextlib.suppress(StoreError):  # otherwise its lease ends; what was decided stands all the same
+                self.held.give_up()
 
     # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:

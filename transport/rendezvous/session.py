@@ -198,8 +198,8 @@ class Session:
             finally:
                 self._seated.version = ABSENT
                 closing = self._hosting.hand_over(self._clock())
-            if closing is not None:
-                write_archive(self._archive, closing)
+                if closing is not None:
+                    write_archive(self._archive, closing)
 
     def close(self, reason: Reason, message: str = "") -> Closing:
         """Close the run, or return how it was already closed. On return the closing is in the store and the archive.

@@ -197,20 +197,23 @@ class Member:
             return
         arrays = self.arrays()
         self._loaded = _MIXED
+        if self.engine.held is None:
+            raise WeightsError(f"{self.name}: there is no version to load")
         self._load(arrays)
         self._loaded = self.engine.held
 
     @property
     def mixed(self) -> bool:
-        """Whether a load has failed, and the version before could not be loaded again."""
+        """Whether a load has failed, here or on another rank, and the version before could not be loaded again."""
         return self.engine.spoilt or self._loaded is _MIXED
 
     def back(self, first: BaseException) -> None:
         """Return to the version before, after ``first``; in place there is none. An error becomes a note of it."""
         self.engine.revert()
+        if self.engine.held is self._loaded:
+            return
         try:
-            if self.engine.held is not None and self._loaded is not self.engine.held:
-                self.load()
+            self.load()
         except Exception as error:
             first.add_note(f"{self.name}: the version before was not loaded: {type(error).__name__}: {error}")
 
@@ -319,10 +322,11 @@ class _Given(msgspec.Struct, frozen=True):
 class _Beside:
     """A call in a thread of its own, which is waited for at the end; its error fails the version for all ranks."""
 
-    def __init__(self, call: Callable[[], object] | None) -> None:
+    def __init__(self, call: Callable[[], object] | None, timeout_s: float) -> None:
         self.error: BaseException | None = None
         self._call = call
-        self._thread = threading.Thread(target=self._run, name="the framework's weight update")
+        self._timeout_s = timeout_s
+        self._thread = threading.Thread(target=self._run, name="the framework's weight update", daemon=True)
 
     def _run(self) -> None:
         assert self._call is not None
@@ -342,7 +346,10 @@ class _Beside:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._call is not None:
-            self._thread.join()
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                text = f"timeout: the framework's call did not return within {self._timeout_s:g} s"
+                self.error = WeightsTimeoutError(text)
         if self.error is not None and (error is None or isinstance(error, WeightsError | StoreError)):
             raise self.error from error
 
@@ -352,7 +359,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where the ranks of a run meet.
 
     store: URL of a store that all ranks reach. run: a name that no other run uses there.
-    timeout_s: of each wait for another rank, and of the transfer.
+    timeout_s: of each wait for another rank or for the framework's call, and of the transfer.
     """
 
     store: str
@@ -383,7 +390,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         self._drop(member)
         before = member.engine.held
-        with open_store(self.store) as store, _Beside(beside) as called:
+        with open_store(self.store) as store, _Beside(beside, self.timeout_s) as called:
             try:
                 metadata = msgspec.json.encode(member.run(member.engine.prepare()))
                 failed = partial(self._failed, store, member, called)
@@ -405,8 +412,10 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         A rank that cannot load the version before again raises its first error with a note, and is `Member.mixed`.
         """
         if not member.staged(version):
-            raise UsageError(f"{member.name}: version {version} is not staged; call stage() first")
-        with open_store(self.store) as store, _Beside(beside) as called:
+            why = f"{member.name}: version {version} is not staged; call stage() first"
+            self._tell(version, why)  # its process may have been started again since
+            raise UsageError(why)
+        with open_store(self.store) as store, _Beside(beside, self.timeout_s) as called:
             try:
                 if not member.sends:
                     member.load()
@@ -425,16 +434,24 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _give_up(self, store: Store, member: Member, error: BaseException, landed: bool) -> None:
         with contextlib.suppress(StoreError):  # then the others wait until their time is over
-            self._fail(store, member.attempt, f"{member.name}: {type(error).__name__}: {error}")
+            landed &= not self._stays(store, member.attempt, f"{member.name}: {type(error).__name__}: {error}")
         member.attempt = _Attempt("", -1)
         if landed:
             member.back(error)
         member.run(member.engine.finalize())
 
-    def _fail(self, store: Store, attempt: _Attempt, reason: str) -> None:
-        for phase in _PHASES if attempt.name else ():
-            if self._decide(store, attempt, phase, reason[:2000].encode()) != _GO:
-                return
+    def _tell(self, version: int, why: str) -> None:
+        """Fail the last attempt for all ranks, if it is at this version."""
+        with contextlib.suppress(StoreError), open_store(self.store) as store:
+            entry = store.get(self._name("attempt"))
+            found = _Attempt("", -1) if entry is None else msgspec.json.decode(entry.value, type=_Attempt)
+            if found.version == version:
+                self._stays(store, found, why)
+
+    def _stays(self, store: Store, attempt: _Attempt, reason: str) -> bool:
+        """Fail the attempt for all ranks, unless it is decided that what they have loaded stays."""
+        proposal = reason[:2000].encode()
+        return bool(attempt.name) and all(self._decide(store, attempt, each, proposal) == _GO for each in _PHASES)
 
     def _decide(self, store: Store, attempt: _Attempt, phase: str, proposal: bytes) -> bytes:
         return decide(store, self._name(attempt.name, phase), proposal, lease_s=2 * self.timeout_s)

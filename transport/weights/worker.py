@@ -42,7 +42,8 @@ class RolloutWorker(abc.ABC):
 
         A worker with memory for two versions copies them here, so that its `load` only switches. What it returns in
         place of ``weights`` is hashed before the pause, and read-only from then on. It may be called and no `load`
-        follow. With ``device=`` of the engine it is called in the pause, when the cache has left room.
+        follow. It never runs beside a `load` or another `stage`: after one that is late it is called in the pause, and
+        so it is with ``device=`` of the engine, when the cache has left room.
         """
         return weights
 
@@ -202,6 +203,7 @@ class Replica:
         self._staged: tuple[Version, Any] | None = None  # what the worker's `stage` returned for it
         self._served: Version | None = None  # by the load that ended last; None: nothing, or unknown weights
         self._loading: asyncio.Task[None] | None = None  # begun last; it may outlast its caller
+        self._with_worker = asyncio.Lock()  # held by its `stage` and `load`, each to its end
 
     # --- the worker's part -------------------------------------------------------------------------------------
     async def abort(self) -> None:
@@ -237,8 +239,10 @@ class Replica:
             if self.engine.in_place and (self._landed is not None or self.engine.spoilt):
                 self._served = None
         assert self._landed is not None
-        if not self.engine.on_device:  # which has room for a second version when the cache is gone
-            self._staged = self._landed, await self._stage(self._landed)
+        # A device has room for a second version when the cache is gone; a worker that is late has none for a third.
+        if not self.engine.on_device and not self._with_worker.locked():
+            async with self._with_worker:
+                self._staged = self._landed, await self._stage(self._landed)
         return self._landed.proof
 
     async def load(self) -> None:
@@ -272,8 +276,8 @@ class Replica:
 
     async def _load(self, held: Version) -> None:
         """Loads run one after the other, each to its end. One that outlasts its caller proves nothing."""
-        before, self._served = self._loading, None
-        self._loading = task = asyncio.ensure_future(self._loaded(before, held))
+        self._served = None
+        self._loading = task = asyncio.ensure_future(self._loaded(held))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -281,14 +285,13 @@ class Replica:
             raise
         self._served = held if self._loading is task else None
 
-    async def _loaded(self, before: asyncio.Task[None] | None, held: Version) -> None:
-        if before is not None and not before.done():
-            await asyncio.wait([before])
+    async def _loaded(self, held: Version) -> None:
+        async with self._with_worker:
             if self._loading is not asyncio.current_task():
                 raise MemberFailedError(f"{self.name}: the load of {held.proof} gave way to a later one")
-        staged, self._staged = self._staged, None
-        weights = staged[1] if staged is not None and staged[0] is held else await self._stage(held)
-        await call(self.worker.load, weights, held.proof.version)
+            staged, self._staged = self._staged, None
+            weights = staged[1] if staged is not None and staged[0] is held else await self._stage(held)
+            await call(self.worker.load, weights, held.proof.version)
 
     async def _stage(self, held: Version) -> Any:
         """What the worker's `load` gets: the version's arrays, or what it made of them, which is proven then."""

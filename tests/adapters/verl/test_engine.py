@@ -132,15 +132,19 @@ async def test_a_consumer_that_stops_in_the_middle_leaves_the_version_before(eng
     engines[2].finalize()
 
 
+async def drained(engine: Any, version: int) -> None:
+    async for _ in engine.receive_weights(global_steps=version):
+        pass
+
+
 async def stopped_in_the_middle(engines: list[Any], version: int, *, at: int, in_time: list[str]) -> None:
     """Replica ``at`` stops after its first tensor; what its stopping raises is noted in ``in_time``."""
 
     async def receive(engine: Any) -> None:
-        receiving = engine.receive_weights(global_steps=version)
         if engine is not engines[at]:
-            async for _ in receiving:
-                pass
+            await drained(engine, version)
             return
+        receiving = engine.receive_weights(global_steps=version)
         await anext(receiving)
         try:
             await receiving.aclose()
@@ -179,6 +183,23 @@ async def test_a_first_version_that_is_not_taken_is_kept_and_said(
     assert record.levelname == "WARNING"
     assert "the consumer stopped before the end of version 1, which is kept" in record.message
     assert "no version is before it" in record.message
+
+
+@asynchronous
+async def test_a_consumer_that_ends_after_the_manager_has_restored_changes_nothing(engines: list[Any]) -> None:
+    build(engines)
+    await transfer(engines, 1)
+    replica = engines[2]
+    for version, restored in ((2, 2), (3, 2)):
+        build(engines)
+        late = replica.receive_weights(global_steps=version)
+        sent = engines[0].send_weights(iter(version_of(version).items()), global_steps=version)
+        await asyncio.gather(sent, anext(late), drained(engines[3], version))
+        assert replica.restore(restored)
+        await late.aclose()
+        again = {name: tensor async for name, tensor in replica.receive_weights(global_steps=restored)}
+        assert weights_checksum(again) == checksum_of(restored)
+        assert replica.state() == {"version": restored, "loading": False}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

@@ -67,6 +67,7 @@ class _Adapter:
         self._loop = LoopThread("transport weights")
         self._loading = False  # the consumer has taken a part of a version, and not all of it
         self._again = False  # the next receive_weights yields what is held
+        self._receiving: object = None  # the last receive_weights; the end of an earlier one comes too late
 
     # --- called without await ---------------------------------------------------------------------------------------
     def prepare(self) -> Metadata:
@@ -111,6 +112,7 @@ class _Adapter:
         one: it is kept, with a warning.
         """
         again, self._again = self._again, False
+        self._receiving = mine = object()
         if again:
             async for name, tensor in self._reload():
                 yield name, tensor
@@ -124,7 +126,7 @@ class _Adapter:
             taken = True
             self._loading = False
         finally:
-            if not taken:
+            if not taken and self._receiving is mine:
                 if self._engine.previous is None:
                     text = "the consumer stopped before the end of version %d, which is kept: no version is before it"
                     log.warning(text, held.proof.version)
@@ -145,6 +147,7 @@ class _Adapter:
 
     def restore(self, version: int) -> bool:
         """Go back to ``version``; the next `receive_weights` yields it. False: this engine does not hold it."""
+        self._receiving = None
         if self.state()["version"] > version and self._engine.previous is not None:
             self._engine.revert()
         self._again = version >= 0 and self.state()["version"] == version

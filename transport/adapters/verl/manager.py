@@ -60,6 +60,7 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
         failed = _Errors()
         merged: dict[str, Any] = {}
         rollout: Any = None
+        taken: list[Any] = []  # of each worker of the replicas, its part in the transfer
         stuck: list[Any] = []
         released = False
         try:
@@ -69,11 +70,13 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             released = True
             await self._step("release of the KV cache", self.release_kv_cache_replicas())
             await self._step("preparation", _in_a_thread(lambda: self.build_process_group(rollout)))
-            merged = self._transfer(rollout, global_steps)
+            merged = self._transfer(rollout, global_steps, taken)
         except BaseException as error:  # a cancellation, too: the replicas go back to generation first; raised below
             failed.add(error)
             if rollout is not None and self.backend == BACKEND:
-                stuck = failed.collect(lambda: self._restored(rollout), [])
+                stuck = failed.collect(lambda: self._restored(rollout, taken), list(self.replicas))
+            elif taken:  # what the workers have loaded is not known of another engine
+                stuck = list(self.replicas)
         for group in (self.actor_wg, rollout):
             if group is not None:
                 failed.add_all(self._each(group, "finalize")[1])
@@ -92,9 +95,10 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
         except TimeoutError:
             raise TimeoutError(f"the {what} of replicas did not end within step_s={self.step_s:g}") from None
 
-    def _transfer(self, rollout: Any, global_steps: int | None) -> dict[str, Any]:
+    def _transfer(self, rollout: Any, global_steps: int | None, taken: list[Any]) -> dict[str, Any]:
         sent = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
-        results = ray.get(sent + rollout.update_weights(global_steps=global_steps), timeout=self.transfer_s)
+        taken += rollout.update_weights(global_steps=global_steps)
+        results = ray.get(sent + taken, timeout=self.transfer_s)
         merged: dict[str, Any] = {}
         for result in results[: self.actor_wg.world_size]:
             merged.update(result if isinstance(result, dict) else {})
@@ -118,16 +122,19 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
                 errors.append(error)
         return results, errors
 
-    def _restored(self, rollout: Any) -> list[Any]:
+    def _restored(self, rollout: Any, taken: list[Any]) -> list[Any]:
         """Give every replica one whole version. Returns the replicas that have none."""
+        late: set[Any] = set()  # the first error has not ended the others: nothing is reloaded beside a load
+        if taken:
+            late.update(ray.wait(taken, num_returns=len(taken), timeout=self.step_s)[1])
         states, _ = self._each(rollout, "state")
         stuck, again, at = [], [], 0
         for replica in self.replicas:
             size = len(replica.workers)
-            mine, workers = states[at : at + size], range(at, at + size)
+            mine, workers, loads = states[at : at + size], range(at, at + size), taken[at : at + size]
             at += size
-            if None in mine:
-                stuck.append(replica)  # a worker of it is dead
+            if None in mine or not late.isdisjoint(loads):
+                stuck.append(replica)  # a worker of it is dead, or still loads
             elif len({each["version"] for each in mine}) > 1 or any(each["loading"] for each in mine):
                 again.append((replica, workers, min(each["version"] for each in mine)))
         for replica, workers, version in again:

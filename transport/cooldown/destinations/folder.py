@@ -30,6 +30,7 @@ class Folder(Destination):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = root.as_uri()
+        self._flushed: set[Path] = set()  # folders whose names are on disk
 
     def __repr__(self) -> str:
         return f"<Folder {self.root}>"
@@ -95,9 +96,12 @@ class Folder(Destination):
             inner = folder / each
             try:
                 inner.mkdir()
-                flush(folder)
+                self._flushed.discard(inner)
             except FileExistsError:
-                pass
+                pass  # the process that made it may have ended before its flush
+            if inner not in self._flushed:
+                flush(folder)
+                self._flushed.add(inner)
             folder = inner
         return folder / name
 
