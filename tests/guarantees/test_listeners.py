@@ -171,7 +171,9 @@ def settled(trainer: Told) -> list[int]:
 def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Run, way: Detour, heard: bool) -> None:
     doomed.publish(4)
     url = f"rings://127.0.0.1:{doomed.writer.ask('ports')[0]}"  # as a trainer of another host has it
-    with doomed.trainer(detour=way, url=url, **_SHORT) as trainer:
+    with doomed.trainer(
+        detour=way, url=url, **_SHORT, claim_lease_s=200.0
+    ) as trainer:  # it renews seldom: the next bytes are its consume
         trainer.ask("claim", 4)
         collected = trainer.ask("collect")
         way.reach(False)
