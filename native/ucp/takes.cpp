@@ -14,14 +14,14 @@ namespace transport::ucp {
 class TakeOperation final : public Deferred, public std::enable_shared_from_this<TakeOperation> {
  public:
   TakeOperation(std::shared_ptr<Link> link, void* token, const TakeTerms& terms, TakeRoom room)
-      : link_(std::move(link)),
-        engine_(link_->endpoint_->engine().shared_from_this()),
+      : engine_(link->endpoint_->engine()),
+        link_(std::move(link)),
         token_(token),
         terms_(terms),
         room_(std::move(room)),
         number_(link_->next_number_++) {}
   ~TakeOperation() override {
-    if (queued()) engine_->forget(*this);
+    if (queued()) engine_.forget(*this);
   }
 
   std::uint32_t start() {
@@ -60,25 +60,25 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     if (status != UCS_OK && failure_ == UCS_OK) failure_ = status;
   }
   void one_less() {
-    if (--under_way_ == 0) engine_->defer(*this);
+    if (--under_way_ == 0) engine_.defer(*this);
   }
 
   void run() override {
     const std::shared_ptr<TakeOperation> keep = std::move(self_);
-    --link_->under_way_;
-    engine_->emit(event());
-    engine_->release(std::move(room_.keep));
-    engine_->release(keep);
+    const std::shared_ptr<Link> link = std::move(link_);
+    --link->under_way_;
+    engine_.emit(event(*link));
+    engine_.release(keep);  // where UCX is not done with it, a request keeps it and its room
   }
 
-  Event event() {
+  Event event(const Link& link) {
     void* const token = std::exchange(token_, nullptr);
     if (failure_ == UCS_ERR_MESSAGE_TRUNCATED) return {token, kProtocol};
     if (failure_ != UCS_OK) {
-      const ucs_status_t seen = link_->endpoint_->failure();
-      return {token, failure_ == UCS_ERR_CANCELED && seen != UCS_OK ? seen : failure_, nullptr, link_->endpoint_};
+      const ucs_status_t seen = link.endpoint_->failure();
+      return {token, failure_ == UCS_ERR_CANCELED && seen != UCS_OK ? seen : failure_, nullptr, link.endpoint_};
     }
-    if (taken_fault(room_.data, length_, link_->version_, number_, terms_) != nullptr) return {token, kProtocol};
+    if (taken_fault(room_.data, length_, link.version_, number_, terms_) != nullptr) return {token, kProtocol};
     const auto header = load<Header>(room_.data);
     auto outcomes = std::make_unique<std::vector<long>>();
     outcomes->push_back(static_cast<long>(header.code));
@@ -99,9 +99,9 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     }
   }
 
-  const std::shared_ptr<Link> link_;
-  const std::shared_ptr<Engine> engine_;
-  std::shared_ptr<TakeOperation> self_;  // while under way
+  Engine& engine_;
+  std::shared_ptr<Link> link_;           // while under way, and with it the engine
+  std::shared_ptr<TakeOperation> self_;  // likewise
   void* token_;
   const TakeTerms terms_;
   TakeRoom room_;

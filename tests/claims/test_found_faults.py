@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 
 
-# Consumes until nothing has come for a second, and says the numbers of what was accepted.
+# Consumes until it is told that all is written and nothing is left; says the numbers of what was accepted.
 GREEDY = """
-import sys
+import select, sys
 from transport import Schema
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.queue import open_queue
@@ -39,7 +39,9 @@ packer = Packer()
 with open_queue(sys.argv[1]) as queue:
     packer.setup_ucxx_packer(schemas=[Schema.of(number=("int64",))], queue=queue)
     found = []
-    while claims := packer.claim_tickets(7, 1.0 if found else 20.0):
+    while (claims := packer.claim_tickets(7, 0.2)) or not select.select([sys.stdin], [], [], 0)[0]:
+        if not claims:
+            continue
         packer.start_prefetch(claims)
         found += [int(payload["number"].item()) for payload in packer.consume(packer.collect_prefetch())]
     packer.cleanup_ucxx_packer()
@@ -178,6 +180,8 @@ def test_trainers_that_claim_at_once_get_every_payload_once(prefix: str, wire: s
         writers = [stack.enter_context(Child(WRITER, text, each)) for _ in range(2)]
         for writer in writers:
             assert writer.line() == "written"
+        for trainer in trainers:
+            trainer.tell()
         found = [int(number) for trainer in trainers for number in trainer.process.stdout.readline().split()]  # type: ignore[union-attr]
         assert sorted(found) == sorted([*range(each), *range(each)])
         for writer in writers:

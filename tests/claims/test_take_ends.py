@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import frame_codec
@@ -35,6 +37,24 @@ def end(number: int, ticket: Ticket, *, texts: bytes = b"", **fields: Any) -> by
     """An END message; ``key`` is the lengths of its texts."""
     record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1)._replace(**fields)
     return bytes(frame_codec.sealed(frame_codec.encode_control(number, [record]) + texts))
+
+
+# --- connections that end ---------------------------------------------------------------------------
+@asynchronous
+async def test_a_connection_whose_demand_brought_nothing_is_freed_when_it_ends(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage, tcp() as client:
+        nothing = await client.take(f"127.0.0.1:{stage.port}", 1)
+        assert len(nothing) == 0
+        connection = weakref.ref(nothing.claims.connection)
+        nothing.claims.connection.abort()
+        del nothing
+        ring.write_raw(b"through another connection")
+        batch = await taken(client, stage, 1)
+        gc.collect()
+        assert connection() is None
+        assert (await batch.consume()).tolist() == [True]
 
 
 # --- END --------------------------------------------------------------------------------------------

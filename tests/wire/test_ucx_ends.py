@@ -20,6 +20,8 @@ from scripted_listener import connected, exchange
 
 from transport.errors import ClosedError, ConnectionLostError, LinkError, TransportError
 from transport.testing import run
+from transport.wire.frames import VERSION
+from transport.wire.library import engine
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import settings_for
 
@@ -190,7 +192,7 @@ async def send(port):
     endpoint = await worker.connect("127.0.0.1", port)
     data = np.full(int(sys.argv[2]), 7, np.uint8)
     for tag in range(0, int(sys.argv[3]), 4):
-        await asyncio.gather(*(endpoint.send(data, tag + each) for each in range(4)))
+        await asyncio.gather(*(endpoint.send(data, tag + each << int(sys.argv[4])) for each in range(4)))
     await endpoint.receive(bytearray(1), 0)
 for line in sys.stdin:
     sender = os.fork()
@@ -240,8 +242,8 @@ class Senders:
 
 
 @contextlib.asynccontextmanager
-async def senders(wire: Any) -> AsyncIterator[Senders]:
-    with Child(SENDERS, wire, SIZE, MESSAGES) as child:
+async def senders(wire: Any, shift: int = 0) -> AsyncIterator[Senders]:
+    with Child(SENDERS, wire, SIZE, MESSAGES, shift) as child:
         made = Senders(wire, child)
         try:
             yield made
@@ -256,7 +258,7 @@ def test_a_peer_killed_at_any_moment_of_its_messages_leaves_nothing_waiting(wire
     seeded = random.Random(10)
 
     async def body() -> None:
-        with Child(SENDERS, wire, SIZE, MESSAGES) as child:
+        with Child(SENDERS, wire, SIZE, MESSAGES, 0) as child:
             for _ in range(10):
                 sending = Senders(wire, child)  # over shared memory a killed peer may leave a worker blocked
                 endpoint = await sending.start()
@@ -323,6 +325,38 @@ async def test_memory_of_a_message_whose_rest_will_never_come_lives_as_long_as_i
     memory.clear()
 
 
+@pytest.mark.slow
+@asynchronous
+async def test_memory_of_a_demand_whose_answer_will_never_be_whole_lives_as_long_as_its_worker() -> None:
+    async with senders("tcp", shift=8) as sending:  # the tags of a link's first answers
+        while not sending.worker.engine.abandoned:  # else the last answer was whole
+            endpoint = await sending.start()
+            link = engine().Link(endpoint.native, 0, 0, 0, VERSION)
+            memories = [bytearray(engine().room_for(1, SIZE)) for _ in range(MESSAGES)]
+            futures = [asyncio.get_running_loop().create_future() for _ in range(MESSAGES)]
+            for future, memory in zip(futures, memories, strict=True):
+                link.take(
+                    future, memory, most=1, wait_ms=0, most_bytes=SIZE, joined_most=SIZE, rank=0, oldest_version=0,
+                    most_attempts=0, verify=True,
+                )  # fmt: skip
+            await until(lambda memories=memories: any(memories[3]), "some answers arrive")
+            sending.kill()
+            await until(lambda endpoint=endpoint: not endpoint.alive)
+            endpoint.abort()
+            await asyncio.wait(futures)
+        begun = [at for at, memory in enumerate(memories) if any(memory)]
+        del endpoint, link, futures, future
+        gc.collect()
+        with pytest.raises(BufferError):  # UCX may still write there
+            for at in begun:
+                memories[at].clear()
+    del sending
+    await asyncio.sleep(0)  # a turn that the worker had asked for
+    gc.collect()
+    for memory in memories:
+        memory.clear()
+
+
 HALF_A_MESSAGE = """
 import asyncio
 import numpy as np
@@ -363,7 +397,7 @@ def test_a_worker_closes_though_half_a_message_that_nobody_received_is_there() -
 @asynchronous
 async def test_a_peer_stopped_in_the_middle_of_a_message_does_not_write_after_the_end(wire: Any) -> None:
     seeded = random.Random(12)
-    with Child(SENDERS, wire, SIZE, MESSAGES) as child:
+    with Child(SENDERS, wire, SIZE, MESSAGES, 0) as child:
         for _ in range(12):
             sending = Senders(wire, child)
             endpoint = await sending.start()

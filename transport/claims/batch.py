@@ -110,7 +110,8 @@ class ClaimedRows:
         self.rows = rows
         self._number = number
         self._held = held
-        held[number] = self
+        if len(rows):  # else no claim's end takes it out again
+            held[number] = self
         self.verdicts = np.zeros(len(rows), np.int8)
         self.settled: Callable[[ClaimedRows, Positions, End], object] = _nothing
         self.given = np.zeros(len(rows), np.bool_)
