@@ -115,6 +115,8 @@ class Books:
         elif kind == "X":
             self._count("wrong")
             self.named.append(f"{source}: wrong bytes: {' '.join(rest)}")
+        elif kind == "Q":
+            pass  # what is in question ends by a later C, or as its ring does
         else:
             raise ValueError(f"{source}: unexpected line that begins with {kind!r}")
 

@@ -72,7 +72,9 @@ class Accounts:
         self._books = [_Book(each) for each in readers]
         # Claims that a trainer was about to have accepted, by journal: token → (rank, writer, number).
         self._asked: dict[str, dict[str, tuple[int, int, int]]] = {}
-        # Of them, those of trainers that died since: (rank, token) → (rank, writer, number).
+        # Claims of which a trainer does not know whether they were accepted, and will ask again, by journal: likewise.
+        self._unsure: dict[str, dict[str, tuple[int, int, int]]] = {}
+        # Of both, those of trainers that died since: (rank, token) → (rank, writer, number).
         self._open: dict[tuple[int, str], tuple[int, int, int]] = {}
         # Claims that a trainer was about to end without consuming them, and why: likewise.
         self._ending: dict[str, dict[tuple[int, int, int], tuple[str, str]]] = {}
@@ -123,8 +125,8 @@ class Accounts:
                 self._may_perish(int(first), int(number), ticket_id)
         elif kind == "E":
             self._books[int(first)].finished = True
-        elif kind == "A":
-            asked = self._asked[source] = {}
+        elif kind in ("A", "Q"):
+            asked = (self._asked if kind == "A" else self._unsure)[source] = {}
             for each in rest:
                 number, writer, token = each.split("=")
                 asked[token] = (int(first), int(writer), int(number))
@@ -171,7 +173,7 @@ class Accounts:
     # --- what the auditor finds -----------------------------------------------------------------------
     def died(self, source: str) -> None:
         """The process of this journal is gone: what it asked for without saying what became of it is a question."""
-        for token, delivery in self._asked.pop(source, {}).items():
+        for token, delivery in (self._unsure.pop(source, {}) | self._asked.pop(source, {})).items():
             self._open[delivery[0], token] = delivery
         for delivery, (token, reason) in self._ending.pop(source, {}).items():
             self._open[delivery[0], token] = delivery
@@ -223,7 +225,7 @@ class Accounts:
         return delivery in self._reported or _at(self._books[writer].consumed[rank], number) > 0
 
     def _is_asked_for(self, delivery: tuple[int, int, int]) -> bool:
-        asked = any(delivery in each.values() for each in self._asked.values())
+        asked = any(delivery in each.values() for each in (*self._asked.values(), *self._unsure.values()))
         return asked or any(delivery in each for each in self._ending.values())
 
     def report(self, rank: int, writer: int, number: int, reason: str) -> None:

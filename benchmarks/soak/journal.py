@@ -6,6 +6,7 @@
     E writer                     has written its share
     N rank id=writer=number …    has claimed these tickets, of which the queue may yet make a report
     A rank number=writer=token … asks the queue to accept these claims
+    Q rank number=writer=token … does not know of these claims, and of no others, whether the queue has accepted them
     C rank writer=number …       the queue has accepted them: consumed
     D rank number=writer=token … is about to end these claims without consuming them; what follows "because" is why
     K rank writer=number …       it has ended these claims so

@@ -94,17 +94,19 @@ class SayingTrainer(UCXXDataPackerMixin):
 
     def _consume(self, batch: FetchedBatch) -> None:
         trained = patiently(lambda: self.consume(batch), self.complain)
-        self.journal.say(
-            "C", self.rank, *(f"{each.ticket.metadata['w']}={each.ticket.metadata['n']}" for each in trained)
-        )
         if batch.in_question:
             self._questions.append(batch)
             self._ask_at = time.monotonic() + _ASK_AGAIN_S
+        unsure = [item.claim for each in self._questions for item in each.in_question if item.claim is not None]
+        self.journal.say("Q", self.rank, *map(as_word, unsure))
+        self.journal.say(
+            "C", self.rank, *(f"{each.ticket.metadata['w']}={each.ticket.metadata['n']}" for each in trained)
+        )
 
     def ask_again(self) -> bool:
         """Consume what is in question once more, every few seconds; whether anything is."""
         if self._questions and time.monotonic() >= self._ask_at:
-            batches, self._questions = self._questions, []
-            for batch in batches:
+            for batch in list(self._questions):
+                self._questions.remove(batch)
                 self._consume(batch)
         return bool(self._questions)

@@ -254,6 +254,19 @@ def test_the_auditor_finds_on_a_server_what_was_accepted_and_nothing_while_it_is
         assert audit.fates(server.place(), [(0, "1:1:x")]) == {}
 
 
+def test_what_a_trainer_asks_about_again_has_not_perished() -> None:
+    accounts = Accounts((1,), lambda writer, number: True)
+    for line in ("I 0 0 1", "P 0 0=a"):
+        accounts.hear("w0", line.split())
+    for line in ("A 0 0=0=token", "Q 0 0=0=token", "C 0"):
+        accounts.hear("t0", line.split())
+    accounts.perished((0, 0, 0))
+    for line in ("Q 0", "C 0 0=0"):
+        accounts.hear("t0", line.split())
+    verdict = accounts.verdict()
+    assert (verdict.lost, verdict.duplicated, verdict.reported) == (0, 0, {})
+
+
 # --- planted faults -----------------------------------------------------------------------------------
 def test_every_module_that_is_marked_or_planted_into_is_there() -> None:
     """Where a module has moved, nothing would be marked, and nobody would notice."""
