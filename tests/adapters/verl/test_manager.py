@@ -214,7 +214,7 @@ def test_a_replica_that_hangs_fails_the_update_and_does_not_keep_the_others(
     manager.replicas = [AReplica(hangs), AReplica()]
     ends = threading.Event()
     manager.build_process_group = lambda rollout: ends.wait(60 if hangs == "preparation" else 0)
-    manager._transfer = lambda rollout, global_steps: {}
+    manager._transfer = lambda rollout, global_steps, taken: {}
     try:
         with pytest.raises(TimeoutError, match=said):
             asyncio.run(asyncio.wait_for(manager.update_weights(global_steps=1), 20))
