@@ -15,6 +15,8 @@ from helpers import eventually, parent_of
 from preloaded import needs_compiler
 from told import middle
 
+from transport.wire.frames import Kind
+
 pytestmark = [pytest.mark.ucx, pytest.mark.slow, needs_compiler]
 
 
@@ -181,7 +183,7 @@ def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Ru
             if heard:
                 way.arm("hold", "to the trainer")
             else:
-                way.arm("cut", "to the listener")
+                way.arm("cut", "to the listener", [bytes([Kind.FINISH, 0, 1])])
             trainer.begin("consume")
             way.wait()
             if heard:
