@@ -84,7 +84,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             found.meeting.begin(member, found.version)
         else:
             found.meeting.commit(member, found.version)
-    except Exception as error:
+    except Exception as error:  # SGLang ends its server on what a loader raises: only a mixture is worth that
         if member is not None and member.mixed:
             raise
         log.error("the weights are as before: %s: %s", type(error).__name__, error)

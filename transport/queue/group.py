@@ -113,7 +113,7 @@ class GroupQueue(TicketQueue):
         self._rank = rank
         self._ranks = ranks
         self._patience_s = lease_or_configured(patience_s)
-        # Which claim is next, and what the leader has claimed for it, until it is told; replaced at once.
+        # The number of the next claim, and what the leader has claimed for it and not yet told; replaced in one step.
         self._next: tuple[int, list[Claim]] = 0, []
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
             raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")

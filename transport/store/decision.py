@@ -1,4 +1,4 @@
-"""Records that become final: each is written by compare-and-set against what was read, until nobody changes it.
+"""Records that become final: each change compares with the value that was read, and a final value never changes.
 
 `decide` makes a record that is final from its first value: each process that can decide proposes a value, and all of
 them get the same one back, the proposal that was written first. `advance` leads a record through values to its final

@@ -393,7 +393,7 @@ async def _answer(method: Any, *arguments: Any) -> Any:
 
 
 def _closed_checksum(weights: Mapping[str, Any]) -> int:
-    """`weights_checksum` of arrays that nobody changes from now on."""
+    """`weights_checksum` of arrays that do not change any more."""
     for array in weights.values():
         if isinstance(array, np.ndarray):
             array.flags.writeable = False
