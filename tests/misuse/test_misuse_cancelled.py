@@ -24,6 +24,7 @@ from transport.joined import join
 from transport.rendezvous import Place, Reason, Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import run
+from transport.wire.frames import SlotFate
 
 PATIENCE_S = 60.0  # a watchdog
 GROWTH = 1.1 if "MISUSE_LINES" in os.environ else 2.0  # of the turns of the loop after which an update is cancelled
@@ -161,7 +162,8 @@ def test_a_cancelled_call_loses_no_payload(
             if warm:
                 first = ring.write(values())
                 (await client.read(first)).release()
-                await client.state(first)  # after its acknowledgement: before, a take may still find it
+                while ack == "on_arrival" and await client.state(first) is SlotFate.READABLE:
+                    pass  # its acknowledgement is on its way, and a take would find it
             ticket = ring.write(values())
             was, _ = await cancelled(case.call(client, ticket, address), at, before=before)
             if was:
