@@ -169,7 +169,7 @@ async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuf
         batch = await taken(client, stage, 1)
         ring.write_raw(b"its own")
         other = link_of(await taken(stranger, stage, 1))
-        assert (await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False)).tolist() == [1]
+        assert await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False) == [1]
         assert (await batch.consume()).tolist() == [True]
 
 

@@ -82,6 +82,7 @@ class QueueMachine(RuleBasedStateMachine):
         for claim, (_, delivery) in zip(claims, ready, strict=False):
             delivery.state = CLAIMED
             delivery.attempts += 1
+            delivery.ended = None
             delivery.lease_ends = self.now + LEASE_S
             assert claim.attempts == delivery.attempts
         return multiple(*claims)

@@ -37,8 +37,8 @@ Rows = np.ndarray[Any, Any]
 Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-Positions = npt.NDArray[np.intp]
-Codes = npt.NDArray[np.int64]
+Positions = slice | npt.NDArray[np.intp]  # of rows, each once, in ascending order; a slice is cheaper
+Codes = list[int]
 
 ACCEPTED: Final = 0  # codes of answers; every other one but `OUT_OF_REACH` is a refusal
 OUT_OF_REACH: Final = -1  # no port of the ring has answered, and it may be asked again
@@ -49,13 +49,13 @@ class Verdict(enum.IntEnum):
 
     OPEN = 0
     ASKED = 1  # the question is under way
-    CONSUMED = 2
-    REFUSED = 3  # it had ended before
-    GIVEN_BACK = 4
-    DISCARDED = 5
-    DEAD = 6
-    AGED = 7
-    IN_QUESTION = 8  # it may have been consumed: its ring is out of reach
+    IN_QUESTION = 2  # it may have been consumed: its ring is out of reach
+    CONSUMED = 3  # this one and those after it are ends
+    REFUSED = 4  # it had ended before
+    GIVEN_BACK = 5
+    DISCARDED = 6
+    DEAD = 7
+    AGED = 8
 
 
 class End(NamedTuple):
@@ -68,6 +68,8 @@ class End(NamedTuple):
 
 
 CONSUME: Final = End(Verdict.CONSUMED)
+# Before Python 3.12 each look at a member of an enumeration is a call.
+_OPEN, _ASKED, _IN_QUESTION, _REFUSED = Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION, Verdict.REFUSED
 
 
 class Connection(Protocol):
@@ -113,6 +115,7 @@ class ClaimedRows:
         if len(rows):  # else no claim's end takes it out again
             held[number] = self
         self.verdicts = np.zeros(len(rows), np.int8)
+        self._unanswered = len(rows)  # claims that are open or asked about for the first time
         self.settled: Callable[[ClaimedRows, Positions, End], object] = _nothing
         self.given = np.zeros(len(rows), np.bool_)
         self.place = ""
@@ -121,45 +124,54 @@ class ClaimedRows:
 
     async def end(self, positions: Positions, end: End) -> None:
         """End claims so. Afterwards `verdicts` has the answers; after a cancellation as well, when they come."""
-        positions = np.unique(positions)  # each claim once, in the order of the rows: as many as there are, all of them
-        if self.asking and (self.verdicts[positions] == Verdict.ASKED).any():
-            await asyncio.shield(asyncio.gather(*self.asking, return_exceptions=True))
         now = self.verdicts[positions]
-        for verdict in (Verdict.OPEN, Verdict.IN_QUESTION):
-            chosen = positions[now == verdict]
-            if len(chosen) and (verdict is Verdict.OPEN or end.verdict is Verdict.CONSUMED):
-                self.verdicts[chosen] = Verdict.ASKED
-                task = asyncio.get_running_loop().create_task(self._end(chosen, end, verdict is Verdict.IN_QUESTION))
-                self.asking.add(task)
-                task.add_done_callback(self.asking.discard)
+        if self.asking and (now == _ASKED).any():
+            await asyncio.shield(asyncio.gather(*self.asking, return_exceptions=True))
+            now = self.verdicts[positions]
+        if now.any():
+            some = np.arange(len(self.rows))[positions]
+            self._ask(some[now == _OPEN], end)
+            if end.verdict is CONSUME.verdict:
+                self._ask(some[now == _IN_QUESTION], end, again=True)
+        else:  # all are open
+            self._ask(positions, end)
         match list(self.asking):
             case [task]:
                 await asyncio.shield(task)
             case [*tasks]:
                 await asyncio.shield(asyncio.gather(*tasks))
 
-    async def _end(self, positions: Positions, end: End, again: bool) -> None:
-        rows = self.rows if len(positions) == len(self.rows) else self.rows[positions]
-        codes = await self.connection.end(rows, end, again)
-        self.verdicts[positions] = np.where(
-            codes == ACCEPTED,
-            end.verdict,
-            np.where(codes == OUT_OF_REACH, Verdict.IN_QUESTION, Verdict.REFUSED),
-        )
-        self._settled(positions, end)
+    def _ask(self, positions: Positions, end: End, *, again: bool = False) -> None:
+        rows = self.rows[positions]
+        if len(rows):
+            self.verdicts[positions] = _ASKED
+            task = asyncio.get_running_loop().create_task(self._end(positions, rows, end, again))
+            self.asking.add(task)
+            task.add_done_callback(self.asking.discard)
 
-    def _settled(self, positions: Positions, end: End) -> None:
+    async def _end(self, positions: Positions, rows: Rows, end: End, again: bool) -> None:
+        codes = await self.connection.end(rows, end, again)
+        if any(codes):
+            verdicts = {ACCEPTED: end.verdict, OUT_OF_REACH: _IN_QUESTION}
+            self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]
+        else:
+            self.verdicts[positions] = end.verdict
+        self._settled(positions, 0 if again else len(codes), end)
+
+    def _settled(self, positions: Positions, answered: int, end: End) -> None:
         self.settled(self, positions, end)
-        if not (self.verdicts <= Verdict.ASKED).any():
+        self._unanswered -= answered
+        if not self._unanswered:
             self.forget()
 
     def return_soon(self, positions: Positions, delay_s: float = 0.0, in_vain: bool = False) -> None:
         """Give back what is open, without waiting for the answer. On the loop."""
-        left = positions[self.verdicts[positions] == Verdict.OPEN]
+        left = np.arange(len(self.rows))[positions]
+        left = left[self.verdicts[left] == _OPEN]
         if len(left):
             self.verdicts[left] = Verdict.GIVEN_BACK
             self.connection.return_soon(self.rows[left], delay_s, in_vain)
-            self._settled(left, End(Verdict.GIVEN_BACK))
+            self._settled(left, len(left), End(Verdict.GIVEN_BACK))
 
     def forget(self) -> None:
         """Others have the claims from here on."""
@@ -348,13 +360,13 @@ class TakenBatch:
         return self.claims.connection.lost
 
     @property
-    def positions(self) -> Positions:
+    def positions(self) -> slice:
         """Of the payloads in ``claims``."""
-        return np.arange(self.first, self.first + len(self), dtype=np.intp)
+        return slice(self.first, self.first + len(self.rows))
 
     def verdicts(self) -> npt.NDArray[np.int8]:
         """What became of each claim, as `Verdict` has it."""
-        found: npt.NDArray[np.int8] = self.claims.verdicts[self.first : self.first + len(self)]
+        found: npt.NDArray[np.int8] = self.claims.verdicts[self.positions]
         return found
 
     async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
@@ -374,18 +386,18 @@ class TakenBatch:
         return await self._ended(which, End(Verdict.GIVEN_BACK, delay_s=delay_s))
 
     async def _ended(self, which: Sequence[int] | None, end: End) -> Verdicts:
-        positions = self._chosen(which)
-        await self.claims.end(positions, end)
-        accepted: Verdicts = self.claims.verdicts[positions] == end.verdict
-        return accepted
-
-    def _chosen(self, which: Sequence[int] | None) -> Positions:
         if which is None:
-            return self.positions
+            await self.claims.end(self.positions, end)
+            self.owned.settled()
+            all_accepted: Verdicts = self.verdicts() == end.verdict
+            return all_accepted
         for position in which:
             if not 0 <= whole(position, "a position") < len(self.rows):
                 raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")
-        return self.positions[np.asarray(which, dtype=np.intp)]
+        chosen = self.first + np.asarray(which, dtype=np.intp)
+        await self.claims.end(np.unique(chosen), end)
+        accepted: Verdicts = self.claims.verdicts[chosen] == end.verdict
+        return accepted
 
 
 def apart(

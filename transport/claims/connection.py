@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from transport import _ring
 from transport.claims.batch import (
@@ -30,7 +31,6 @@ from transport.claims.batch import (
     ClaimedRows,
     Codes,
     End,
-    Positions,
     Rows,
     TakenBatch,
     Verdict,
@@ -271,7 +271,7 @@ class ClaimConnection:
         return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, self._client.known, len(wrong))
 
     @staticmethod
-    def _without(claims: ClaimedRows, owned: _ring.OwnedClaims, wrong: Sequence[int]) -> Positions:
+    def _without(claims: ClaimedRows, owned: _ring.OwnedClaims, wrong: Sequence[int]) -> npt.NDArray[np.intp]:
         """Give back what cannot be used; the positions of the others, which are to be held anew."""
         claims.return_soon(np.asarray(wrong, np.intp), in_vain=True)
         claims.forget()
@@ -368,7 +368,7 @@ class ClaimConnection:
         return await self._end_untrained(rows, end)
 
     async def _consume(self, rows: Rows) -> Codes:
-        codes = np.full(len(rows), _REFUSED)
+        codes = [_REFUSED] * len(rows)
         asked: list[tuple[slice, asyncio.Future[Any]]] = []
         for begin in range(0, len(rows), frames.MAX_RECORDS):
             chunk = slice(begin, min(begin + frames.MAX_RECORDS, len(rows)))
@@ -385,14 +385,15 @@ class ClaimConnection:
             else:
                 codes[chunk] = answer
         if unanswered:
-            codes[unanswered] = await self._outcomes_elsewhere(rows[unanswered])
+            for at, code in zip(unanswered, await self._outcomes_elsewhere(rows[unanswered]), strict=True):
+                codes[at] = code
         return codes
 
     async def _end_untrained(self, rows: Rows, end: End) -> Codes:
         """One by one, each with reason and consumer."""
         how = _ENDINGS[end.verdict]
         reason, consumer = (text.encode("utf-8", "replace").decode() for text in (end.reason, end.consumer))
-        codes = np.full(len(rows), _REFUSED)
+        codes = [_REFUSED] * len(rows)
         futures: list[asyncio.Future[Any]] = []
         for row in np.ascontiguousarray(rows, TAKEN):
             if not await self._room_for(1):
@@ -412,17 +413,17 @@ class ClaimConnection:
         if unanswered:
             asked = rows[unanswered]
             asked["attempts"] |= frames.END_ASKED
-            found = await self._outcomes_elsewhere(asked)
-            codes[unanswered] = np.where(found == ACCEPTED, ACCEPTED, _REFUSED)
+            for at, code in zip(unanswered, await self._outcomes_elsewhere(asked), strict=True):
+                codes[at] = ACCEPTED if code == ACCEPTED else _REFUSED
         return codes
 
     async def _give_back(self, rows: Rows, delay_s: float) -> Codes:
         """Those whose connection breaks meanwhile are back with its end, without the delay."""
-        codes = np.full(len(rows), _REFUSED)
-        asked = [] if self.lost else self._returned(rows, delay_s, in_vain=True)
-        for each, future in enumerate(asked):
-            answer = await self._answer(future)
-            codes[each * frames.MAX_RECORDS : (each + 1) * frames.MAX_RECORDS] = ACCEPTED if answer is None else answer
+        if self.lost:
+            return [_REFUSED] * len(rows)
+        codes: Codes = []
+        for future in self._returned(rows, delay_s, in_vain=True):
+            codes += await self._answer(future) or [ACCEPTED] * min(frames.MAX_RECORDS, len(rows) - len(codes))
         return codes
 
     def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
@@ -447,7 +448,7 @@ class ClaimConnection:
         return future
 
     async def _outcomes_elsewhere(self, rows: Rows, again: bool = False) -> Codes:
-        return np.asarray(await self._client.outcomes.of(self.link, rows, self.served, again), np.int64)
+        return await self._client.outcomes.of(self.link, rows, self.served, again)
 
     async def _room_for(self, count: int) -> bool:
         """Wait until so many more may be unanswered: the ring keeps the last ones. False: the connection is gone.

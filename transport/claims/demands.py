@@ -125,9 +125,9 @@ class Demands:
 
     def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         self._settled(claims, positions, end)
-        if self._connected.get(claims.place) is claims.connection:
-            self._takers.ended(claims.place, len(positions))
-        self._turn()
+        here = self._connected.get(claims.place) is claims.connection
+        if here and self._takers.ended(claims.place, len(claims.rows[positions])):
+            self._turn()
 
     def close(self) -> None:
         """End every connection and with it every claim: others can claim the payloads. Idempotent."""

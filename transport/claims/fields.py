@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from transport import _ring
-from transport.claims.batch import JOINED, ClaimedRows, Positions, Rows, TakenBatch
+from transport.claims.batch import JOINED, ClaimedRows, Rows, TakenBatch
 from transport.client.connections.connection import Want
 from transport.devices.buffers import BufferPool
 from transport.ring.parts import part_of
@@ -68,7 +69,7 @@ class WantedFields:
         self,
         hold: Callable[[Rows], tuple[ClaimedRows, _ring.OwnedClaims]],
         rows: Rows,
-        kept: Positions,
+        kept: npt.NDArray[np.intp],
         dropped: int,
     ) -> TakenBatch:
         """The payloads at these positions, whose rows are changed: their tickets are of payloads of these fields."""

@@ -45,7 +45,7 @@ class TakenPart:
         self._claims = taken.claims
         self._owned = taken.owned
         self._rows = taken.rows
-        self._positions = taken.positions
+        self._positions = np.arange(taken.first, taken.first + len(taken))
         self.dropped = taken.dropped  # before it was a part
         self._received = taken.received()
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -54,7 +54,7 @@ _COUNTED: Final = {
     Verdict.DEAD: ("dead", "retried"),
     Verdict.AGED: ("discarded", "aged"),
 }
-_NOT_ENDED: Final = (Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION)
+_IN_QUESTION: Final = Verdict.IN_QUESTION
 _FAILED: Final = {
     Verdict.DISCARDED: DeliveryState.DISCARDED,
     Verdict.DEAD: DeliveryState.DEAD,
@@ -89,9 +89,9 @@ class _Rank:
         self.demands: Demands | None = None
         self.came: deque[TakenBatch] = deque()
         self.arrived = Waits()
-        # Claims, first and last position, of whole batches that are not said to be in use: that costs a turn of the
+        # Claims and positions of whole batches that are not said to be in use: that costs a turn of the
         # loop. Not the batches: one that its caller drops goes back.
-        self.taken: deque[tuple[ClaimedRows, int, int]] = deque()
+        self.taken: deque[tuple[ClaimedRows, slice]] = deque()
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
         self.asked = time.monotonic()  # when a caller last asked for payloads
@@ -124,7 +124,8 @@ class NetworkSource:
         self._starting = threading.RLock()  # guards what is above and the ranks
         self._ranks: dict[int | str, _Rank] = {}
         self._closed = False
-        self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring, of rank and name; belongs to the loop
+        # By ring, of rank and name; belongs to the loop.
+        self.counts: defaultdict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
 
     def __repr__(self) -> str:
@@ -212,8 +213,9 @@ class NetworkSource:
         """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
         of = self._rank(rank)
         if not of.came:
-            while of.taken:  # it does not consume what it took before it takes more
-                self._give(of, *of.taken.popleft())
+            with contextlib.suppress(IndexError):
+                while of.taken:  # it does not consume what it took before it takes more
+                    self._give(of, *of.taken.popleft())
             of.arrived.wait(lambda: of.came or self._closed, wait_s)
         batch = _next(of.came)
         if batch is not None:
@@ -262,17 +264,19 @@ class NetworkSource:
             )
         return made
 
-    def _give(self, of: _Rank, claims: ClaimedRows, begin: int, end: int) -> None:
+    def _give(self, of: _Rank, claims: ClaimedRows, positions: slice) -> None:
         """These are in the hands of a caller."""
-        if of.demands is not None:
-            self._soon(self._given, of.demands, claims, np.arange(begin, end, dtype=np.intp))
+        self._soon(self._given, of, claims, positions)
 
-    def _given(self, demands: Demands, claims: ClaimedRows, positions: Positions) -> None:
-        new = positions[~claims.given[positions] & np.isin(claims.verdicts[positions], _NOT_ENDED)]
-        if len(new):
-            claims.given[new] = True
-            self._count(claims, len(new), "claimed")
-            demands.given(claims, len(new))
+    def _given(self, of: _Rank, claims: ClaimedRows, positions: slice) -> None:
+        given, new = claims.given[positions], claims.verdicts[positions] <= _IN_QUESTION
+        if given.any():
+            new &= ~given
+        count = int(np.count_nonzero(new))
+        if count and of.demands is not None:
+            given |= new
+            self._count(claims, count, "claimed")
+            of.demands.given(claims, count)
 
     def explain(self, rank: int | str, *, known: bool = False) -> None:
         """Raise why nothing can come, where this process itself keeps it from every place.
@@ -299,13 +303,13 @@ class NetworkSource:
         """End claims so; those for which it was accepted, now or before."""
         groups: dict[ClaimedRows, list[int]] = {}
         for claim in claims:
-            if claim.verdict in _NOT_ENDED:
+            if claim.verdict <= _IN_QUESTION:
                 groups.setdefault(claim.batch.claims, []).append(claim.position)
         if groups and self._thread is not None and not self._thread.closed:  # else every connection is closed as well
             self._thread.run(_end_all(groups, end))
         accepted: list[Claim] = [claim for claim in claims if claim.verdict == end.verdict]
         for claim in claims:
-            if claim.verdict > Verdict.ASKED:
+            if claim.verdict >= _IN_QUESTION:
                 claim.owned.settled()
         return accepted
 
@@ -314,11 +318,17 @@ class NetworkSource:
         thread = self._thread
         if thread is None:
             raise ClosedError("the batch is of another queue")
+        return thread.submit(self._consumed(batch, payloads))
+
+    async def _consumed(self, batch: TakenBatch, payloads: TakenPayloads | None) -> Verdicts:
+        """Before its end the batch is in use: older ones may still be in hand."""
+        place = _place(batch)
         for of in list(self._ranks.values()):
-            with contextlib.suppress(ValueError):
-                of.taken.remove(_place(batch))
-                self._give(of, *_place(batch))  # before its end: older ones may still be in hand
-        return thread.submit(batch.consume() if payloads is None else payloads.consume())
+            if place in of.taken:
+                with contextlib.suppress(ValueError):  # a caller has just taken it out
+                    of.taken.remove(place)
+                self._given(of, *place)
+        return await (batch.consume() if payloads is None else payloads.consume())
 
     def renewed(self, claim: NetworkClaim) -> bool:
         """Whether it is held, as far as this side knows; the client's loop says that its holder is alive."""
@@ -330,14 +340,16 @@ class NetworkSource:
 
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
-        given = positions[claims.given[positions] & (claims.verdicts[positions] != Verdict.IN_QUESTION)]
-        self._count(claims, -len(given), "claimed")
-        ended = given[claims.verdicts[given] == end.verdict]
+        given, verdicts = claims.given[positions], claims.verdicts[positions]
+        ended = given & (verdicts == end.verdict)
+        count = int(np.count_nonzero(ended))
+        all_ended = count == len(ended)
+        self._count(claims, -count if all_ended else -int((given & (verdicts != _IN_QUESTION)).sum()), "claimed")
         for name in _COUNTED[end.verdict]:
-            self._count(claims, len(ended), name)
+            self._count(claims, count, name)
         if end.verdict in _FAILED:
             ring = claims.connection.ring
-            for row in claims.rows[ended]:
+            for row in claims.rows[positions][ended]:
                 name = f"{ring}/{row['slot']}/{row['generation']}"
                 self.failures.append(
                     Failure(
@@ -347,8 +359,7 @@ class NetworkSource:
 
     def _count(self, claims: ClaimedRows, amount: int, name: str) -> None:
         if amount:
-            counts = self.counts.setdefault(claims.connection.ring, Counter())
-            counts[int(claims.rows["rank"][0]), name] += amount
+            self.counts[claims.connection.ring][int(claims.rows["rank"][0]), name] += amount
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """What this process knows of rings that are not seen from here."""
@@ -396,17 +407,18 @@ async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
     await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
 
 
-def _place(batch: TakenBatch) -> tuple[ClaimedRows, int, int]:
-    return batch.claims, batch.first, batch.first + len(batch)
+def _place(batch: TakenBatch) -> tuple[ClaimedRows, slice]:
+    return batch.claims, batch.positions
 
 
 def _next(came: deque[TakenBatch]) -> TakenBatch | None:
     """The first that is claimed still; of those whose connection is lost others may have claimed the payloads."""
-    with contextlib.suppress(IndexError):
+    try:
         while (batch := came.popleft()).lost:
             pass
-        return batch
-    return None
+    except IndexError:
+        return None
+    return batch
 
 
 def _is_older(version: int | None, oldest_version: int | None) -> bool:

@@ -188,13 +188,15 @@ class Takers:
         place = self._places[name]
         self._set_unused(place, max(0, place.unused - count))
 
-    def ended(self, name: str, count: int) -> None:
-        """So many claims of the place were consumed or given back."""
+    def ended(self, name: str, count: int) -> bool:
+        """So many claims of the place were consumed or given back. Whether a step may have something to do for it."""
         place = self._places[name]
+        unused = place.unused
         left = max(0, place.in_hand - count)
         self.in_hand += left - place.in_hand
         place.in_hand = left
-        self._set_unused(place, min(place.unused, left))
+        self._set_unused(place, min(unused, left))
+        return place.unused < unused or not place.known
 
     def refused(self, name: str, now: float) -> None:
         """The place did not take the demand, and keeps the connection and its claims. Asked again after a pause."""

@@ -12,7 +12,7 @@ A ticket published for n readers is n independent *deliveries*, one per rank:
 * A claim belongs to its claimant until it is ended, or its lease is over. What a claim that is over asks for is refused
   and has no effect. An unfinished delivery whose claim is over is claimed again, with ``attempts`` + 1.
 * A claim has one end. A call that asks for the end that it had has the same answer as the first one, so a call that was
-  interrupted is repeated.
+  interrupted is repeated. Redis forgets it when the delivery is claimed again: then the answer is no.
 * A delivery that was claimed ``max_deliveries`` times without success is ``dead``, with its reason: a ticket that kills
   its trainers must not kill them all.
 * Finished tickets are remembered (without their bytes) for the ``KEEP_FINISHED`` last of them, so that

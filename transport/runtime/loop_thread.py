@@ -72,7 +72,7 @@ class Waits:
     def wake(self) -> None:
         """Have every wait look again."""
         with contextlib.suppress(IndexError):
-            while True:
+            while self._locks:
                 self._locks.popleft().release()
 
     def wait(self, holds: Callable[[], object], timeout_s: float | None = None) -> bool:
@@ -172,7 +172,7 @@ class Job(Generic[T]):
         self.outcome = result, error
         self._ended.set()
         with contextlib.suppress(IndexError):
-            while True:
+            while self._callbacks:
                 self._callbacks.popleft()(self)
 
     def done(self) -> bool:
