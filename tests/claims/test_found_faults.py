@@ -18,7 +18,6 @@ from helpers import Child, dead_port, eventually, free, listener_pids
 from queue_waits import in_thread
 
 from transport.claims.batch import Verdict
-from transport.claims.connections import ClaimConnections
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost, RingAddress
 from transport.queue import FoundRings
@@ -241,14 +240,14 @@ def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    own_claims, begun, closing = NetworkSource._own_claims, threading.Event(), threading.Event()
+    started, begun, closing = NetworkSource._started, threading.Event(), threading.Event()
 
-    async def later(self: NetworkSource) -> ClaimConnections:
+    async def later(self: NetworkSource, *arguments: Any) -> Any:
         begun.set()
         await asyncio.to_thread(closing.wait, 0.5)  # it is not set where closing waits
-        return await own_claims(self)
+        return await started(self, *arguments)
 
-    monkeypatch.setattr(NetworkSource, "_own_claims", later)
+    monkeypatch.setattr(NetworkSource, "_started", later)
     with ring_of(prefix, mode="thread") as ring:
         fill(ring, 1)
         queue = opened(prefix)

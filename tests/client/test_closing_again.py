@@ -107,15 +107,12 @@ def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(st
         eventually(lambda: descriptors() <= before)
 
 
-@pytest.mark.parametrize("where", ["run", "close"])
-def test_a_blocking_client_whose_close_was_interrupted_is_closed_by_the_next(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blocking_client_whose_close_was_interrupted_is_closed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as (ring, _):
         threads, before = threading.active_count(), descriptors()
         client = BlockingClient(wire={"tcp"}, ack="manual")
         client.read(ring.write_raw(noise(100))).ack()
-        interrupting(monkeypatch, client._thread, where)
+        interrupting(monkeypatch, client._thread, "close")
         with pytest.raises(Interrupted):
             client.close()
         client.close()

@@ -60,6 +60,49 @@ def test_close_waits_for_cleaning_up() -> None:
     assert cleaned == [0, 1, 2, 3, 4]
 
 
+def test_a_job_whose_caller_has_dropped_it_is_not_collected(loop_thread: LoopThread) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    async def waits() -> None:
+        try:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+
+    loop_thread.submit(waits())
+    assert started.wait(WATCHDOG_S)
+    gc.collect()
+    loop_thread.close()
+    assert ended.is_set()
+
+
+def test_close_closes_what_lives_on_the_loop_before_it_cancels_the_last_first_and_raises_what_failed() -> None:
+    loop_thread = LoopThread("test loop")
+    order: list[str] = []
+    sleeper = Sleeper()
+
+    def closing(name: str, error: Exception | None = None) -> None:
+        async def close() -> None:
+            await asyncio.sleep(0)
+            order.append(f"{name} {sleeper.how}")
+            if error is not None:
+                raise error
+
+        loop_thread.closes(close)
+
+    closing("first")
+    closing("second", LookupError("of the second"))
+    loop_thread.submit(sleeper.sleep())
+    assert sleeper.started.wait(WATCHDOG_S)
+    with pytest.raises(LookupError):
+        loop_thread.close()
+    assert order == ["second running", "first running"]
+    assert sleeper.how == "cancelled"
+    loop_thread.close()
+
+
 def test_close_cancels_what_begins_while_it_cleans_up() -> None:
     loop_thread = LoopThread("test loop")
     started = threading.Event()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -44,7 +44,7 @@ from transport.runtime.loop_thread import Job, LoopThread, Waits
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
 _LOOK_S: Final = 0.25
-_MOST_FAILURES: Final = 256
+MOST_FAILURES: Final = 256
 # With these a place stays unreachable until this process is configured otherwise.
 _OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 _COUNTED: Final = {
@@ -120,13 +120,12 @@ class NetworkSource:
         self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
         self._bell = bell
         self._thread, self._claims = thread, claims
-        self._own_links: Links | None = None
+        self._own = thread is None
         self._starting = threading.RLock()  # guards what is above and the ranks
         self._ranks: dict[int | str, _Rank] = {}
         self._closed = False
-        # By ring, of rank and name; belongs to the loop.
-        self.counts: defaultdict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
-        self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self.counts: Counter[tuple[str, int, str]] = Counter()  # by ring, rank and name; belongs to the loop
+        self.failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
 
     def __repr__(self) -> str:
         return f"<NetworkSource of {len(self._ranks)} ranks>"
@@ -143,21 +142,28 @@ class NetworkSource:
                 raise ClosedError("the queue is closed")
             if self._thread is None:
                 self._thread = LoopThread("transport rings")
-            if self._claims is None:
-                self._claims = self._thread.run(self._own_claims())
-            return self._thread.run(self._started(rank))
+            return self._thread.run(self._started(rank, self._thread))
 
-    async def _own_claims(self) -> ClaimConnections:
+    def _own_claims(self, thread: LoopThread) -> ClaimConnections:
         operator = configuration()
         wires = None if operator.wire_policy == "auto" else frozenset(operator.wire_policy)
-        self._own_links = Links(operator.settings, wires, operator.secret(), lambda: None)
-        return ClaimConnections(self._own_links, operator.settings, BufferPool(), {})
+        links = Links(operator.settings, wires, operator.secret(), lambda: None)
+        claims = ClaimConnections(links, operator.settings, BufferPool(), {})
 
-    async def _started(self, rank: int | str) -> _Rank:
+        async def end() -> None:
+            await self._end()
+            claims.close()
+            await links.close()
+
+        thread.closes(end)
+        return claims
+
+    async def _started(self, rank: int | str, thread: LoopThread) -> _Rank:
         """The demands of a rank, which are made once."""
+        if self._claims is None:
+            self._claims = self._own_claims(thread)
         made = self._ranks.setdefault(rank, _Rank())
         if made.demands is None:
-            assert self._claims is not None
 
             def came(batch: TakenBatch) -> None:
                 made.came.append(batch)
@@ -359,18 +365,13 @@ class NetworkSource:
 
     def _count(self, claims: ClaimedRows, amount: int, name: str) -> None:
         if amount:
-            self.counts[claims.connection.ring][int(claims.rows["rank"][0]), name] += amount
+            self.counts[claims.connection.ring, int(claims.rows["rank"][0]), name] += amount
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """What this process knows of rings that are not seen from here."""
         if self._thread is not None and not self._thread.closed:
             self._thread.run(asyncio.sleep(0))  # after what the loop was told before
-        sums: Counter[str] = Counter()
-        for ring, counts in list(self.counts.items()):
-            if ring not in but:
-                for (of, name), amount in list(counts.items()):
-                    sums[name] += amount * (rank is None or of == rank)
-        return sums
+        return summed(self.counts, rank, but)
 
     # --- the end --------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -381,13 +382,12 @@ class NetworkSource:
         for of in list(self._ranks.values()):
             of.arrived.wake()
         self._bell()
-        if thread is None or thread.closed:
+        if thread is None:
             return
-        try:
+        if self._own:
+            thread.close()  # and with it the connections
+        elif not thread.closed:
             thread.run(self._end())
-        finally:
-            if self._own_links is not None:
-                thread.close()
 
     async def _end(self) -> None:
         for of in self._ranks.values():
@@ -397,10 +397,14 @@ class NetworkSource:
                 of.demands.close()
             of.came.clear()
             of.taken.clear()
-        if self._own_links is not None:
-            if self._claims is not None:
-                self._claims.close()
-            await self._own_links.close()
+
+
+def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: set[str]) -> Counter[str]:
+    """By name, of a rank or of all, without some rings."""
+    sums: Counter[str] = Counter()
+    for (ring, of, name), amount in list(counts.items()):
+        sums[name] += amount * (ring not in but and rank in (None, of))
+    return sums
 
 
 async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:

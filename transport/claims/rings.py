@@ -28,7 +28,7 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -37,7 +37,7 @@ from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
 from transport.claims.in_place import TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
-from transport.claims.network import NetworkClaim, NetworkSource
+from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.config import configuration
 from transport.errors import ClosedError, QueueUnsuitableError, RingNotFoundError, TransportError, UsageError
@@ -301,6 +301,9 @@ class FoundRings(ClaimsOfRings):
         self._closed = threading.Event()
         self._process = os.getpid()
         self._networks: dict[Carrier | None, NetworkSource] = {}  # of each user; the one without a client is this one's
+        # Of users that have left:
+        self._past: Counter[tuple[str, int, str]] = Counter()
+        self._past_failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
         # Of this user:
         wires = configuration().wires
         self._maps = not wires or "mapped" in wires
@@ -341,6 +344,9 @@ class FoundRings(ClaimsOfRings):
         network = self._networks.get(client)
         if network is not None:
             network.close()
+            self._networks.pop(client, None)
+            self._past.update({key: count for key, count in network.counts.items() if key[2] != "claimed"})
+            self._past_failures.extend(network.failures)
 
     def _served(self) -> Mapping[str, RingAddress]:
         return self._here.served(self._schemas, mapped=self._maps)
@@ -483,7 +489,7 @@ class FoundRings(ClaimsOfRings):
         rank = arguments.number_or_none(rank, "rank of depth()")
         seen = self._here.seen()
         but = {ring.ring_id for ring in seen}
-        counts: Counter[str] = Counter()
+        counts = summed(self._past, rank, but)
         for network in list(self._networks.values()):
             counts.update(network.depth(rank, but))
         return depth_of(seen, rank, counts)
@@ -494,7 +500,8 @@ class FoundRings(ClaimsOfRings):
         limit = arguments.number(limit, "limit of failures()")
         found = failures_of(self._here.seen(), limit)
         known = {(failure.ticket_id, failure.rank) for failure in found}
-        elsewhere = [each for network in list(self._networks.values()) for each in reversed(list(network.failures))]
+        logs = [*(network.failures for network in list(self._networks.values())), self._past_failures]
+        elsewhere = [each for log in logs for each in reversed(list(log))]
         return [*(each for each in elsewhere if (each.ticket_id, each.rank) not in known), *found][:limit]
 
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:

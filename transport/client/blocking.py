@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar, Unpack
 
@@ -14,10 +13,10 @@ from transport.client.connections.warming import CONCURRENCY, WarmUpTarget
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace
-from transport.errors import ClosedError, UsageError
+from transport.errors import UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
-from transport.runtime.loop_thread import AtExit, LoopThread
+from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory
@@ -42,8 +41,8 @@ class BlockingClient:
         settings: Settings = DEFAULTS,
         trace: Trace | None = None,
     ) -> None:
-        async def make() -> UCXXClient:
-            return UCXXClient(
+        async def make(thread: LoopThread) -> UCXXClient:
+            client = UCXXClient(
                 schemas=schemas,
                 wire=wire,
                 ack=ack,
@@ -55,17 +54,15 @@ class BlockingClient:
                 settings=settings,
                 trace=trace,
             )
+            thread.closes(client.close)
+            return client
 
-        client = None
+        thread = LoopThread("transport blocking client")
         try:
-            self._thread = LoopThread("transport blocking client")
-            self._client = client = self._thread.run(make())
-            self._at_exit = AtExit(self.close)  # exit handlers run in reverse order: this one before the thread's
+            self._client = thread.run(make(thread))
+            self._thread = thread
         except BaseException:  # also an interrupt: the caller has no object yet with which to close the thread
-            if hasattr(self, "_thread"):
-                if client is not None:
-                    self._thread.run(_call(client.end))
-                self._thread.close()
+            thread.close()
             raise
 
     def __reduce__(self) -> NoReturn:
@@ -210,13 +207,7 @@ class BlockingClient:
 
         Nothing in a forked child: the client is its parent's.
         """
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._at_exit.cancel)
-            stack.callback(self._thread.close)  # also where an earlier call was interrupted in it
-            if not self._thread.closed:
-                stack.enter_context(contextlib.suppress(ClosedError))  # another thread closes it, and was faster
-                stack.callback(lambda: self._thread.run(_call(self._client.end)))  # also where `close` is interrupted
-                self._thread.run(self._client.close())
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
 from transport.client.retry import Deadline
-from transport.errors import ClosedError, RankError, TicketError
+from transport.errors import RankError, TicketError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -214,8 +214,7 @@ class PackerSession:
         """
         with hurry.while_ending(), contextlib.ExitStack() as stack:
             stack.callback(self._shown.close)
-            stack.callback(self.thread.close)
-            stack.callback(self._close_client)
+            stack.callback(self.thread.close)  # and with it the client
             stack.callback(self._leave_queue)
             stack.callback(lambda: self.claims.give_back(self.claims.in_hand, "the trainer stopped"))
             stack.callback(self.renewer.cancel)
@@ -227,11 +226,6 @@ class PackerSession:
         self.queue.disconnect(self.client)
         if self.own_queue:
             self.queue.close()
-
-    def _close_client(self) -> None:
-        if not self.thread.closed:
-            with contextlib.suppress(ClosedError):  # another thread closes it, and was faster
-                _end(self.thread, self.client)
 
     def statistics(self) -> PackerStatistics:
         """Counters at this moment."""
@@ -257,8 +251,7 @@ def open_session(
     with contextlib.ExitStack() as undo:
         thread = LoopThread("transport data packer")
         undo.callback(thread.close)
-        client = thread.run(make_client(schemas, wire, settings, options))
-        undo.callback(_end, thread, client)
+        client = thread.run(_make_client(thread, schemas, wire, settings, options))
         own = queue is None
         if queue is None:
             queue = undo.enter_context(FoundRings())
@@ -274,25 +267,15 @@ def open_session(
     return session
 
 
-def _end(thread: LoopThread, client: UCXXClient) -> None:
-    try:
-        thread.run(client.close())
-    finally:
-        thread.run(_end_client(client))
-
-
-async def _end_client(client: UCXXClient) -> None:
-    client.end()
-
-
-async def make_client(
+async def _make_client(
+    thread: LoopThread,
     schemas: Sequence[Schema],
     wire: WirePolicy,
     settings: Settings,
     options: ClientOptions,
 ) -> UCXXClient:
     """The session's client. Always ack="manual": the packer acknowledges to the queue before the ring."""
-    return UCXXClient(
+    client = UCXXClient(
         schemas=schemas,
         wire=wire,
         ack="manual",
@@ -303,6 +286,8 @@ async def make_client(
         directory=options.directory,
         trace=options.trace,
     )
+    thread.closes(client.close)
+    return client
 
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:

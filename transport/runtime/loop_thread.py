@@ -151,6 +151,7 @@ class Job(Generic[T]):
             return
         coroutine, self._make = self._make(), None
         self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._thread.running.add(self)
         self._task.add_done_callback(self._over)
 
     def _never_begun(self) -> None:
@@ -161,6 +162,7 @@ class Job(Generic[T]):
 
     def _over(self, task: asyncio.Task[T]) -> None:
         self._task = None
+        self._thread.running.discard(self)
         if task.cancelled():
             self._end_with(None, CancelledError())
         elif (error := task.exception()) is not None:
@@ -238,13 +240,20 @@ class Job(Generic[T]):
 class LoopThread:
     """One loop, one thread, from construction until `close` or the process's exit. Any other thread may submit.
 
-    In a forked child, which does not have the thread, it is closed. One that is dropped ends its thread.
+    What lives on the loop is closed by its end (`closes`): who closes the thread cannot leave it open, wherever it is
+    interrupted. In a forked child, which does not have the thread, it is closed. One that is dropped ends its thread.
+
+    Attributes:
+        running: jobs that run; a loop itself refers to its tasks weakly. Changed on the loop only.
     """
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._closed = False
         self._ending: asyncio.Task[None] | None = None
+        self._closings: list[Callable[[], Coroutine[Any, Any, object]]] = []
+        self._errors: list[Exception] = []  # of the closings
+        self.running: set[Job[Any]] = set()
         self._stopped = Flag()  # the loop takes nothing more
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop, self._stopped), name=name, daemon=True)
@@ -254,7 +263,7 @@ class LoopThread:
     def __del__(self) -> None:
         """Where an interrupt ended the constructor, nobody else ends the thread."""
         if hasattr(self, "_thread") and not self.closed:
-            self.post(self._loop.stop)
+            self.post(_end_soon, self._loop, self._closings, self._errors)
 
     @property
     def closed(self) -> bool:
@@ -303,10 +312,15 @@ class LoopThread:
             job.end()
             raise
 
-    def close(self) -> None:
-        """Cancel what still runs, wait for it, end the thread. Idempotent; nothing where the thread does not run.
+    def closes(self, closing: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Have `close` await this before it cancels what still runs; the last one given is the first."""
+        self._closings.append(closing)
 
-        After an interrupt the next call continues.
+    def close(self) -> None:
+        """Close what lives on the loop, cancel what still runs, wait for it, end the thread.
+
+        Idempotent; nothing where the thread does not run. After an interrupt the next call continues. Raises what a
+        closing raised, when all is closed.
         """
         if gone(self._pid):
             return
@@ -315,10 +329,12 @@ class LoopThread:
         self._stopped.wait()
         self._thread.join()
         self._at_exit.cancel()
+        if self._errors:
+            raise self._errors.pop()
 
     def _end_all(self) -> None:
         if self._ending is None:
-            self._ending = self._loop.create_task(_cancel_all())
+            self._ending = _end_soon(self._loop, self._closings, self._errors)
 
 
 def _run(loop: asyncio.AbstractEventLoop, stopped: Flag) -> None:
@@ -330,7 +346,20 @@ def _run(loop: asyncio.AbstractEventLoop, stopped: Flag) -> None:
     loop.close()
 
 
-async def _cancel_all() -> None:
+def _end_soon(
+    loop: asyncio.AbstractEventLoop,
+    closings: list[Callable[[], Coroutine[Any, Any, object]]],
+    errors: list[Exception],
+) -> asyncio.Task[None]:
+    return loop.create_task(_end_loop(closings, errors))
+
+
+async def _end_loop(closings: list[Callable[[], Coroutine[Any, Any, object]]], errors: list[Exception]) -> None:
+    while closings:
+        try:
+            await closings.pop()()
+        except Exception as error:  # the others are closed all the same
+            errors.append(error)
     loop = asyncio.get_running_loop()
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # some begin others while they clean up
         for task in tasks:

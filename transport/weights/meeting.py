@@ -147,6 +147,7 @@ class Member:
         self._loaded: Any = None  # the version that is loaded; None: what was there before; or _MIXED
         self._begun: tuple[int, Future[None]] | None = None  # by `Meeting.begin`: the version that is staged
         self._loop = LoopThread(f"weights of {self.name}")
+        self._loop.closes(self.engine.close)
         self.stopped = ""  # why it takes part in nothing any more
         self.attempt = _Attempt("", -1)  # that it takes part in
 
@@ -249,11 +250,7 @@ class Member:
         self.stopped = f"{self.name} was closed"
         if self._begun is not None:
             wait([self._begun[1]])
-        if not self._loop.closed:
-            try:
-                self.run(self.engine.close())
-            finally:
-                self._loop.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self

@@ -65,6 +65,7 @@ class _Adapter:
         )
         self._engine = RingEngine(bucket_bytes=-(-bucket_size // 64) * 64, **arguments)
         self._loop = LoopThread("transport weights")
+        self._loop.closes(self._engine.close)
         self._loading = False  # the consumer has taken a part of a version, and not all of it
         self._again = False  # the next receive_weights yields what is held
         self._receiving: object = None  # the last receive_weights; the end of an earlier one comes too late
@@ -91,7 +92,6 @@ class _Adapter:
 
     def close(self) -> None:
         """Release everything. verl ends its workers instead of calling this."""
-        self._loop.run(self._engine.close())
         self._loop.close()
 
     # --- called with await --------------------------------------------------------------------------------------------

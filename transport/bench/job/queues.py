@@ -212,13 +212,14 @@ class TakingTrainer:
         schema = schema_of(job.size_bytes)
 
         async def make() -> UCXXClient:
-            return UCXXClient(schemas=[schema], wire={wire})
+            client = UCXXClient(schemas=[schema], wire={wire})
+            thread.closes(client.close)
+            return client
 
         with contextlib.ExitStack() as stack:
             thread = LoopThread("bench")
             stack.callback(thread.close)
             client = thread.run(make())
-            stack.callback(lambda: thread.run(client.close()))
             queue = stack.enter_context(open_queue(job.place))
             if not isinstance(queue, FoundRings):
                 raise InternalError(f"{job.place} names no rings")
