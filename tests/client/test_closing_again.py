@@ -130,7 +130,7 @@ def test_a_loop_thread_whose_close_was_interrupted_is_ended_by_the_next(monkeypa
         thread.close()
     thread.close()
     assert threading.active_count() == threads
-    assert thread._loop.is_closed()
+    assert thread._own.loop.is_closed()
 
 
 # --- servers ---------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_a_job_that_comes_when_the_loop_has_just_stopped_ends_without_having_beg
     set_before = Flag.set
 
     def set_late(flag: Flag) -> None:
-        if flag is loop_thread._stopped:  # as another thread would, which saw it open just before
+        if flag is loop_thread._own.stopped:  # as another thread would, which saw it open just before
             assert loop_thread.post(job._begin)
         set_before(flag)
 

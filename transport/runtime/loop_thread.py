@@ -250,20 +250,19 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._closed = False
-        self._ending: asyncio.Task[None] | None = None
-        self._closings: list[Callable[[], Coroutine[Any, Any, object]]] = []
-        self._errors: list[Exception] = []  # of the closings
-        self.running: set[Job[Any]] = set()
-        self._stopped = Flag()  # the loop takes nothing more
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=_run, args=(self._loop, self._stopped), name=name, daemon=True)
+        self._own = _Own()
+        self.running = self._own.running
+        self._thread = threading.Thread(target=_run, args=(self._own,), name=name, daemon=True)
         self._thread.start()
+        self._own.made.wait()
         self._at_exit = AtExit(self.close)
 
     def __del__(self) -> None:
         """Where an interrupt ended the constructor, nobody else ends the thread."""
-        if hasattr(self, "_thread") and not self.closed:
-            self.post(_end_soon, self._loop, self._closings, self._errors)
+        if hasattr(self, "_own") and not self.closed:
+            self._own.dropped = True  # before the look: the thread looks after it has made the loop
+            if self._own.loop is not None:
+                self.post(self._own.end)
 
     @property
     def closed(self) -> bool:
@@ -273,17 +272,18 @@ class LoopThread:
     @property
     def ending(self) -> bool:
         """Whether what runs on the loop is being cancelled. For callers on the loop."""
-        return self._ending is not None
+        return self._own.ending is not None
 
     def post(self, function: Callable[..., object], *arguments: object) -> bool:
         """Have the loop call ``function``. False: nobody will, or it was too late to be sure."""
         if gone(self._pid):
             return False
+        assert self._own.loop is not None
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._own.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed
             return False
-        return not self._stopped.is_set
+        return not self._own.stopped.is_set
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Have the loop call ``function``; nothing after `close`."""
@@ -314,7 +314,7 @@ class LoopThread:
 
     def closes(self, closing: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Have `close` await this before it cancels what still runs; the last one given is the first."""
-        self._closings.append(closing)
+        self._own.closings.append(closing)
 
     def close(self) -> None:
         """Close what lives on the loop, cancel what still runs, wait for it, end the thread.
@@ -325,45 +325,55 @@ class LoopThread:
         if gone(self._pid):
             return
         self._closed = True
-        self.post(self._end_all)
-        self._stopped.wait()
+        self.post(self._own.end)
+        self._own.stopped.wait()
         self._thread.join()
         self._at_exit.cancel()
-        if self._errors:
-            raise self._errors.pop()
-
-    def _end_all(self) -> None:
-        if self._ending is None:
-            self._ending = _end_soon(self._loop, self._closings, self._errors)
+        if self._own.errors:
+            raise self._own.errors.pop()
 
 
-def _run(loop: asyncio.AbstractEventLoop, stopped: Flag) -> None:
+class _Own:
+    """What a thread has of its own. It does not refer to its `LoopThread`, which may be dropped."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.made = Flag()
+        self.dropped = False
+        self.running: set[Job[Any]] = set()
+        self.closings: list[Callable[[], Coroutine[Any, Any, object]]] = []
+        self.errors: list[Exception] = []  # of the closings
+        self.ending: asyncio.Task[None] | None = None
+        self.stopped = Flag()  # the loop takes nothing more
+
+    def end(self) -> None:
+        """On the loop."""
+        if self.ending is None:
+            self.ending = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        while self.closings:
+            try:
+                await self.closings.pop()()
+            except Exception as error:  # the others are closed all the same
+                self.errors.append(error)
+        loop = asyncio.get_running_loop()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # some begin others while they clean up
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await loop.shutdown_asyncgens()
+        loop.stop()
+
+
+def _run(own: _Own) -> None:
+    own.loop = loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
+    own.made.set()
+    if own.dropped:
+        loop.call_soon(own.end)
     loop.run_forever()
-    stopped.set()
+    own.stopped.set()
     loop.call_soon(loop.stop)  # behind what was posted before: those jobs learn that they are not begun
     loop.run_forever()
     loop.close()
-
-
-def _end_soon(
-    loop: asyncio.AbstractEventLoop,
-    closings: list[Callable[[], Coroutine[Any, Any, object]]],
-    errors: list[Exception],
-) -> asyncio.Task[None]:
-    return loop.create_task(_end_loop(closings, errors))
-
-
-async def _end_loop(closings: list[Callable[[], Coroutine[Any, Any, object]]], errors: list[Exception]) -> None:
-    while closings:
-        try:
-            await closings.pop()()
-        except Exception as error:  # the others are closed all the same
-            errors.append(error)
-    loop = asyncio.get_running_loop()
-    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # some begin others while they clean up
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    await loop.shutdown_asyncgens()
-    loop.stop()
