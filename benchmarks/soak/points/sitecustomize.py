@@ -157,7 +157,7 @@ def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) ->
     return marked
 
 
-_CALLED = ("publish", "known", "renew", "ack_many", "retry", "discard", "brought")
+_CALLED = ("publish", "known", "renew", "ack_many", "retry", "discard", "payload_bytes")
 
 
 def _mark(trap: _Trap, queue: Any, claim: str) -> None:
@@ -243,7 +243,10 @@ class _Changing(importlib.abc.Loader):
         """As well, and then the changes."""
         self._loader.exec_module(module)
         for change in self._changes:
-            change(module)
+            try:
+                change(module)
+            except AttributeError as error:  # an import inside `__getattr__` would pass over it
+                raise RuntimeError(f"{module.__name__} has other names than this soak changes") from error
 
 
 if _TOLD:
