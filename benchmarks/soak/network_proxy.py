@@ -34,6 +34,7 @@ _FASTEST = 64 << 20  # bytes per second and direction
 SLOWEST = 2 << 20
 _CHUNK = 64 << 10
 _PATIENCE_S = 30.0  # until a connection is used
+_BETWEEN_FLIPS = 8  # messages: a busy machine that only shakes hands gets through a handshake now and then
 KINDS = {"cut by RST": 4, "cut by FIN": 4, "stall": 3, "slow": 3, "flip in a payload": 4, "flip in a message": 6}
 _SURE = 12  # consecutive bytes of a payload: that they are so by chance is out of the question
 _NOISE = payloads.NOISE.tobytes()
@@ -94,6 +95,7 @@ class Proxy:
         self._every_s = every_s
         self._kinds = kinds
         self._flips: set[str] = set()  # kinds that wait for bytes
+        self._unchanged = 0  # messages since the last that was changed
         self._ways: set[_Way] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._calm = asyncio.Event()
@@ -194,7 +196,10 @@ class Proxy:
     def _flipped(self, kind: str, chunk: bytes) -> bytes:
         at = None
         if kind == "flip in a message":
-            if found := list(messages(chunk)):
+            found = list(messages(chunk))
+            self._unchanged += len(found)
+            if found and self._unchanged > _BETWEEN_FLIPS:
+                self._unchanged = 0
                 at = self._rng.randrange(*self._rng.choice(found))
         else:
             middle = self._rng.randrange(len(chunk))

@@ -322,7 +322,7 @@ def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
 @needs_redis
 def test_a_soak_finds_a_queue_that_does_not_fence(tmp_path: Path) -> None:
     """With every planted fault it is `make soak-planted`."""
-    size = ["--queue", "redis", "--payloads", "1000", "--kills", "0", "--lapses", "5", "--stuck-s", "15"]
+    size = ["--queue", "redis", "--payloads", "2000", "--kills", "0", "--lapses", "12", "--stuck-s", "30"]
     report = mutations.run("unfenced", tmp_path, size)
     assert mutations.found("unfenced", report), json.dumps(report, indent=1)
 
