@@ -302,7 +302,7 @@ cluster: $(VENV)/installed ## a job on 8 hosts that are namespaces, cut off, rem
 	@$(BIN)/python -P benchmarks/cluster --json build/cluster.json $(CLUSTER_OPTIONS)
 
 .PHONY: misuse
-misuse: $(VENV)/installed ## public calls after their end, from threads, loops and forked children, and cancelled at each await
+misuse: $(VENV)/installed ## public calls cancelled at each await
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
 
 .PHONY: teardown
