@@ -183,7 +183,7 @@ class MappedSource:
 class RingsOfHost:
     """Attachments to the segments of some places. Any thread."""
 
-    def __init__(self, places: Discovery, lease_s: float) -> None:
+    def __init__(self, places: Discovery, lease_s: float | None) -> None:
         self._places = places
         self._lease_s = lease_s
         self._lock = threading.RLock()
@@ -199,11 +199,19 @@ class RingsOfHost:
         return f"<RingsOfHost {len(self._attached)} attached>"
 
     def add(self, ring: SharedRingBuffer) -> None:
-        """A writer of this process, which closes its ring itself."""
-        _check_claimable(ring)
+        """A ring of this process, which closes it itself."""
+        if ring.native.owner < 0:
+            raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
         with self._lock:
+            if len(self._attached) + len(self._own) >= _ring.MAX_WAITED and ring.ring_id not in self._own:
+                raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
             self._own = {**self._own, ring.ring_id: ring}
             ring.set_lease(self._lease_s)
+
+    def remove(self, ring: SharedRingBuffer) -> None:
+        """Claim no more from a ring that was added."""
+        with self._lock:
+            self._own = {ring_id: each for ring_id, each in self._own.items() if each is not ring}
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
         """To claim from: those with payloads of these schemas (none: of any)."""
@@ -337,11 +345,6 @@ class RingsOfHost:
             self._views.clear()
             self._seen.close()
             self._places.close()
-
-
-def _check_claimable(ring: SharedRingBuffer) -> None:
-    if ring.native.owner < 0:
-        raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
 
 
 def _fitting(schemas: frozenset[str]) -> set[bytes]:
