@@ -18,6 +18,7 @@ from transport.claims.places import Discovery, Observed, RingAddress
 from transport.devices.buffers import BufferPool
 from transport.errors import RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
+from transport.ring.batches import wait_for_payloads
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
@@ -89,13 +90,17 @@ class MappedSource:
         while True:
             opened = [ring for ring in rings() if not ring.native.closed]
             seen = []
-            with contextlib.suppress(_ring.RingFault):  # closed meanwhile, by another thread
-                seen = [ring.native.published_event() for ring in opened]
+            for ring in opened:
+                with contextlib.suppress(_ring.RingFault):  # closed meanwhile, by another thread
+                    seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
             claims = self._claimed(opened, n, rank, consumer, oldest_version)
             left_s = give_up - time.monotonic()
             if claims or left_s <= 0 or rung not in (None, self.bell.rung):
                 return claims
-            self._wait(opened, seen, min(left_s, _SLICE_S), rank, rung)
+            if seen:
+                wait_for_payloads(seen, left_s, None if rung is None else self.bell, rung or 0)
+            else:
+                time.sleep(min(left_s, _SLICE_S))
 
     def _claimed(
         self, rings: Sequence[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
@@ -137,17 +142,6 @@ class MappedSource:
             ring=ring,
             native=native,
         )
-
-    def _wait(
-        self, rings: Sequence[SharedRingBuffer], seen: list[int], timeout_s: float, rank: int | str, rung: int | None
-    ) -> None:
-        if not rings or len(seen) < len(rings):
-            time.sleep(min(timeout_s, _SLICE_S))
-            return
-        bell = None if rung is None else self.bell
-        with contextlib.suppress(_ring.RingFault):  # one was closed meanwhile: look again
-            due_s = min(ring.native.due_s(ring.rank_of(rank)) for ring in rings)
-            _ring.Ring.wait_any([ring.native for ring in rings], seen, min(timeout_s, due_s), bell, rung or 0)
 
     # --- the ends of claims ---------------------------------------------------------------------------
     def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
