@@ -210,6 +210,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
+	@MYPYPATH=.:tests/support $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(filter-out benchmarks/cosmos_rl_%,$(wildcard benchmarks/*.py))
 	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
 	@MYPYPATH=.:benchmarks/weights $(WAITING) "mypy benchmarks/weights" 10 $(BIN)/mypy benchmarks/weights
 	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
@@ -301,14 +302,14 @@ cluster: $(VENV)/installed ## a job on 8 hosts that are namespaces, cut off, rem
 	@$(BIN)/python -P benchmarks/cluster --json build/cluster.json $(CLUSTER_OPTIONS)
 
 .PHONY: misuse
-misuse: $(VENV)/installed ## public calls after their end, from threads, loops and forked children, and cancelled at each await
+misuse: $(VENV)/installed ## public calls cancelled at each await
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
 
 .PHONY: teardown
-teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a process, 200 times as processes, 100 whole jobs
+teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a process, 20 times in any order of kills, 100 whole jobs
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json
 	@$(BIN)/python benchmarks/teardown --mode process --cycles 90 --warm-up 10 --json build/teardown-served.json
-	@$(BIN)/python benchmarks/teardown --processes 200 --json build/teardown-processes.json
+	@$(BIN)/python benchmarks/soak/ends.py --runs 20
 	@$(BIN)/python benchmarks/teardown --jobs 100 --json build/teardown-jobs.json
 
 .PHONY: house

@@ -17,7 +17,6 @@ import json
 import os
 import resource
 import select
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.bench.observe import resident_bytes
+from transport.bench.processes import Worker
 from transport.queue import FoundRings, open_queue
 
 SCHEMA = Schema.of(data=("uint8", 64))
@@ -37,8 +36,21 @@ CONNECTED_S = 120.0
 _FULL_S = 0.0002  # for each ring of all, between two looks of a writer at rings that were full
 
 
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process, shared pages included, but for those of rings."""
+    total = 0
+    counted = True
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "Rss":
+            total += counted * int(value.split()[0]) * 1024
+        elif "-" in name:  # the line that begins a mapping: its addresses, and at its end its file
+            counted = "/dev/shm/transport-" not in line
+    return total
+
+
 def serve(rings: int, of_all: int) -> None:
-    """So many rings with a listener each, kept full; says their ports, and for every line it reads its memory."""
+    """Serve rings with a listener each and keep them full; print their ports, and for each line read the memory."""
     payload = {"data": np.zeros(64, np.uint8)}
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(SharedRingBuffer.create(SCHEMA, slots=SLOTS)) for _ in range(rings)]
@@ -57,37 +69,25 @@ def serve(rings: int, of_all: int) -> None:
 
 
 class Servers:
-    """The processes with the rings."""
+    """The processes with the rings. Use in a ``with``."""
 
     def __init__(self, rings: int) -> None:
         shares = [min(RINGS_OF_A_PROCESS, rings - begin) for begin in range(0, rings, RINGS_OF_A_PROCESS)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         command = [sys.executable, "-P", __file__, "--serve"]
-        self._processes = [subprocess.Popen([*command, str(share), str(rings)], **pipes) for share in shares]
-        self.ports = [port for each in self._processes for port in json.loads(self._line(each))]
-
-    @staticmethod
-    def _line(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline()
+        self._processes = [Worker("serve", None, [*command, str(share), str(rings)]) for share in shares]
+        self.ports = [port for each in self._processes for port in each.answer()]
 
     def memory(self) -> int:
         """Of all, in bytes."""
-        total = 0
-        for each in self._processes:
-            assert each.stdin is not None
-            each.stdin.write("look\n")
-            each.stdin.flush()
-            total += int(self._line(each))
-        return total
+        return sum(each.ask("look") for each in self._processes)
 
-    def close(self) -> None:
-        """End them."""
-        for each in self._processes:
-            assert each.stdin is not None
-            each.stdin.close()
-        for each in self._processes:
-            each.wait()
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            for each in self._processes:
+                stack.enter_context(each)
 
 
 def rate(queue: FoundRings, how: str, seconds: float) -> tuple[float, float, int]:
@@ -100,7 +100,7 @@ def rate(queue: FoundRings, how: str, seconds: float) -> tuple[float, float, int
             rings |= {claim.ticket_id.partition("/")[0] for claim in claims}
             claimed += len(queue.ack_many(claims))
         elif (brought := queue.take(BATCH, 1.0)) is not None:
-            rings.add(brought.batch.ring)
+            rings.add(brought.ring)
             claimed += int(queue.consume(brought).sum())
     lasted, used = time.perf_counter() - begun, time.process_time() - cpu
     return claimed / lasted, used / max(1, claimed) * 1e6, len(rings)
@@ -109,27 +109,29 @@ def rate(queue: FoundRings, how: str, seconds: float) -> tuple[float, float, int
 def measured(rings: int, seconds: float) -> dict[str, Any]:
     """One row."""
     row: dict[str, Any] = {"rings": rings}
-    with contextlib.closing(Servers(rings)) as servers:
+    with Servers(rings) as servers:
         before_there, before_here = servers.memory(), resident_bytes(os.getpid())
         addresses = ",".join(f"127.0.0.1:{port}" for port in servers.ports)
         begun = time.perf_counter()
         with open_queue(f"rings://{addresses}") as queue:
             assert isinstance(queue, FoundRings)
-            demands = queue._elsewhere.rank(0).demands
-            while len(demands.links) < rings:
-                queue.ack_many(queue.claim(BATCH, 0.1, consumer="bench"))
+            seen: set[str] = set()
+            while len(seen) < rings:
+                claims = queue.claim(BATCH, 0.1, consumer="bench")
+                seen |= {claim.ticket_id.partition("/")[0] for claim in claims}
+                queue.ack_many(claims)
                 if time.perf_counter() - begun > CONNECTED_S:
-                    raise SystemExit(f"{len(demands.links)} of {rings} rings connected within {CONNECTED_S:g} s")
+                    raise SystemExit(f"payloads of {len(seen)} of {rings} rings came within {CONNECTED_S:g} s")
             row["connected_s"] = round(time.perf_counter() - begun, 1)
             row["trainer_KiB_per_ring"] = round((resident_bytes(os.getpid()) - before_here) / rings / 1024)
             row["listener_KiB_per_connection"] = round((servers.memory() - before_there) / rings / 1024)
             for how in ("claim", "take"):
-                per_s, cpu_us, seen = rate(queue, how, seconds)
+                per_s, cpu_us, asked = rate(queue, how, seconds)
                 row |= {
                     f"{how}_per_s": round(per_s),
                     f"{how}_cpu_us": round(cpu_us, 1),
                     f"{how}_per_core_s": round(1e6 / cpu_us),
-                    f"{how}_rings": seen,
+                    f"{how}_rings": asked,
                 }
     return row
 

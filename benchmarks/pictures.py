@@ -53,7 +53,7 @@ def run_of_the_demo() -> Console:
             if reads > most:
                 most, best = reads, Console(record=True, width=132, file=sys.stderr)
                 best.print(Text("$ transport top --once"))
-                best.print(top._table(now, rates))
+                best.print(top._table(now, rates, ""))
             before = now
     if demo.returncode:
         raise SystemExit(f"the demo ended with {demo.returncode}")

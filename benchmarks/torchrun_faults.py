@@ -128,7 +128,7 @@ class Case(NamedTuple):
     nodes: str
     agents: str
     spares: str
-    fault: Callable[[Setup, Agents], None]
+    fault: Callable[[Setup, Agents], object]
     next_round: str = ""  # agents of the next round; empty: none is expected
     stop: bool = True  # the work then ends
 
@@ -137,7 +137,7 @@ def _kill(setup: Setup, agents: Agents) -> None:
     os.kill(agents.worker("b"), signal.SIGKILL)
 
 
-def _signalled(number: signal.Signals) -> Callable[[Setup, Agents], None]:
+def _signalled(number: signal.Signals) -> Callable[[Setup, Agents], object]:
     return lambda setup, agents: os.kill(agents.running["b"].pid, number)
 
 

@@ -70,7 +70,7 @@ def child(script: str) -> None:
     import ray
 
     pause = time.sleep
-    time.sleep = lambda seconds: pause(min(seconds, LONGEST_PAUSE_S))  # type: ignore[assignment]
+    time.sleep = lambda seconds, /: pause(min(float(seconds), LONGEST_PAUSE_S))
     ray.init("local", num_cpus=CPUS, include_dashboard=False, object_store_memory=100 << 20, logging_level="ERROR")
     try:
         sys.argv = [script, *sys.argv[3:], f"--head_node_ip={ray.util.get_node_ip_address()}"]

@@ -36,7 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     own_shared_memory()  # so that one worker's segments are no leaks of the other's tests
 
 # Two shared cores: a slow example is no defect, and the watchdog of pytest-timeout ends a stuck one.
-settings.register_profile("transport", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("transport", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("transport")
 
 

@@ -10,7 +10,6 @@ docs/developers/TESTING.md has the rest.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -66,6 +65,7 @@ def main() -> int:
         print(f"there can be no cluster here: {error}", file=sys.stderr)
         return SKIPPED
     logging.basicConfig(level="ERROR")
+    from command import write_json
     from records import Options
     from report import show
     from run import Run
@@ -92,9 +92,7 @@ def main() -> int:
         )
         reports.append(run.run())
         show(reports[-1])
-        if chosen.json is not None:
-            chosen.json.parent.mkdir(parents=True, exist_ok=True)
-            chosen.json.write_text(json.dumps(reports, indent=2) + "\n")
+        write_json(reports, chosen.json)
     return 0 if all(each["passed"] for each in reports) else 1
 
 

@@ -187,8 +187,8 @@ def _question_cancelled() -> None:
 
 def _asked_anew() -> None:
     async def end(self: Any, positions: Any, end: Any) -> None:
-        asked = self._end(positions, self.rows[positions], end, False)
-        await asyncio.shield(asyncio.get_running_loop().create_task(asked))
+        once = self._end(positions, self.rows[positions], end, False)
+        await asyncio.shield(asyncio.get_running_loop().create_task(once))
 
     ClaimedRows.end = end  # type: ignore[method-assign]
 

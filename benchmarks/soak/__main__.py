@@ -10,14 +10,12 @@ docs/developers/TESTING.md has the rest.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from fault_injection import ISOLATED, isolated
-from planted import PLANTS
+from command import finish, parser, status_of_isolated_run
+from fault_injection import ISOLATED
 from run import Options, Soak
 
 HERE = Path(__file__).resolve().parent
@@ -25,28 +23,20 @@ HERE = Path(__file__).resolve().parent
 
 def options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--payloads", type=int, default=50_000)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--queue", choices=("rings", "redis"), default="rings", help="redis: its own server")
-    parser.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed (default kills/20)")
-    parser.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
-    parser.add_argument("--build", type=Path, default=None, help="of native modules with fault points (make faults)")
-    parser.add_argument("--folder", type=Path, default=Path("build/soak"), help="journals and logs; made anew")
-    parser.add_argument("--json", type=Path, default=None, help="where the report goes besides the table")
-    parser.add_argument("--stuck-s", type=float, default=90.0, help="without any payload for so long it has failed")
-    return parser.parse_args()
+    options = parser(__doc__, "build/soak")
+    options.add_argument("--payloads", type=int, default=50_000)
+    options.add_argument("--kills", type=int, default=100)
+    options.add_argument("--queue", choices=("rings", "redis"), default="rings", help="redis: its own server")
+    options.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed, kills/20")
+    options.add_argument("--build", type=Path, default=None, help="of native modules with fault points (make faults)")
+    return options.parse_args()
 
 
 def main() -> int:
     """The exit status."""
     chosen = options()
-    if ISOLATED not in os.environ:
-        command = [sys.executable, str(HERE), *sys.argv[1:]]
-        alone = isolated(command)
-        os.environ[ISOLATED] = "1" if alone != command else "0"
-        return subprocess.run(alone).returncode
+    if (status := status_of_isolated_run(str(HERE))) is not None:
+        return status
     soak = Soak(
         Options(
             payloads=chosen.payloads,
@@ -62,10 +52,7 @@ def main() -> int:
         )
     )
     report = soak.run()
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
-    for name, value in report.items():
-        print(f"{name:>18}  {json.dumps(value)}")
+    finish(report, chosen.json)
     return 0 if report["passed"] else 1
 
 

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from command import write_json
 from planted import PLANTS
 
 HERE = Path(__file__).resolve().parent
@@ -91,8 +92,7 @@ def main() -> int:
             f"{name or 'nothing':<20}{shows:<13}{numbers}{report['seconds']:>9}  {'ok' if good else 'NOT FOUND'}",
             flush=True,
         )
-    if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(rows, chosen.json)
     return 0 if all(row["found"] for row in rows) else 1
 
 

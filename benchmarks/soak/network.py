@@ -9,9 +9,7 @@ docs/developers/TESTING.md has the rest.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -21,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fault_injection import ISOLATED, isolated
+from command import finish, parser, status_of_isolated_run
+from fault_injection import ISOLATED
 from network_proxy import KINDS, Proxy
 from plan import TrainerPlan, WriterPlan
-from planted import PLANTS
 from process_tree import Child
 from run import RANKS, READERS, Options, Soak
 
@@ -96,23 +94,15 @@ class NetworkSoak(Soak):
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--per-second", type=float, default=100.0, help="payloads that are written, at most")
-    parser.add_argument("--every-s", type=float, default=1.0, help="mean time between two faults")
-    parser.add_argument("--only", choices=KINDS, default="", help="no other faults on the network")
-    parser.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
-    parser.add_argument("--folder", type=Path, default=Path("build/network"), help="journals and logs; made anew")
-    parser.add_argument("--json", type=Path, default=None, help="where the report goes besides the table")
-    parser.add_argument("--stuck-s", type=float, default=90.0, help="without any payload for so long it has failed")
-    chosen = parser.parse_args()
-    if ISOLATED not in os.environ:
-        command = [sys.executable, *sys.argv]
-        alone = isolated(command)
-        os.environ[ISOLATED] = "1" if alone != command else "0"
-        os.environ["SOAK_LARGEST"] = str(_LARGEST)  # before payloads.py is imported
-        return subprocess.run(alone).returncode
+    given = parser(__doc__, "build/network")
+    given.add_argument("--minutes", type=float, default=60.0)
+    given.add_argument("--per-second", type=float, default=100.0, help="payloads that are written, at most")
+    given.add_argument("--every-s", type=float, default=1.0, help="mean time between two faults")
+    given.add_argument("--only", choices=KINDS, default="", help="no other faults on the network")
+    chosen = given.parse_args()
+    # SOAK_LARGEST is read when payloads.py is imported.
+    if (status := status_of_isolated_run(__file__, {"SOAK_LARGEST": str(_LARGEST)})) is not None:
+        return status
     options = Options(
         payloads=_UNLIMITED, kills=0, seed=chosen.seed, folder=chosen.folder.resolve(), stuck_s=chosen.stuck_s,
         isolated=os.environ[ISOLATED] == "1", build=None, plant=chosen.plant,
@@ -125,10 +115,7 @@ def main() -> int:
     if options.isolated:
         report["left_behind"] += [entry.name for entry in Path("/dev/shm").iterdir()]
         report["passed"] = report["passed"] and not report["left_behind"]
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report, indent=2) + "\n")
-    for name, value in report.items():
-        print(f"{name:>18}  {json.dumps(value)}")
+    finish(report, chosen.json)
     return 0 if report["passed"] else 1
 
 

@@ -1,14 +1,12 @@
 """Start and stop a server and a client, over and over, with reads in flight. `make teardown` runs it.
 
     python benchmarks/teardown [--cycles 450] [--warm-up 50] [--mode process] [--json PATH]     in one process
-    python benchmarks/teardown --processes 200 [--json PATH]                                    whole processes
     python benchmarks/teardown --jobs 100 [--nice -10] [--json PATH]                            whole jobs
 
 Each wire has a process of its own, so that one that crashes is a figure here: its seed is named, and the cycles after
 it go on in a new process. Memory is per cycle after the warm-up; the control is bare UCX, started and ended as often.
 With ``--mode process`` the server has a supervisor and a listener process. Exit status: 0 without a crash, a wrong
-payload, a buffer written afterwards or a descriptor or thread that stayed. `processes.py` says what it is of whole
-processes, `job.py` of whole jobs.
+payload, a buffer written afterwards or a descriptor or thread that stayed. `job.py` says what it is of whole jobs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "soak"))  # `pro
 import cycles
 import job
 import memory
-import processes
+from command import finish, write_json
 
 from transport.testing import run
 
@@ -69,20 +67,6 @@ def measure(mode: str, wire: str, warm_up: int, count: int) -> dict[str, Any]:
     return {"wire": wire, "mode": mode, "cycles": last, "crashes": crashes, **figures}
 
 
-def whole_processes(options: argparse.Namespace) -> int:
-    """Cycles of whole processes or jobs, to the exit status."""
-    figures: job.JobFigures | processes.Figures
-    if options.jobs:
-        figures = job.measure(options.seed, options.jobs, options.folder.resolve(), options.nice)
-    else:
-        figures = processes.measure(options.seed, options.processes, options.folder.resolve())
-    for name, value in figures.as_json().items():
-        print(f"{name:>10}  {json.dumps(value)}")
-    if options.json:
-        options.json.write_text(json.dumps(figures.as_json(), indent=1) + "\n")
-    return int(figures.bad)
-
-
 def main() -> int:
     """Measure, print a table, write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,7 +74,6 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=50)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mode", choices=("thread", "process"), default="thread", help="of the server")
-    parser.add_argument("--processes", type=int, default=0, metavar="N", help="cycles of whole processes instead")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="cycles of whole jobs instead")
     parser.add_argument(
         "--nice",
@@ -99,7 +82,7 @@ def main() -> int:
         help="of a job's processes from SIGTERM on; below 0 (as root) the time says little of the machine's load",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first of these cycles")
-    parser.add_argument("--folder", type=Path, default=Path("build/teardown"), help="logs of whole processes")
+    parser.add_argument("--folder", type=Path, default=Path("build/teardown"), help="logs of whole jobs")
     parser.add_argument(
         "--work", nargs=5, metavar=("MODE", "WIRE", "FIRST", "WARM_UP", "COUNT"), help=argparse.SUPPRESS
     )
@@ -108,8 +91,10 @@ def main() -> int:
         mode, wire, *numbers = options.work
         work(mode, wire, *map(int, numbers))
         return 0
-    if options.processes or options.jobs:
-        return whole_processes(options)
+    if options.jobs:
+        figures = job.measure(options.seed, options.jobs, options.folder.resolve(), options.nice)
+        finish(figures.as_json(), options.json)
+        return int(figures.bad)
     found = [measure(options.mode, wire, options.warm_up, options.cycles) for wire in cycles.WIRES]
     print(
         f"{'wire':<6}{'cycles':>8}{'crashes':>9}{'wrong':>7}{'written':>9}{'KiB/cycle':>11}{'bare UCX':>10}{'fds':>5}"
@@ -126,8 +111,7 @@ def main() -> int:
             f"{per_cycle[0]:>11.1f}{per_cycle[1]:>10.1f}{grown.get('descriptors', 0):>5}"
         )
         print(*row["crashes"], sep="\n") if row["crashes"] else None
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(found, options.json)
     return int(bad)
 
 

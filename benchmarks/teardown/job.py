@@ -1,10 +1,10 @@
 """A whole job is told to end, and the time until nothing of it is left: 4 rollouts, 2 trainers, Redis between them.
 
 As schedulers do it: SIGTERM to every process of the job, its supervisors and listeners too, and SIGKILL after `KILL_S`
-to whoever is still there, whose stacks are in the log. By the cycle's seed Redis is killed or stopped just before
+to what is still there, whose stacks are in the log. By the cycle's seed Redis is killed or stopped just before
 (SIGSTOP), and so is one member: a rollout, a trainer, a supervisor, a listener, or none. Nobody but a member that was
-stopped may need the SIGKILL. A segment whose writer was stopped and killed is removed by `transport reclaim`, as
-`processes.py` says.
+stopped may need the SIGKILL. A segment whose writer, supervisor and listeners were all killed is removed by
+`transport reclaim`: no process of the job is left to do it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,20 @@ from typing import Any
 import msgspec
 from member import JobPlan
 from process_tree import MARK, Member, become_reaper, members, reap_orphans
-from processes import HERE, ROOT, SIGNS_OF_A_CRASH, HangError, own_shared_memory, until
+from queues import RedisServer
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 ROLLOUTS, TRAINERS = 4, 2
 VICTIMS = ("rollout", "trainer", "supervisor", "listener", "")
 REDIS_ENDS = (signal.SIGKILL, signal.SIGSTOP)
 ASK_S, KILL_S = 3.5, 4.0
 LIMIT_S = 5.0
 _RUNNING_S = 0.5
+PATIENCE_S = 60.0  # a watchdog, not a measure
+SIGNS_OF_A_CRASH = (b"Fatal Python error", b"Caught signal", b"ended with status -11", b"ended with status -6")
 _PR_SET_PDEATHSIG = 1
+_NEW_MOUNTS, _RECURSIVE, _PRIVATE = 0x0002_0000, 1 << 14, 1 << 18  # CLONE_NEWNS, MS_REC, MS_PRIVATE
 _libc = ctypes.CDLL(None)  # looked up before any fork
 
 
@@ -73,6 +78,28 @@ class JobFigures:
         return {**vars(self), "killed": dict(self.killed), "by_victim": most, **summary}
 
 
+class HangError(Exception):
+    """Something did not happen in `PATIENCE_S`."""
+
+
+def own_shared_memory() -> bool:
+    """A /dev/shm of this process and its children, so that whatever is left there is theirs. False: not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS) != 0:
+        return False
+    private = libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None) == 0
+    return bool(private and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(0), b"size=2g,mode=1777") == 0)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Look again and again; HangError names what did not come true."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise HangError(what)
+        time.sleep(0.005)
+
+
 class Job:
     """One job, from its start to the last process of it."""
 
@@ -89,32 +116,18 @@ class Job:
         self._stopped: set[int] = set()
         self._roles: dict[int, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="teardown-redis-")
-        self._redis, queue = self._start_redis()
+        log = Path(self._folder.name) / "log"
+        log.touch()
+        self._redis = RedisServer(Path(self._folder.name), log)  # of this job alone: it has no tickets of other rings
+        self._redis.tend()
+        until(lambda: b"Ready to accept" in log.read_bytes(), "Redis does not start")
+        queue = f"redis://127.0.0.1:{self._redis.port}/0?run=teardown"
         with self.log.open("wb") as errors:
             self.processes = [
                 self._start(role, JobPlan(queue=queue, prefix=self.prefix, number=number), errors.fileno())
                 for role, count in (("rollout", ROLLOUTS), ("trainer", TRAINERS))
                 for number in range(count)
             ]
-
-    def _start_redis(self) -> tuple[subprocess.Popen[bytes], str]:
-        """A server of this job alone: one that an earlier measurement left would have tickets of rings long gone."""
-        place = Path(self._folder.name)
-        while True:
-            port = random.randrange(10_000, 32_000)
-            process = subprocess.Popen(
-                ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "",
-                 "--appendonly", "yes", "--logfile", str(place / "log")],
-                preexec_fn=_die_with_parent,
-            )  # fmt: skip
-            (place / "log").touch()
-            until(
-                lambda: b"Ready to accept" in _read(place / "log") or process.poll() is not None,  # noqa: B023
-                "Redis does not start",
-            )
-            if process.poll() is None:
-                return process, f"redis://127.0.0.1:{port}/0?run=teardown"
-            (place / "log").unlink()  # the port was taken
 
     def _start(self, role: str, plan: JobPlan, errors: int) -> subprocess.Popen[bytes]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
@@ -141,7 +154,8 @@ class Job:
                 figures.crashes.append(f"{self.name}: a member did not begin, see {self.log}")
                 return
         time.sleep(self._choose.uniform(0, _RUNNING_S))
-        self._redis.send_signal(self._redis_end)
+        assert self._redis.pid is not None
+        os.kill(self._redis.pid, self._redis_end)
         if chosen := [each for each in self.members() if each.role == self.victim]:
             self._stopped.add(self._choose.choice(chosen).pid)
             for pid in self._stopped:
@@ -189,7 +203,7 @@ class Job:
 
     def _all_gone(self) -> bool:
         own = {process.pid for process in self.processes}
-        reap_orphans(own | {self._redis.pid})
+        reap_orphans(own if self._redis.pid is None else own | {self._redis.pid})
         ended = [process.poll() is not None for process in self.processes]
         return all(ended) and not self.members()
 
@@ -211,9 +225,10 @@ class Job:
     def abandon(self) -> None:
         """End whatever is there."""
         _signal(signal.SIGKILL, self.members())
-        for process in [*self.processes, self._redis]:
+        for process in self.processes:
             process.kill()
             process.wait()
+        self._redis.end()
         reap_orphans(set())
         self._folder.cleanup()
 
@@ -260,10 +275,6 @@ def _cpu_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
 
 
 def _signal(number: signal.Signals, whom: list[Member]) -> None:

@@ -97,12 +97,6 @@ def growth(run: Callable[[int], object], warm_up: int, cycles: int, say: Callabl
     )
 
 
-def bare_contexts(wire: str) -> None:
-    """Two contexts and workers of UCX, as a server and a client have them; nothing of this package."""
-    for _ in range(2):
-        _context_and_worker(wire)
-
-
 def _context_and_worker(wire: str) -> tuple[object, object]:
     low = library()
     context = low.UCXContext(

@@ -14,17 +14,13 @@ from bench_cases import case, report, sample
 from helpers import asynchronous
 
 from transport import SharedRingBuffer
-from transport.bench import registry
-from transport.bench.machine import settings_of
-from transport.bench.processes import Worker, last_line, run_group
-from transport.bench.reads import loopback, session
+from transport.bench.processes import Worker, run_group
 from transport.bench.reads.harness import Content, Tally, percentile
-from transport.bench.reads.plot import MOST_LINES, lines, pictures
+from transport.bench.reads.plot import pictures
 from transport.bench.reads.reader import Reader, Reading
 from transport.bench.reads.writer import Writing
-from transport.bench.registry import PEERS
-from transport.bench.result import OURS, Row, aligned, table
-from transport.bench.units import parse_size, show_size
+from transport.bench.result import Row
+from transport.bench.units import parse_size
 from transport.cli import run
 from transport.errors import ChecksumError, LinkError, UsageError
 
@@ -52,11 +48,6 @@ def test_sizes_are_parsed(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="invalid size"):
         parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["1 B", "1000 B", "4 KiB", "3 MiB", "1 GiB"])
-def test_sizes_are_shown_as_they_are_parsed(text: str) -> None:
-    assert show_size(parse_size(text)) == text
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -112,56 +103,6 @@ def test_a_row_has_the_medians_of_its_repetitions() -> None:
     assert not Row.of(case(), [sample(1.0), sample(1.0, verified=False)]).verified
 
 
-def test_the_table_names_what_was_not_verified_and_what_was_skipped() -> None:
-    rows = [Row.of(case(), [sample(1.0, verified=False, note="one way", transports=["tcp/lo"])])]
-    shown = table(rows, {"ray": "not installed; run: make bench-peers"}).splitlines()
-    assert shown[0] == "4 KiB, 1 in flight"
-    assert shown[2].endswith("1.00  tcp/lo; not verified; one way")
-    assert shown[-1] == "skipped ray: not installed; run: make bench-peers"
-
-
-def test_columns_are_aligned() -> None:
-    assert aligned([("a", "1"), ("bcd", "20")], right=frozenset((1,))) == ["a     1", "bcd  20"]
-
-
-def test_slots_are_bounded_in_number_and_bytes() -> None:
-    assert [loopback.slots_for(size) for size in (1, 1 << 20, 16 << 20, 1 << 30)] == [1024, 128, 8, 4]
-
-
-def test_our_cases_have_views_where_mapped_and_batches_where_several_are_under_way() -> None:
-    alone = loopback.cases([4096], [1], ["mapped", "tcp"], [True, False], 1)
-    assert [(each.case, each.wire, each.checksum) for each in alone] == [
-        ("read", "mapped", False),
-        ("view", "mapped", False),
-        ("read", "tcp", True),
-        ("read", "tcp", False),
-    ]
-    several = loopback.cases([65536], [8], ["shm"], [False], 1)
-    assert [(each.case, each.size_bytes, each.payloads) for each in several] == [
-        ("read", 65536, 1024),
-        ("read_many", 65536, 1024),
-        ("read_many_1000", 4096, 1000),
-    ]
-
-
-def test_the_peers_have_the_same_sizes_and_payloads() -> None:
-    found = session.peer_cases(registry.chosen("memcpy,ucx_perftest"), [1 << 20], [1, 8], ["mapped", "shm", "tcp"])
-    assert [(each.peer, each.case, each.wire) for each in found] == [
-        ("memcpy", "copy", "memory"),
-        ("memcpy", "copy", "memory"),
-        ("ucx_perftest", "tag_lat", "shm"),
-        ("ucx_perftest", "tag_bw", "shm"),
-        ("ucx_perftest", "tag_lat", "tcp"),
-        ("ucx_perftest", "tag_bw", "tcp"),
-    ]
-    assert {each.payloads for each in found} == {loopback.slots_for(1 << 20)}
-
-
-def test_settings_are_those_of_the_wire() -> None:
-    assert settings_of("mapped") == {}
-    assert settings_of("tcp")["TLS"] == "tcp,self"
-
-
 # --- wrong usage ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -209,11 +150,6 @@ def test_a_program_that_does_not_end_is_ended_with_its_group() -> None:
         run_group([sys.executable, "-c", code], {}, 1.0)
 
 
-def test_what_a_program_said_last() -> None:
-    assert last_line(b"one\ntwo\n\n") == "two"
-    assert last_line(b"") == "it said nothing"
-
-
 # --- the picture ----------------------------------------------------------------------------------
 DRAW = """
 import sys
@@ -244,42 +180,6 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
         assert data.startswith(b"\x89PNG\r\n\x1a\n")
         width, height = np.frombuffer(data[16:24], ">u4")
         assert width > height > 500
-
-
-def test_host_and_network_have_a_picture_each_of_at_most_eight_lines() -> None:
-    first = report().rows[0]
-
-    def row(peer: str, case: str, wire: str, checksum: str = "on") -> Row:
-        return msgspec.structs.replace(first, peer=peer, case=case, wire=wire, checksum=checksum)
-
-    peers = {name: peer.wire or "tcp" for name, peer in PEERS.items()}
-    rows = [row(name, "read", wire, "off") for name, wire in peers.items()]
-    rows += [row(name, "read", "tcp", "off") for name in list(peers)]
-    rows += [
-        row(OURS, case, wire, on) for case in ("read", "read_many") for wire in ("tcp", "shm") for on in ("on", "off")
-    ]
-    found = pictures(rows, Path("/somewhere/bench.png"))
-    assert [path.name for path in found] == ["bench-host.png", "bench-network.png"]
-    for kept in found.values():
-        shown = lines(kept)
-        assert len(shown) <= MOST_LINES
-        assert [line.case for line in shown[:2]] == ["read", "read_many"]  # ours first
-        assert all(each.checksum == "on" for each in kept if each.peer == OURS)
-    assert {each.wire for each in found[Path("/somewhere/bench-network.png")]} == {"tcp"}
-
-
-def test_with_every_peer_both_pictures_still_have_peers_and_what_the_machine_can_do() -> None:
-    first = report().rows[0]
-    every = [*loopback.cases([1 << 20], [1], ["mapped", "shm", "tcp"], [True], 1, False)]
-    every += session.peer_cases(PEERS.values(), [1 << 20], [1], ["mapped", "shm", "tcp"], [True])
-    rows = [
-        msgspec.structs.replace(first, peer=each.peer, case=each.case, wire=each.wire, checksum="on") for each in every
-    ]
-    for kept in pictures(rows, Path("bench.png")).values():
-        shown = [line.peer for line in lines(kept)]
-        assert len(shown) <= MOST_LINES
-        assert shown.count("ucx_floor") == 1
-        assert sum(name in PEERS and not PEERS[name].floor for name in shown) >= 3
 
 
 def test_without_matplotlib_the_error_names_the_extra(

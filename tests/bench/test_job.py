@@ -15,14 +15,14 @@ import pytest
 import xxhash
 from redis_server import needs_redis
 
-from transport.bench import named_lines, registry
-from transport.bench.job import driver, plan, plot, redis_service, session, work
+from transport.bench import registry
+from transport.bench.job import driver, plan, redis_service, session, work
 from transport.bench.job.driver import JobSample, account
 from transport.bench.job.plan import JobCase
-from transport.bench.job.rows import JobReport, JobRow, table
+from transport.bench.job.rows import JobReport, JobRow
 from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
-from transport.runtime.progress import Lines, lasting, silent
+from transport.runtime.progress import silent
 
 KEYS = (
     "peer", "queue", "wire", "layout", "size_bytes", "writers", "trainers", "payloads_per_s", "gb_per_s", "ms_p50",
@@ -61,17 +61,6 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
     assert {(each.batch, each.write_batch, each.window) for each in found[:4]} == {(32, 32, 128)}
     assert {(each.batch, each.write_batch, each.window) for each in found[4:]} == {(2, 2, 8)}
     assert {(each.writers, each.trainers) for each in found} == {(2, 3)}
-
-
-def test_payloads_may_be_written_in_smaller_batches_than_they_are_claimed() -> None:
-    (found,) = plan.cases([4096], ["rings"], ["tcp"], "list", [], 1, 1, 32, idle=False, write_batch=1)
-    assert (found.batch, found.write_batch) == (32, 1)
-
-
-@pytest.mark.parametrize("size", [64, 4096, 1 << 20, 1 << 30])
-def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> None:
-    assert 4 <= plan.window_for(size) <= 128
-    assert plan.window_for(size) * size <= max(4 * size, 128 << 20)
 
 
 @pytest.mark.parametrize(
@@ -124,20 +113,6 @@ def test_an_installed_package_without_the_peers_scripts_says_so(
     monkeypatch.setitem(registry.JOB_PEERS, "zmq", elsewhere)
     with pytest.raises(MissingDependencyError, match="run bench job in a checkout"):
         driver.measure(case(peer="zmq", queue="", wire="tcp"), 0.01)
-
-
-def test_every_peers_script_has_what_the_harness_calls() -> None:
-    for peer in registry.JOB_PEERS.values():
-        source = (peer.folder / f"{peer.script}.py").read_text(encoding="utf-8")
-        assert "class Writer:" in source
-        assert "class Trainer:" in source
-        assert ("def service(" in source) is (peer.service == "own")
-        assert "xxhash" in peer.requirements
-
-
-def test_a_queue_is_measured_over_the_wires_that_its_payloads_take() -> None:
-    found = plan.cases([4096], ["rings", "redis"], ["mapped", "tcp"], "list", [], 1, 1, 32, idle=False)
-    assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "redis, mapped", "redis, tcp"]
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -219,22 +194,6 @@ def test_a_row_has_medians_spread_and_the_sum_of_what_was_lost() -> None:
     assert (found.lost, found.duplicated, found.repetitions, found.mode) == (1, 2, 3, "throughput")
 
 
-def test_the_table_has_our_figures_as_multiples_of_each_peers() -> None:
-    shown = table(report()).splitlines()
-    assert shown[0] == "4 KiB, 1 writer to 1 trainer, written 32 and claimed 32 at a time"
-    assert [line.split()[0] for line in shown[2:6]] == ["redis", "zmq", "transport", "transport"], "fastest first"
-    assert shown[7].split() == ["times", "as", "many", "as", "zmq", "redis"]
-    assert shown[8].split() == ["transport", "rings,", "mapped", "0.333×", "0.25×"]
-    assert shown[9].split() == ["transport", "redis,", "tcp", "0.667×", "0.5×"]
-    assert shown[-1] == "skipped ray: not installed; run: make bench-peers"
-
-
-def test_the_table_of_an_idle_run_compares_times() -> None:
-    shown = table(report(idle=True))
-    assert "one payload at a time, the trainer waiting" in shown
-    assert "times sooner than" in shown
-
-
 DRAW = """
 import sys
 from pathlib import Path
@@ -257,26 +216,6 @@ def test_the_picture_is_a_png(tmp_path: Path, idle: bool) -> None:
     encoded = msgspec.json.encode(report(idle))
     subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, check=True, timeout=60)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_the_picture_has_at_most_eight_lines_with_every_peer() -> None:
-    peers = [JobRow.of(case(peer=name, queue="", wire="tcp"), [sample()]) for name in registry.JOB_PEERS]
-    ours = [
-        JobRow.of(case(queue=queue, wire=wire), [sample()])
-        for queue in ("rings", "redis")
-        for wire in ("mapped", "shm", "tcp")
-    ]
-    assert plot.chosen([*ours, *peers]) == ["rings, mapped", "rings, shm", "rings, tcp", *registry.JOB_PEERS]
-    assert len(plot.chosen(ours)) == 6
-
-
-def test_names_of_lines_do_not_cover_each_other_and_stay_near_their_lines() -> None:
-    assert named_lines.apart([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
-    assert named_lines.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert named_lines.apart([0.5, 0.52, 0.54], 0.1) == pytest.approx([0.42, 0.52, 0.62])
-    assert named_lines.apart([], 0.1) == []
-    assert named_lines.apart([0.99, 1.0, 1.0], 0.1) == pytest.approx([0.8, 0.9, 1.0])  # not above the panel
-    assert named_lines.apart([0.0, 0.01], 0.1) == pytest.approx([0.0, 0.1])
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -319,16 +258,3 @@ def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> Non
 
 
 # --- progress -------------------------------------------------------------------------------------
-def test_progress_in_a_pipe_is_a_line_soon_and_every_thirty_seconds_with_the_time_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now = [0.0]
-    show = Lines("bench job", clock=lambda: now[0])
-    for at, done in ((10.0, 1), (31.0, 3), (50.0, 5), (62.0, 6), (200.0, 12)):
-        now[0] = at
-        show(done, 12, 0)
-    assert capsys.readouterr().err.splitlines() == [
-        "bench job: 1 of 12, about 2 min left",
-        "bench job: 5 of 12, about 70 s left",
-    ]
-    assert [lasting(seconds) for seconds in (3.4, 240.0, 9000.0)] == ["3 s", "4 min", "2.5 h"]

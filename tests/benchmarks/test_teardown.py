@@ -1,5 +1,5 @@
-"""Memory that a read was given is its caller's again the moment the read ends, however it ends; whole processes that
-are stopped with reads in flight leave nothing behind. The long version of these tests is `make teardown`."""
+"""Memory that a read was given is its caller's again the moment the read ends, however it ends; a whole job that is
+told to end leaves nothing behind. The long version of these tests is `make teardown`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ sys.path[:0] = [str(BENCHMARKS / "teardown"), str(BENCHMARKS / "soak")]
 try:
     import cycles
     import job
-    import processes
 finally:
     del sys.path[:2]
 
@@ -59,23 +58,6 @@ async def test_a_server_in_processes_ends_with_reads_in_flight() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["writer first", "SIGKILL all"])
-def test_whole_processes_that_are_stopped_with_reads_in_flight_leave_nothing_behind(end: str, tmp_path: Path) -> None:
-    seed = next(seed for seed in range(1000) if random.Random(seed).choice(processes.ENDS) == end)
-    report = tmp_path / "report.json"
-    command = [sys.executable, BENCHMARKS / "teardown", "--processes", 1, "--seed", seed, "--json", report]
-    command += ["--folder", tmp_path / "logs"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    said = json.loads(report.read_text())
-    assert done.returncode == 0, said
-    assert (said["cycles"], said["ends"]) == (1, {end: 1})
-    assert (said["wrong"], said["crashes"], said["hangs"], said["left"]) == ([], [], [], [])
-    assert said["reclaimed"] == (end == "SIGKILL all")
-    assert said["reads"] > 0 or end == "SIGKILL all"  # killed clients say nothing
-
-
-@pytest.mark.nightly
 @needs_redis
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["listener", "trainer"])
@@ -94,5 +76,5 @@ def test_a_whole_job_ends_with_its_queue_away_and_a_member_stopped(victim: str, 
 def test_a_crash_is_seen_in_the_words_of_whoever_crashed() -> None:
     crash = "import ctypes; ctypes.string_at(0)"
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", crash], capture_output=True)
-    assert any(sign in done.stderr for sign in processes.SIGNS_OF_A_CRASH)
-    assert not any(sign in b"listener on port 5 ended with status -9" for sign in processes.SIGNS_OF_A_CRASH)
+    assert any(sign in done.stderr for sign in job.SIGNS_OF_A_CRASH)
+    assert not any(sign in b"listener on port 5 ended with status -9" for sign in job.SIGNS_OF_A_CRASH)

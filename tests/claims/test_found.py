@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of, some
 from helpers import eventually, free
-from interrupted_instants import interrupted
 from packers import SCHEMA, Packer, Worker, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
@@ -178,21 +177,6 @@ def test_at_addresses() -> None:
             assert queue.depth() == QueueDepth(done=2)
             with pytest.raises(QueueUnsuitableError, match="no notices"):
                 queue.announce("policy", 1)
-
-
-def test_a_payload_that_is_copied_while_many_are_looked_at_is_not_held_by_an_interrupt(prefix: str) -> None:
-    with ring_of(prefix, slots=4) as ring, FoundRings(OnThisHost(prefix)) as queue:
-        for number in range(3):
-            ring.write_raw(bytes([number]))
-        claims = some(queue, 3)
-        views = [queue.payload_bytes(claim) for claim in claims[:2]]  # as many as there may be
-        at = 1
-        while interrupted(at, lambda: payload_of(queue, claims[2])):
-            at += 1
-        assert at > 1
-        del views
-        assert queue.ack_many(claims) == claims
-        assert ring.statistics().free == 4
 
 
 def test_a_ring_that_one_trainer_refuses_is_mapped_for_another(prefix: str) -> None:

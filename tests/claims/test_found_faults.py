@@ -21,7 +21,6 @@ from transport.claims.batch import Verdict
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost, RingAddress
 from transport.queue import FoundRings
-from transport.settings import Settings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
@@ -61,58 +60,6 @@ class Gone(OnThisHost):
 
 
 @both
-def test_a_killed_trainers_claims_are_anothers(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
-        fill(ring, 5)
-        with Child(TRAINER, f"rings:{prefix}", 5) as trainer:
-            assert trainer.line() == "5"
-            trainer.kill()
-        claims = some(queue, 5)
-        assert {claim.attempts for claim in claims} == {2}
-        assert queue.ack_many(claims) == claims
-        eventually(lambda: free(ring), "no slot is pinned")
-
-
-@pytest.mark.nightly(keep=1)
-@both
-def test_a_stopped_trainers_claims_are_anothers_and_it_is_refused(
-    prefix: str, wire: str, over: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "1.0")
-    monkeypatch.setenv("TRANSPORT_CLAIM_RENEW_S", "0.3")
-    settings = Settings(ack_timeout_s=1.0, heartbeat_s=0.2)
-    with ring_of(prefix, settings, mode="thread") as ring, opened(prefix) as queue:
-        fill(ring, 3)
-        with Child(TRAINER, f"rings:{prefix}", 3) as trainer:
-            assert trainer.line() == "3"
-            os.kill(trainer.process.pid, signal.SIGSTOP)
-            claims = some(queue, 3)
-            # a demand of the stopped one that waits at a listener may take them once more before it is found silent
-            assert {claim.attempts for claim in claims} <= {2, 3}
-            assert queue.ack_many(claims) == claims
-            os.kill(trainer.process.pid, signal.SIGCONT)
-            trainer.tell()
-            assert trainer.line() == "0"
-            assert trainer.wait() == 0
-        assert ring.native.depth(0)["done"] == 3
-        eventually(lambda: free(ring), "no slot is pinned")
-
-
-def test_a_trainer_that_holds_for_long_keeps_its_claims(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    monkeypatch.setenv("TRANSPORT_ACK_TIMEOUT_S", "1.0")
-    with (
-        ring_of(prefix, Settings(ack_timeout_s=1.0, heartbeat_s=0.1), mode="thread") as ring,
-        opened(prefix) as queue,
-        opened(prefix) as other,
-    ):
-        fill(ring, 2)
-        claims = some(queue, 2)
-        assert other.claim(1, 3.0, consumer="other") == []  # the time that passes is what is tested
-        assert queue.ack_many(claims) == claims
-
-
-@both
 def test_a_trainer_that_ends_between_claim_and_consume_leaves_them_to_others(
     prefix: str, wire: str, over: None
 ) -> None:
@@ -124,50 +71,6 @@ def test_a_trainer_that_ends_between_claim_and_consume_leaves_them_to_others(
         claims = some(queue, 5)
         assert queue.ack_many(claims) == claims
         eventually(lambda: free(ring), "no slot is pinned")
-
-
-def test_a_listener_that_is_killed_while_a_demand_waits_there_comes_back_and_is_asked_again(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with ring_of(prefix) as ring, opened(prefix) as queue:
-        fill(ring, 1)
-        assert queue.ack_many(some(queue, 1))
-        assert queue.claim(1, 0.1, consumer="test") == []  # a demand waits
-        [doomed] = listener_pids(ring).values()
-        os.kill(doomed, signal.SIGKILL)
-        fill(ring, 4)
-        claims = some(queue, 4)
-        assert queue.ack_many(claims) == claims
-        eventually(lambda: free(ring), "no slot is pinned")
-
-
-def test_claims_held_through_a_listener_that_is_killed_are_refused_and_come_again(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with ring_of(prefix) as ring, opened(prefix) as queue:
-        fill(ring, 4)
-        claims = some(queue, 4)
-        [doomed] = listener_pids(ring).values()
-        os.kill(doomed, signal.SIGKILL)
-        again = some(queue, 4)
-        assert {claim.attempts for claim in again} == {2}
-        assert queue.ack_many(claims) == []
-        assert queue.ack_many(again) == again
-        eventually(lambda: free(ring), "no slot is pinned")
-
-
-@both
-def test_a_writer_that_is_killed_leaves_what_it_wrote(prefix: str, wire: str, over: None) -> None:
-    with opened(prefix) as queue, Child(WRITER, f"rings:{prefix}", 20) as writer:
-        assert writer.line() == "written"
-        first = some(queue, 5)
-        writer.kill()
-        rest = some(queue, 15)
-        assert queue.ack_many([*first, *rest]) == [*first, *rest]
-        assert queue.claim(1, 0.1, consumer="test") == []
-        eventually(lambda: not queue.places.segments() or not queue.claim(1, 0.1, consumer="test"), "its ring has gone")
 
 
 @pytest.mark.nightly(keep=1)

@@ -1,4 +1,4 @@
-"""RingQueue: the queue's conformance over rings, and what is different where a claim has no lease but a holder."""
+"""RingQueue: the queue's model over rings that it is given, where a claim has no lease but a holder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,23 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from queue_model import CLAIMED, DEAD, READY, QueueMachine
 from queue_waits import in_thread
-from ring_queues import RingConformance, RingHarness, some
+from ring_queues import RingHarness, some
 
 from transport import SharedRingBuffer
 from transport.claims.looks import ring_of
 from transport.errors import RankError, RingNotFoundError, UsageError
 from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RingQueue
-
-
-@pytest.fixture
-def harness() -> Iterator[RingHarness]:
-    harness = RingHarness()
-    yield harness
-    harness.close()
-
-
-class TestConformance(RingConformance):
-    pass
 
 
 class RingMachine(QueueMachine):
@@ -150,33 +138,6 @@ def test_a_ring_that_is_closed_or_removed_is_left_out() -> None:
         assert len(queue.claim(9, consumer="a")) == 1
         queue.remove(stays)
         assert queue.claim(1, 0.01, consumer="a") == []
-
-
-def test_two_processes_share_a_ring_and_a_killed_ones_claims_come_back() -> None:
-    with SharedRingBuffer.create(slots=64, slot_bytes=64) as ring, RingQueue([ring]) as queue:
-        ring.write_many([{"a": np.zeros(1)}] * 20)
-        program = f"""
-import signal
-from transport import SharedRingBuffer
-from transport.queue import RingQueue
-with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, RingQueue([ring]) as queue:
-    claims = queue.claim(12, consumer="child")
-    print(len(claims), flush=True)
-    signal.pause()
-"""
-        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "12\n"
-        mine = queue.claim(99, consumer="parent")
-        assert len(mine) == 8
-        child.send_signal(signal.SIGKILL)
-        while len(mine) < 20:
-            mine += queue.claim(99, 30, consumer="parent")
-        child.wait()
-        child.stdout.close()
-        assert sorted(claim.attempts for claim in mine) == [1] * 8 + [2] * 12
-        assert queue.ack_many(mine) == mine
-        assert queue.depth() == QueueDepth(done=20, expired=12)
 
 
 def test_with_a_lease_a_stopped_processes_claims_are_anothers_and_its_own_acks_refused() -> None:

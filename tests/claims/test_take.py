@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import struct
 
 import numpy as np
 import pytest
-from helpers import Child, asynchronous, settings_with, until
+from helpers import asynchronous, settings_with, until
 from takes import LONG_S, SLOTS, addresses, contents, depth, tcp
 
 from transport import Schema, SharedRingBuffer, TensorSpec, UCXXServer
@@ -19,20 +16,6 @@ pytestmark = pytest.mark.ucx
 
 
 # A trainer: takes what it is told to, says what it got, and consumes when told.
-TRAINER = """
-import asyncio, sys
-from transport import Settings, UCXXClient
-
-async def main():
-    loop = asyncio.get_running_loop()
-    async with UCXXClient(wire={"tcp"}, settings=Settings(claim_lease_s=1.0, claim_renew_s=0.3)) as client:
-        batch = await client.take(sys.argv[1], int(sys.argv[2]), wait_s=60)
-        print(len(batch), flush=True)
-        await loop.run_in_executor(None, sys.stdin.readline)
-        print(sum((await batch.consume()).tolist()), flush=True)
-
-asyncio.run(main())
-"""
 
 
 # --- taking -------------------------------------------------------------------------------------------
@@ -137,66 +120,6 @@ async def test_bytes_that_are_not_those_written_are_given_back(ring: SharedRingB
 
 
 # --- two trainers, two ports ----------------------------------------------------------------------------
-@asynchronous
-async def test_two_trainers_at_two_ports_get_every_payload_once() -> None:
-    total = 400
-    with SharedRingBuffer.create(slots=16, slot_bytes=256) as ring, UCXXServer(ring, ports=(0, 0)):
-        seen: list[int] = []
-
-        async def train(address: str) -> None:
-            async with tcp() as client:
-                while len(seen) < total:
-                    batch = await client.take(address, 5, wait_s=0.2)
-                    accepted = await batch.consume()
-                    seen.extend(
-                        struct.unpack("<I", data)[0]
-                        for data, good in zip(contents(batch), accepted, strict=True)
-                        if good
-                    )
-
-        async def write() -> None:
-            for number in range(total):
-                await asyncio.to_thread(ring.write_raw, struct.pack("<I", number), timeout_s=LONG_S)
-
-        assert len(addresses(ring)) == 2
-        await asyncio.gather(write(), *(train(address) for address in addresses(ring)))
-        assert sorted(seen) == list(range(total))
-
-
-@asynchronous
-async def test_a_trainer_that_is_killed_leaves_what_it_held_to_the_others_at_once(ring: SharedRingBuffer) -> None:
-    for _ in range(3):
-        ring.write_raw(b"held")
-    with UCXXServer(ring, mode="thread"):
-        [address] = addresses(ring)
-        async with tcp() as client:
-            with Child(TRAINER, address, 8) as trainer:
-                assert await asyncio.to_thread(trainer.line) == "3"
-                waiting = asyncio.create_task(client.take(address, 8, wait_s=LONG_S))
-                os.kill(trainer.process.pid, signal.SIGKILL)
-                batches = [await waiting]  # its lease would be half a minute
-                while sum(map(len, batches)) < 3:  # after a break each answer brings one, until one is used
-                    assert (await batches[-1].consume()).all()
-                    batches.append(await client.take(address, 8, wait_s=LONG_S))
-                assert {payload.attempts for batch in batches for payload in batch} == {2}
-
-
-@asynchronous
-async def test_a_trainer_that_was_stopped_for_too_long_is_refused(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"held by somebody stopped")
-    with UCXXServer(ring, mode="thread", settings=Settings(heartbeat_s=0.2)):
-        [address] = addresses(ring)
-        async with tcp() as client:
-            with Child(TRAINER, address, 1) as trainer:
-                assert await asyncio.to_thread(trainer.line) == "1"
-                os.kill(trainer.process.pid, signal.SIGSTOP)
-                batch = await client.take(address, 1, wait_s=LONG_S)
-                assert batch[0].attempts == 2
-                os.kill(trainer.process.pid, signal.SIGCONT)
-                trainer.tell()
-                assert await asyncio.to_thread(trainer.line) == "0"  # it wakes up, and has to drop the payload
-                assert (await batch.consume()).tolist() == [True]
-                assert trainer.wait() == 0
 
 
 @asynchronous
@@ -207,23 +130,6 @@ async def test_a_holder_that_lives_keeps_its_claims_for_longer_than_its_lease(ri
             batch = await client.take(addresses(ring)[0], 1)
             await asyncio.sleep(1.5)  # the time that passes is what is tested
             assert (await batch.consume()).tolist() == [True]
-
-
-@asynchronous
-async def test_a_listener_that_is_killed_loses_its_claims_and_another_port_has_them(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"held through a dead listener")
-    with UCXXServer(ring, ports=(0, 0)):
-        first, second = addresses(ring)
-        async with tcp() as client:
-            batch = await client.take(first, 1)
-            [doomed] = [each.pid for each in ring.native.owners() if first.endswith(f":{each.port}")]
-            waiting = asyncio.create_task(client.take(second, 1, wait_s=LONG_S))
-            os.kill(doomed, signal.SIGKILL)
-            again = await waiting
-            assert again[0].attempts == 2
-            assert (await batch.consume()).tolist() == [False]
-            assert batch.lost
-            assert (await again.consume()).tolist() == [True]
 
 
 @asynchronous

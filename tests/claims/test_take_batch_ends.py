@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import Child, asynchronous, eventually, free, until
+from helpers import asynchronous, eventually, free
 from take_batches import SCHEMA, SLOTS, address, given_back, payload, tcp
 from takes import LONG_S, broken_between, depth
 
-from transport import BlockingClient, SharedRingBuffer, UCXXServer
+from transport import SharedRingBuffer, UCXXServer
 from transport.claims.connection import ClaimConnection
 from transport.claims.outcomes import Outcomes
 from transport.errors import (
@@ -78,56 +77,6 @@ async def test_a_lost_connection_ends_the_claims_and_the_arrays_stay(ring: Share
             await client.take_batch(address(ring), 1)
 
 
-TRAINER = """
-import asyncio, os, sys
-from transport import Schema, UCXXClient
-from transport.schema import UpTo
-
-async def main():
-    schema = Schema.of(tokens=("int32", UpTo(8)), mask=("bool", UpTo(5), 3), reward=("bfloat16",))
-    async with UCXXClient(wire={"tcp"}, schemas=[schema]) as client:
-        batch = await client.take_batch(sys.argv[1], 8, layout=sys.argv[2], wait_s=60)
-        print(len(batch), flush=True)
-        await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("layout", ["list", "packed"])
-@asynchronous
-async def test_what_a_killed_trainer_had_in_a_batch_is_another_ones(ring: SharedRingBuffer, layout: Any) -> None:
-    ring.write_many([payload(4), payload(5)])
-    with UCXXServer(ring, mode="thread"):
-        with Child(TRAINER, address(ring), layout) as child:
-            assert await asyncio.to_thread(child.line) == "2"
-            assert depth(ring) == (0, 2)
-            child.process.kill()
-        async with tcp() as client:
-            batch = await client.take_batch(address(ring), 8, layout=layout, wait_s=60.0)
-            found = len(batch)
-            assert (await batch.consume()).all()
-            while found < 2:
-                batch = await client.take_batch(address(ring), 8, layout=layout, wait_s=60.0)
-                found += len(batch)
-                assert (await batch.consume()).all()
-    await until(lambda: ring.native.state_counts() == (SLOTS, 0, 0, 0), "every slot is free")
-
-
-@asynchronous
-async def test_a_killed_listener_ends_the_claims_of_a_batch_and_its_arrays_stay(ring: SharedRingBuffer) -> None:
-    ring.write_many([payload(4)])
-    with UCXXServer(ring, log_level="ERROR"):
-        async with tcp() as client:
-            batch = await client.take_batch(address(ring), 1, layout="packed", wait_s=60.0)
-            [doomed] = [each.pid for each in ring.native.owners() if each.port]
-            os.kill(doomed, signal.SIGKILL)
-            await until(lambda: batch.renew() == 0, "the connection is known to be lost")
-            assert (await batch.consume()).tolist() == [False]
-            assert batch["tokens"].tolist() == [4, 5, 6, 7]
-            await given_back(ring, 1)
-
-
 @asynchronous
 async def test_a_forked_child_ends_no_claims_of_its_parents_connection(ring: SharedRingBuffer) -> None:
     ring.write_many([payload(4)])
@@ -169,27 +118,6 @@ async def test_a_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_aga
                 assert (await batch.consume()).tolist() == [True, True]
             batch.release()
             assert ring.native.state_counts() == (SLOTS, 0, 0, 0)
-
-
-@asynchronous
-async def test_a_blocking_clients_batch_asks_again_too(ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    ring.write_many([payload(4)])
-
-    def consume() -> None:
-        with BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
-            with UCXXServer(ring, mode="thread") as server:
-                at = address(ring)
-                batch = client.take_batch(at, 1, layout="packed")
-                [link] = client._client._claims._by_port.values()
-                out_of_reach_after_the_end(ring, link, server)
-                monkeypatch.setattr(Outcomes, "patience_s", 0.3)
-                assert batch.consume().tolist() == [False]
-                monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
-            with UCXXServer(ring, ports=(int(at.rpartition(":")[2]),), mode="thread"):
-                for _ in range(2):
-                    assert batch.consume().tolist() == [True]
-
-    await asyncio.to_thread(consume)
 
 
 def out_of_reach_after_the_end(ring: SharedRingBuffer, link: ClaimConnection, server: UCXXServer) -> None:

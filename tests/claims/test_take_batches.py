@@ -289,3 +289,15 @@ async def test_a_large_payload_is_verified_as_it_is_copied() -> None:
         await given_back(ring, 1)
         async with tcp(schemas=[schema], verify=False) as client:
             assert len(await client.take_batch(address(ring), 2, layout="padded")) == 1
+
+
+@asynchronous
+async def test_the_limits_of_a_batch_are_those_of_its_demand(ring: SharedRingBuffer) -> None:
+    ring.write_many([payload(1)], readers=2, policy_version=3)
+    with UCXXServer(ring, mode="thread"):
+        async with tcp() as client:
+            assert len(await client.take_batch(address(ring), 1, rank=1)) == 1
+            await (await client.take(address(ring), 1, wait_s=60.0)).give_back()
+            assert len(await client.take_batch(address(ring), 1, max_deliveries=1)) == 0  # it is dead by now
+            assert len(await client.take_batch(address(ring), 1, rank=1, oldest_version=4, wait_s=1.0)) == 0
+    assert sorted(failure[4] for failure in ring.native.failures()) == ["aged", "dead"]

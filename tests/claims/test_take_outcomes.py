@@ -80,15 +80,6 @@ async def test_what_was_consumed_before_its_listener_was_killed_is_told_by_anoth
 
 
 @asynchronous
-async def test_a_listener_that_was_started_again_tells_what_its_killed_predecessor_accepted(
-    ring: SharedRingBuffer,
-) -> None:
-    async with taken(ring, ports=1) as of:
-        killed_after_the_end(ring, of, lambda: [ring.write_raw(b"the slot anew") for _ in range(SLOTS)])
-        assert (await of.batch.consume()).tolist() == [True]
-
-
-@asynchronous
 async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and_anothers(
     ring: SharedRingBuffer,
 ) -> None:

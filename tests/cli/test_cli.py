@@ -18,10 +18,8 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, Ticket, UpTo, _ring
-from transport.cli import output, run
+from transport.cli import run
 
-COMMANDS = ("bench", "cooldown", "demo", "doctor", "read", "reclaim", "serve", "size", "top")
-BENCHES = ("bench job", "bench loopback", "bench serve", "bench fetch")
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
 
@@ -40,35 +38,6 @@ def test_json_into_a_folder_that_is_not_there_is_refused_before_anything_is_done
 ) -> None:
     assert run([*command.split(), "--json", str(tmp_path / "none" / "result.json")]) == 2
     assert complaint(capsys).endswith("result.json: the folder does not exist; create it first")
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(0, "0 B"), (452, "452 B"), (16388, "16.4 kB"), (1 << 20, "1.0 MB"), (1 << 34, "17.2 GB")]
-)
-def test_sizes_are_shown_in_the_unit_that_tells_something(size: int, expected: str) -> None:
-    assert output.shown(size) == expected
-
-
-@pytest.mark.parametrize("command", (*COMMANDS, *BENCHES, "cooldown status"))
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*command.split(), "--help"]) == 0
-    assert f"Example: transport {command}" in capsys.readouterr().out
-
-
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(command in shown for command in COMMANDS)
-
-
-@pytest.mark.parametrize("arguments", [[], ["bench"], ["cooldown"]])
-def test_a_group_alone_is_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*arguments, "--help"]) == 0
-    expected = capsys.readouterr().out
-    assert run(arguments) == 0
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == (expected, "")
-    assert "Usage: transport" in expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

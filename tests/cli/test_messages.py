@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transport import SharedRingBuffer, config
+from transport import SharedRingBuffer
 from transport.bench.reads import session
-from transport.cli import output, run
+from transport.cli import run
 from transport.doctor import finding
-from transport.errors import ConfigurationError, LinkError, RingBusyError, SharedMemoryError
-from transport.storage.urls import parse_url
+from transport.errors import LinkError
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
 
@@ -47,17 +46,6 @@ def test_an_array_file_that_cannot_be_written_is_named_and_not_left_behind(
 
 
 # --- one cause, one line ------------------------------------------------------------------------------
-def test_cases_that_fail_for_one_reason_are_one_line() -> None:
-    reason = (
-        "the measuring writer ended with status 1: /transport-bench-{} needs {} bytes of shared memory, 65536 are free"
-    )
-    failed = [
-        f"read over tcp, {size} KiB: {reason.format(name, size * 1000)}" for size, name in ((4, "ab12"), (64, "0f3c"))
-    ]
-    assert output.causes([*failed, "view over mapped, 4 KiB: timeout"]) == [
-        f"{failed[0]} (and 1 more case)",
-        "view over mapped, 4 KiB: timeout",
-    ]
 
 
 def test_the_reads_of_bench_fail_with_one_line(
@@ -72,58 +60,6 @@ def test_the_reads_of_bench_fail_with_one_line(
 
 
 # --- what to do ---------------------------------------------------------------------------------------
-def test_too_little_shared_memory_says_what_to_do() -> None:
-    with pytest.raises(SharedMemoryError, match=r"are free; .*reclaim.*/dev/shm"):
-        SharedRingBuffer.create(slots=64, slot_bytes=1 << 40)
-
-
-def test_a_ring_that_exists_says_what_to_do() -> None:
-    with (
-        SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-twice"),
-        pytest.raises(RingBusyError, match="kept by a live process; stop it, or give another name"),
-    ):
-        SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-twice")
-
-
-def test_a_url_without_a_scheme_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"no scheme.*sqlite:file"):
-        parse_url("/tmp/tickets.sqlite3")
-    assert run(["queue", "tickets.sqlite3"]) == 2
-    assert "give redis://host:port/db?run=name, or rings:NAME" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "says"),
-    [
-        ("TRANSPORT_WIRES", "carrier-pigeon", "choose some of mapped, shm, tcp, rdma, cuda"),
-        ("TRANSPORT_LOG_LEVEL", "loud", "choose one of DEBUG, INFO, WARNING, ERROR"),
-        ("TRANSPORT_LINGER_S", "abc", "give a number"),
-        ("TRANSPORT_METRICS_PORT", "abc", "give a whole number"),
-        ("TRANSPORT_LINGER_S", "-1", "linger_s=-1: give a number above 0"),
-    ],
-)
-def test_a_value_that_does_not_fit_says_what_does(variable: str, value: str, says: str) -> None:
-    with pytest.raises(ConfigurationError) as raised:
-        config.load({variable: value})
-    assert variable in str(raised.value)
-    assert says in str(raised.value)
-    assert "`" not in str(raised.value)
-
-
-def test_a_name_that_is_like_none_gets_no_guess(tmp_path: Path) -> None:
-    (tmp_path / "transport.toml").write_text("nonsense = 1\n")
-    with pytest.raises(ConfigurationError, match="nonsense is not a setting; `transport doctor --settings`"):
-        config.load({}, tmp_path)
-
-
-def test_text_that_is_no_ticket_says_what_a_ticket_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["read", "abc"]) == 2
-    assert "give what Ticket.to_text() or to_json() returned, or a file with it" in capsys.readouterr().err
-
-
-def test_an_address_that_is_not_this_hosts_is_not_blamed_on_the_port(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "serve", "--port", "0", "--bind", "192.0.2.99"]) == 2
-    assert "give a --bind of this host" in capsys.readouterr().err
 
 
 # --- the queue of rings -------------------------------------------------------------------------------
@@ -156,16 +92,6 @@ def test_a_port_that_is_taken_is_said_once() -> None:
     ours = [line for line in done.stderr.splitlines() if "UCX  " not in line]  # UCX has log lines of its own
     assert len(ours) == 1
     assert "another program has the port" in ours[0]
-
-
-@pytest.mark.ucx
-def test_a_transport_that_this_host_lacks_is_said_once_with_the_variable() -> None:
-    environment = {**os.environ, "UCX_TLS": "bogus"}
-    command = [sys.executable, "-m", "transport", "serve", "--slot-bytes", "1K", "--slots", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 1
-    [line] = [line for line in done.stderr.splitlines() if "UCX  " not in line]
-    assert line.endswith("No such device; this host has no transport of UCX_TLS=bogus: unset or change it")
 
 
 # --- what belongs to somebody else --------------------------------------------------------------------
@@ -209,13 +135,6 @@ def test_a_ring_is_reclaimed_by_the_name_that_it_was_given(capsys: pytest.Captur
 
 
 # --- Ctrl-C -------------------------------------------------------------------------------------------
-def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("transport.ring.sizing.sized", interrupted)
-    assert run(["size", "--slot-bytes", "1M"]) == 130
-    assert capsys.readouterr().err == "transport size: interrupted\n"
 
 
 def test_a_failed_group_of_checks_is_said_once(

@@ -40,8 +40,8 @@ ATTEMPT = "0" * 16
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    """Before the first leak check: fsspec's thread stays for life."""
+def shared() -> Iterator[Child]:
+    """A server for the tests that do not kill theirs. Before the first leak check: fsspec's thread stays for life."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "testing")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "testing-only")
@@ -50,9 +50,10 @@ def environment() -> Iterator[None]:
         patch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs repeats as well
         patch.setattr(bucket, "PART", 5 << 20)  # the least that S3 takes
         patch.setenv("AWS_ENDPOINT_URL", "")
-        with serving(), open_destination("s3://checkpoints") as place:
-            place.put("first", b"")
-        yield
+        with serving() as server:
+            with open_destination("s3://checkpoints") as place:
+                place.put("first", b"")
+            yield server
 
 
 @contextlib.contextmanager
@@ -74,8 +75,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
 
 
 @pytest.fixture
-def place(server: Child) -> Iterator[S3]:
-    with open_destination("s3://checkpoints/below") as each:
+def place() -> Iterator[S3]:
+    with open_destination(f"s3://checkpoints/{secrets.token_hex(4)}") as each:
         assert isinstance(each, S3)
         yield each
 
@@ -143,19 +144,19 @@ def test_a_service_with_other_checksums_is_read_back(
     assert caught.value.refusal is Refusal.WRONG_CHECKSUM
 
 
-def test_parts_of_a_file_are_sent_at_the_same_time(server: Child, place: S3, model: Path) -> None:
-    server.tell("pair")
+def test_parts_of_a_file_are_sent_at_the_same_time(shared: Child, place: S3, model: Path) -> None:
+    shared.tell("pair")
     upload(model, place, RECORD, "a", ATTEMPT)
-    server.tell("said")
-    assert int(server.line().split()[1]) >= 2
+    shared.tell("said")
+    assert int(shared.line().split()[1]) >= 2
 
 
 # --- a service that slows down, or ends -------------------------------------------------------------
-def test_a_throttled_upload_is_slower_and_whole(server: Child, place: S3, model: Path, tmp_path: Path) -> None:
-    server.tell("throttle 6")
+def test_a_throttled_upload_is_slower_and_whole(shared: Child, place: S3, model: Path, tmp_path: Path) -> None:
+    shared.tell("throttle 6")
     done = upload(model, place, RECORD, "a", ATTEMPT)
-    server.tell("said")
-    assert int(server.line().split()[0]) == 6
+    shared.tell("said")
+    assert int(shared.line().split()[0]) == 6
     assert verified(place, RECORD, report(done), proof=Proof.READ).files == 2
 
 
@@ -243,14 +244,14 @@ def progress(done, files, size):
     if size > 9 << 20:
         print("half", flush=True)
         sys.stdin.readline()
-with open_destination("s3://checkpoints/below") as place:
+with open_destination(sys.argv[2]) as place:
     upload(Path(sys.argv[1]), place, record, "a", "0" * 16, progress=progress)
 """
 
 
-def test_what_a_killed_uploader_left_is_found_and_removed(server: Child, place: S3, model: Path) -> None:
+def test_what_a_killed_uploader_left_is_found_and_removed(place: S3, model: Path) -> None:
     (model / "small").unlink()  # nothing of the upload is an object
-    with Child(UPLOADER, model) as child:
+    with Child(UPLOADER, model, place.url) as child:
         assert child.line() == "half"
         child.kill()
     left = place.leftovers("run")
@@ -280,7 +281,7 @@ def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
                 place.write("b", 6 << 20, [bytes(6 << 20)])
 
 
-def test_the_operator_s_own_configuration_of_botocore_stands(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_s_own_configuration_of_botocore_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.config
 
     for protocol in ("s3", "s3a"):
@@ -297,7 +298,7 @@ def test_the_operator_s_own_configuration_of_botocore_stands(server: Child, monk
     assert own.keys() == {"s3", "user_agent_extra", "read_timeout"}
 
 
-def test_a_configuration_that_is_none_is_named(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.config
 
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})

@@ -6,28 +6,52 @@ Cold: the client has no connection yet, so that connecting and shaking hands are
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Generator
+import warnings
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
-import misuse_weights as weights
 import numpy as np
 import pytest
-from misuse import quiet
-from misuse_scenes import SCHEMA, values
+import uvloop
+from sharded_job import Job
+from weights_engines import engine
+from weights_members import Worker
 
-from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport import Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXServer, UpTo
 from transport.client.payload import AckMode
 from transport.errors import TransportError
 from transport.joined import join
 from transport.rendezvous import Place, Reason, Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import run
+from transport.weights import Replica, Trainer, WeightUpdate, weights_checksum
 from transport.wire.frames import SlotFate
 
 PATIENCE_S = 60.0  # a watchdog
 GROWTH = 1.1 if "MISUSE_LINES" in os.environ else 2.0  # of the turns of the loop after which an update is cancelled
+
+
+SCHEMA = Schema.of(tokens=("int32", UpTo(8)), reward=("float32",))
+
+
+def values(number: int = 0) -> dict[str, Any]:
+    """One payload."""
+    return {"tokens": np.arange(3, dtype=np.int32), "reward": np.float32(number)}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Objects that are dropped without their end say so; here they are dropped on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+        gc.collect()
 
 
 class _Cancelled:
@@ -254,10 +278,93 @@ async def cancelled_after(awaitable: Awaitable[Any], turns: int) -> bool:
     return False
 
 
+def version_of(version: int) -> dict[str, Any]:
+    """A small version, made at once whatever its number."""
+    return {"embed": np.full(5000, version % 251, np.uint8), "head": np.full(3, version, np.float32)}
+
+
+class Source:
+    """A trainer's tensors."""
+
+    def weights(self, version: int) -> Iterator[tuple[str, Any]]:
+        yield from version_of(version).items()
+
+
+class Updates(NamedTuple):
+    """A manager and its loop.
+
+    Attributes:
+        update: a coroutine that brings all to the next version.
+        wait: runs an awaitable on the loop.
+        intact: runs an update; AssertionError when a replica does not serve all of it.
+    """
+
+    update: Callable[[], Awaitable[Any]]
+    wait: Callable[[Awaitable[Any]], Any]
+    intact: Callable[[], None]
+
+
+@contextlib.contextmanager
+def a_manager() -> Iterator[Updates]:
+    """A trainer and a replica."""
+    worker = Worker()
+
+    async def make() -> tuple[WeightUpdate, Trainer, Replica]:
+        trainer = Trainer(engine("trainer"), Source())
+        replica = Replica(engine("replica", host="another", wires=frozenset({"tcp"})), worker)
+        return WeightUpdate([trainer], [replica]), trainer, replica
+
+    def serves(version: int) -> None:
+        assert manager.admitted == {"replica": version}
+        assert worker.served_checksum() == weights_checksum(version_of(version))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        manager, trainer, replica = runner.run(make())
+        try:
+            yield _updates(manager, runner, serves)
+        finally:
+            runner.run(trainer.engine.close())
+            runner.run(replica.engine.close())
+
+
+@contextlib.contextmanager
+def a_sharded_manager() -> Iterator[Updates]:
+    """Two trainer ranks, and an engine of two ranks on one host."""
+
+    async def make() -> Job:
+        return Job(2, ["aa"])
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        made = runner.run(make())
+        try:
+            yield _updates(made.manager, runner, made.serves)
+        finally:
+            runner.run(made.close())
+
+
+def _updates(manager: WeightUpdate, runner: asyncio.Runner, serves: Callable[[int], None]) -> Updates:
+    numbers = itertools.count(1)
+
+    def wait(awaitable: Awaitable[Any]) -> Any:
+        async def waiting() -> Any:
+            async with asyncio.timeout(30):
+                return await awaitable
+
+        return runner.run(waiting())
+
+    def intact() -> None:
+        version = next(numbers)
+        wait(manager.update(version))
+        serves(version)
+
+    intact()  # the engines are this process's from here on
+    return Updates(lambda: manager.update(next(numbers)), wait, intact)
+
+
 @pytest.mark.ucx
 @pytest.mark.parametrize("kind", ["rings", "shards"])
 def test_a_cancelled_update_leaves_no_mixture_and_the_next_one_succeeds(kind: str) -> None:
-    make = weights.a_manager if kind == "rings" else weights.a_sharded_manager
+    make = a_manager if kind == "rings" else a_sharded_manager
     count, turns, was = 0, 0, True
     with quiet(), make() as updates:
         while was:

@@ -19,7 +19,7 @@ import pytest
 from helpers import Child
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer
-from transport.cli import run, top
+from transport.cli import run
 from transport.client import status_socket
 from transport.observe import overview
 
@@ -160,19 +160,6 @@ def test_a_segment_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr()
     assert said.out == ""
     assert "no ring segment /transport-test-that-never-was on this host" in said.err
-
-
-def test_names_stay_whole_and_many_ports_do_not_drown_the_table() -> None:
-    ports = tuple(f"127.0.0.1:{port}" for port in range(30_000, 30_500))
-    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring, BlockingClient():
-        snapshot = overview.look([ring.name])
-        (client,) = mine(list(snapshot.clients))
-        avoiding = msgspec.structs.replace(client.statistics, quarantined_ports=ports)
-        one = msgspec.structs.replace(client, statistics=avoiding)
-        text = top._text(msgspec.structs.replace(snapshot, clients=(one,)), {})
-    assert ring.name in text
-    assert "1 ring, 1 client on this host" in text
-    assert "127.0.0.1:30007 and 492 more" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("arguments", [["--json", "-"], []])

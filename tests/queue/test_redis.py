@@ -250,48 +250,6 @@ queue = RedisQueue(parse_url({server.place()!r}), lease_s=0.5)
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 
-def test_what_a_killed_process_had_claimed_is_claimed_by_another(server: RedisServer) -> None:
-    with RedisQueue(place(server), lease_s=0.5) as queue:
-        queue.publish(tickets(2))
-        child = process(server, "print(len(queue.claim(2, consumer='child')), flush=True); signal.pause()")
-        assert child.stdout is not None
-        assert child.stdout.readline() == "2\n"
-        child.kill()
-        child.wait()
-        child.stdout.close()
-        taken: list[str] = []
-        while len(taken) < 2:
-            taken += ids(queue.ack_many(queue.claim(2, 30, consumer="parent")))
-        assert sorted(taken) == [ticket(0).id, ticket(1).id]
-        assert queue.depth().expired >= 2
-
-
-def test_processes_that_claim_and_are_killed_lose_nothing_and_get_nothing_twice(server: RedisServer) -> None:
-    body = """
-while claims := queue.claim(5, 10, consumer=str(os.getpid())):
-    for claim in queue.ack_many(claims):
-        print(claim.ticket_id, flush=True)
-"""
-    with RedisQueue(place(server), lease_s=0.5) as queue:
-        queue.publish(tickets(600))
-        children = [process(server, body) for _ in range(2)]
-        trained = []
-        for child in children:
-            assert child.stdout is not None
-            trained += [line.strip() for line in (child.stdout.readline() for _ in range(20)) if line]
-        for child in children:
-            child.kill()
-            assert child.stdout is not None
-            trained += child.stdout.read().split()  # whole lines: a line is one write
-            child.wait()
-            child.stdout.close()
-        while queue.depth().unfinished:
-            trained += ids(queue.ack_many(queue.claim(64, 30, consumer="parent")))
-        assert len(trained) == len(set(trained))
-        assert queue.depth().done == 600
-        assert len(trained) >= 600 - 2 * 5  # what a child had acknowledged and not yet printed
-
-
 def test_remembered_answers_are_one_key_of_each_client_which_ends_with_it(server: RedisServer) -> None:
     with RedisQueue(place(server)) as first, RedisQueue(place(server)) as second:
         for number in range(30):

@@ -228,4 +228,4 @@ class ElasticRun(RunOfMembers):
 
 TestRunOfMembers = RunOfMembers.TestCase
 TestElasticRun = ElasticRun.TestCase
-TestRunOfMembers.settings = TestElasticRun.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestRunOfMembers.settings = TestElasticRun.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

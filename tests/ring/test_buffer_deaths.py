@@ -11,14 +11,12 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import SHM, Child, noise, read_bytes, segment_file, slot_state
+from helpers import SHM, Child, noise, read_bytes, segment_file
 
-from transport import SharedRingBuffer, SlotState, Ticket, _ring
+from transport import SharedRingBuffer, Ticket, _ring
 from transport.client import mapped
 from transport.errors import (
     ClosedError,
-    LayoutError,
-    RingBusyError,
     StaleSlotError,
 )
 from transport.ring import attachment
@@ -34,45 +32,6 @@ lease = ring.native.try_take()
 print("writing", flush=True)
 sys.stdin.readline()
 """
-
-
-def test_a_killed_writers_payloads_survive_a_take_over_and_its_half_written_slot_is_free(name: str) -> None:
-    with Child(WRITER, name) as child:
-        tickets = [Ticket.parse(child.line()) for _ in range(2)]
-        assert child.line() == "writing"
-        with pytest.raises(RingBusyError):
-            SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name)
-        child.kill()
-    with pytest.raises(LayoutError, match=r"expected 5 slots of 1000 bytes .* Give another name, or none"):
-        SharedRingBuffer.create(slots=5, slot_bytes=1000, name=name)
-    with SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name) as ring:
-        assert ring.tickets() == tickets
-        assert [read_bytes(ring, ticket) for ticket in tickets] == [noise(100, seed).tobytes() for seed in range(2)]
-        ring.reclaim()
-        assert (ring.statistics().writing, ring.statistics().free) == (0, 2)
-        assert ring.statistics().reclaimed_writing == 1
-        assert len({ring.write_raw(b"x").identity for _ in range(2)} | {each.identity for each in tickets}) == 4
-
-
-def test_a_killed_readers_payload_is_ready_again(ring: SharedRingBuffer) -> None:
-    code = """
-import sys
-from transport import SharedRingBuffer, Ticket
-ring = SharedRingBuffer.attach(sys.argv[1], role="reader")
-lease = ring.read_raw(Ticket.parse(sys.argv[2]))
-print("reading", flush=True)
-sys.stdin.readline()
-"""
-    ticket = ring.write_raw(noise(100))
-    with Child(code, ring.name, ticket.to_text()) as child:
-        assert child.line() == "reading"
-        assert slot_state(ring, ticket) is SlotState.READING
-        assert ring.reclaim() == 0
-        child.kill()
-    assert ring.reclaim() == 1
-    assert slot_state(ring, ticket) is SlotState.READY
-    assert ring.statistics().reclaimed_reading == 1
-    assert read_bytes(ring, ticket) == noise(100).tobytes()
 
 
 def test_a_writer_that_closes_gives_up_what_is_unread_and_removes_the_segment_beside_readers() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -193,65 +189,3 @@ def test_the_lease_that_counts_is_the_holders(ring: SharedRingBuffer, reader: Sh
         assert again.consume()
     with pytest.raises(UsageError, match="lease_s=0"):
         ring.set_lease(0.0)
-
-
-def child(body: str) -> subprocess.Popen[str]:
-    program = f"import os, signal, sys\nfrom transport import SharedRingBuffer\n{body}\n"
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-
-
-def test_what_a_killed_reader_had_claimed_comes_back_to_who_waits(ring: SharedRingBuffer) -> None:
-    ring.write_many(payloads(3))
-    process = child(
-        f"ring = SharedRingBuffer.attach({ring.name!r}, role='reader')\n"
-        "claims = ring.claim(9)\nprint(len(claims), flush=True)\nsignal.pause()"
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "3\n"
-    assert ring.claim(1) == []
-    process.send_signal(signal.SIGSTOP)
-    assert ring.claim(1) == []  # it lives
-    process.kill()
-    claims = []
-    while len(claims) < 3:
-        claims += ring.claim(3, 30.0)
-    process.wait()
-    process.stdout.close()
-    assert [claim.attempts for claim in claims] == [2, 2, 2]
-    assert ring.consume(claims) == claims
-    assert ring.native.depth(0)["expired"] == 3
-
-
-def test_readers_that_are_killed_lose_nothing_and_take_nothing_twice(ring: SharedRingBuffer) -> None:
-    total, killed = 3000, 4
-    body = f"""
-ring = SharedRingBuffer.attach({ring.name!r}, role='reader')
-while True:
-    claims = ring.claim(5, 30.0)
-    for claim in claims: claim.verify()
-    names = "".join(f"{{claim.native.sequence}}\\n" for claim in ring.consume(claims))
-    os.write(1, names.encode())
-"""
-    processes = [child(body) for _ in range(2)]
-    trained: list[int] = []
-
-    def end(process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        process.kill()
-        trained.extend(map(int, process.stdout.read().split()))
-        process.wait()
-        process.stdout.close()
-
-    for _ in range(killed):
-        for _ in range(total // killed // 30):
-            ring.write_many(payloads(30))
-        end(processes.pop(0))
-        processes.append(child(body))
-    while ring.native.depth(0)["done"] < total:
-        ring.reclaim()
-        time.sleep(0)
-    for process in processes:
-        end(process)
-    assert len(trained) == len(set(trained))
-    assert len(trained) >= total - 5 * killed  # what was consumed and not yet said
-    assert ring.native.state_counts() == (32, 0, 0, 0)

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from native_rings import ZEROS, Child, read, refused, shm_file, write
+from native_rings import PATIENCE_S, ZEROS, Child, refused, shm_file, write
 
 from transport import _ring
 from transport._ring import Ring
@@ -56,34 +57,6 @@ def test_the_module_has_what_its_stub_promises() -> None:
             assert hasattr(value, part), promise
             value = getattr(value, part)
     assert {each for each in dir(_ring) if not each.startswith("_")} <= promised
-
-
-def test_a_payload_goes_from_writer_to_reader(name: str, ring: Ring) -> None:
-    slot, generation = write(ring, b"hello", readers=2, note=b"ticket")
-    reader = Ring.attach(name, _ring.ROLE_READER)
-    assert (reader.ring_id, reader.secret, reader.owner) == (ring.ring_id, ring.secret, 1)
-    info = reader.info(slot)
-    assert (info.state, info.generation, info.length, info.readers) == (_ring.READY, generation, 5, 2)
-    assert (info.done, info.pins, info.sequence) == (0xFFFC, 0, 1)
-    assert info.checksum == _ring.checksum(b"hello")
-    assert reader.note(slot, generation) == b"ticket"
-    assert reader.pin(slot, generation, 0) == _ring.PIN_OK
-    assert read(reader, slot, 5) == b"hello"
-    assert reader.info(slot).pins == 1 << reader.owner
-    assert reader.mark_consumed(slot, generation, 0)
-    assert reader.pin(slot, generation, 0) == _ring.PIN_DONE
-    assert reader.pin(slot, generation + 1, 1) == _ring.PIN_STALE
-    assert ring.consume(slot, generation, 1)
-    assert ring.state_counts() == (4, 0, 0, 0)
-    assert not ring.consume(slot, generation, 1)
-    assert ring.counters()["late_finalises"] == 1
-    reader.close()
-
-
-def test_a_name_in_use_is_refused_and_a_missing_one_is_not_found(name: str, ring: Ring) -> None:
-    refused(lambda: Ring.create(name, 4, 1000, ZEROS), _ring.FAULT_EXISTS)
-    refused(lambda: Ring.attach(name + "-none", _ring.ROLE_READER), _ring.FAULT_NOT_FOUND)
-    refused(lambda: Ring.unlink_if_dead(name + "-none"), _ring.FAULT_NOT_FOUND)
 
 
 @pytest.mark.parametrize(
@@ -172,82 +145,63 @@ def test_a_file_of_another_size_is_refused(name: str, ring: Ring) -> None:
         shm_file(other).unlink(missing_ok=True)
 
 
-def test_a_seventeenth_owner_is_refused_and_an_observer_is_not(name: str, ring: Ring) -> None:
-    owners = [Ring.attach(name, _ring.ROLE_READER) for _ in range(_ring.MAX_OWNERS - 1)]
-    refused(lambda: Ring.attach(name, _ring.ROLE_READER), _ring.FAULT_NO_OWNER)
-    observer = Ring.attach(name, _ring.ROLE_OBSERVER)
-    assert observer.owner == -1
-    assert [owner.index for owner in observer.owners()] == list(range(16))
-    assert all(owner.alive for owner in observer.owners())
-    refused(observer.try_take, _ring.FAULT_ARGUMENT, "observer")
-    slot, generation = write(ring)
-    refused(lambda: observer.pin(slot, generation, 0), _ring.FAULT_ARGUMENT, "observer")
-    assert observer.consume(slot, generation, 0)
-    for each in [*owners, observer]:
-        each.close()
-
-
-# --- notes, tables and counters -------------------------------------------------------------------
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, _ring.NOTE_CAPACITY])
-def test_notes_come_back_as_written(name: str, ring: Ring, size: int) -> None:
-    note = bytes(i * 7 % 256 for i in range(size))
-    slot, generation = write(ring, note=note)
-    reader = Ring.attach(name, _ring.ROLE_OBSERVER)
-    assert reader.note(slot, generation) == note
-    assert reader.note(slot, generation + 1) is None
-    assert ring.consume(slot, generation, 0)
-    assert reader.note(slot, generation) is None
-    reader.close()
-
-
-def test_ports_addresses_and_owners_are_told_to_all(name: str, ring: Ring) -> None:
-    listener = Ring.attach(name, _ring.ROLE_LISTENER)
-    ring.set_ports((13337, 65535))
-    ring.addresses = "192.168.0.1,fe80::1"
-    listener.set_own_port(13337)
-    before = listener.owners()[1].heartbeat_ns
-    listener.heartbeat()
-    assert listener.ports() == (13337, 65535)
-    assert listener.addresses == "192.168.0.1,fe80::1"
-    owner = ring.owners()[1]
-    assert (owner.index, owner.role, owner.pid, owner.port) == (1, _ring.ROLE_LISTENER, os.getpid(), 13337)
-    assert owner.heartbeat_ns >= before
-    with pytest.raises(_ring.RingFault):
-        ring.addresses = "x" * 1001
-    ring.set_ports(())
-    assert listener.ports() == ()
-    listener.close()
-    assert [owner.index for owner in ring.owners()] == [0]
-
-
-def test_counters_are_sums_that_outlive_their_owner(name: str, ring: Ring) -> None:
+# --- what a process may do, and waits for ---------------------------------------------------------
+def test_readers_cannot_write_the_payload(name: str, ring: Ring) -> None:
+    reader = Ring.attach(name, _ring.ROLE_READER)
     writer = Ring.attach(name, _ring.ROLE_WRITER, writable_payload=True)
-    slot, generation = write(writer, b"12345")
-    writer.count("bytes_tcp", 11)
+    assert ring.payload(0).nbytes == 1000
+    assert not ring.payload(0).readonly
+    assert not writer.payload(0).readonly
+    area = reader.payload(0)
+    assert area.readonly
+    with pytest.raises(TypeError):
+        area[0] = 1
+    assert not np.frombuffer(area, dtype=np.uint8).flags.writeable
+    with pytest.raises(BufferError):
+        _ring.copy(area, bytes(1000))
+    with Child(
+        f"import ctypes, numpy as np\nreader = Ring.attach({name!r}, _ring.ROLE_READER)\n"
+        "address = np.frombuffer(reader.payload(0), dtype=np.uint8).ctypes.data\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "ctypes.memset(address, 1, 1)\n"
+    ) as child:
+        assert child.end() == -signal.SIGSEGV  # the pages themselves are read-only
+    reader.close()
     writer.close()
-    assert ring.pin(slot, generation, 0) == _ring.PIN_OK
-    assert ring.own_pins(slot) == 1
-    assert ring.unpin(slot, generation)
-    counters = ring.counters()
-    assert {key: value for key, value in counters.items() if value} == {
-        "takes": 1,
-        "publishes": 1,
-        "bytes_published": 5,
-        "bytes_tcp": 11,
-        "pins": 1,
-        "unpins": 1,
-    }
 
 
-def test_overwrite_spares_what_is_consumed_in_part_or_pinned(ring: Ring) -> None:
-    leases = [write(ring, readers=2) for _ in range(4)]
-    assert ring.pin(*leases[0], 0) == _ring.PIN_OK
-    assert ring.consume(*leases[1], 1)
-    assert ring.try_overwrite() == (leases[2][0], leases[2][1] + 1)
-    assert ring.try_overwrite() == (leases[3][0], leases[3][1] + 1)
-    assert ring.try_overwrite() is None
-    assert not ring.discard(*leases[2])
-    assert ring.counters()["overwrites"] == 2
+def test_signals_interrupt_a_wait(name: str) -> None:
+    with Child(
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        f"ring = Ring.create({name!r}, 1, 1, bytes(16))\nring.try_take()\n"
+        f"try:\n    print('waiting')\n    ring.take({PATIENCE_S})\nexcept KeyboardInterrupt: print('interrupted')\n"
+        "ring.unlink_if_last()\n"
+    ) as child:
+        assert child.line() == "waiting"
+        child.process.send_signal(signal.SIGINT)
+        assert child.line() == "interrupted"
+        assert child.end() == 0
+
+
+def test_an_event_wakes_another_process(tmp_path: Path) -> None:
+    path = str(tmp_path / "event")
+    event = _ring.Event(path)
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    seen = event.value()
+    with Child(
+        f"event = _ring.Event({path!r})\nseen = event.value()\nprint(seen)\n"
+        f"print(event.wait(seen, {PATIENCE_S}))\nevent.advance()\n"
+    ) as child:
+        assert child.line() == str(seen)
+        event.advance()
+        assert child.line() == "True"
+        assert event.wait(seen + 1, PATIENCE_S)
+        assert child.end() == 0
+    assert event.value() == seen + 2
+    assert not event.wait(event.value(), 0)
+    event.close()
+    event.close()
+    refused(event.value, _ring.FAULT_DETACHED)
 
 
 # --- slot keys ------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import eventually
@@ -16,7 +18,7 @@ from helpers import eventually
 from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
 from transport.runtime.signals import until_stopped
 from transport.server.process import ListenerConfig, is_ending, is_listener
-from transport.server.running import Processes
+from transport.server.running import OneThread, Processes
 from transport.settings import Settings
 
 # As a listener looks, with so much memory that its end takes a while.
@@ -123,3 +125,20 @@ def test_a_drain_goes_on_when_the_supervisor_was_told_to_end_with_its_writer() -
             assert bytes(client.read(ticket, timeout=25.0).data) == b"unread"
         drained.result()
         assert ring.statistics().ready == 0
+
+
+@pytest.mark.ucx
+def test_a_start_that_cannot_write_its_ports_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = OneThread.start
+
+    def start(run: OneThread, wanted: tuple[int, ...]) -> Any:
+        begin(run, wanted)
+        return ("none",)  # refused, as they are where another process was stopped while it wrote ports
+
+    monkeypatch.setattr(OneThread, "start", start)
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
+        server = UCXXServer(ring, mode="thread")
+        with pytest.raises(TypeError):
+            server.start()
+        assert server.ports == ()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("transport")]

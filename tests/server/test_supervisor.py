@@ -14,13 +14,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers import asynchronous, dead_port, eventually, is_running, listener_pids, parent_of, until
+from helpers import asynchronous, dead_port, eventually, listener_pids, parent_of, until
 from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.server.process import ListenerConfig
 from transport.server.supervisor import Supervisor, SupervisorConfig
-from transport.server.supervisor_lock import supervised
 from transport.settings import Settings
 
 pytestmark = pytest.mark.ucx
@@ -149,21 +148,6 @@ def test_a_server_starts_although_what_it_starts_is_killed_again_and_again(victi
 
 
 # --- the supervisor -------------------------------------------------------------------------------
-@asynchronous
-async def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners() -> None:
-    with served() as (ring, server):
-        before = listener_pids(ring)
-        first = parent_of(before[server.ports[0]])
-        os.kill(first, signal.SIGKILL)
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
-            await read_all(client, write(ring, 10))
-            await until(lambda: not is_running(first) and supervised(ring.name))
-            assert listener_pids(ring) == before
-            victim = server.ports[1]
-            os.kill(before[victim], signal.SIGKILL)
-            await until(lambda: listener_pids(ring).get(victim, before[victim]) != before[victim])
-            await read_all(client, write(ring, 10))
-        assert listener_pids(ring)[server.ports[0]] == before[server.ports[0]]
 
 
 class Watch:

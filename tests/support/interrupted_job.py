@@ -31,6 +31,7 @@ T = TypeVar("T")
 WATCHDOG_S = 120.0
 QUIET_S = 5.0  # without a payload: what is claimed then is held by nobody
 SLOTS = 24
+REOPENED = 0.02  # of the steps
 
 
 class Interrupts:
@@ -80,9 +81,14 @@ class Job:
         self.wire = wire
         self.run = run
         self.rollout_queue, self.queue = open_queue(f"rings:{run}-"), open_queue(f"rings:{run}-")
-        ring = RingOptions(slot_bytes=10_000)
-        self.rollout = Rollout(slots=SLOTS, name=f"{run}-0", queue=self.rollout_queue, ring=ring)
+        self.rings = 0
+        self.rollout = self.a_rollout()
         self.trainer = Trainer(queue=self.queue, wire={wire})
+
+    def a_rollout(self) -> Rollout:
+        self.rings += 1  # what an interrupted start has made ends by itself, and its name is not used again
+        ring = RingOptions(slot_bytes=10_000)
+        return Rollout(slots=SLOTS, name=f"{self.run}-{self.rings}", queue=self.rollout_queue, ring=ring)
 
     # --- the rollout ------------------------------------------------------------------------------------
     def write(self) -> None:
@@ -96,6 +102,12 @@ class Job:
             batch = [{"number": number} for number in numbers]
             _, interrupted = self.interrupts.once(lambda: self.rollout.write_many_to_buffer(batch))
         (self.perhaps if interrupted else self.written).extend(numbers)
+
+    def reopen(self) -> None:
+        """End the rollout when nothing is left in its ring, and start another one."""
+        if self.rollout.ring_statistics().free == SLOTS:
+            self.interrupts.repeated(self.rollout.close)
+            self.rollout = self.interrupts.repeated(self.a_rollout)
 
     # --- the trainer ------------------------------------------------------------------------------------
     def claim(self) -> list[Claim]:
@@ -121,7 +133,7 @@ class Job:
             self.interrupts.repeated(self.trainer.cancel_prefetch)
         elif how == "close":
             self.interrupts.repeated(self.trainer.close)
-            self.trainer = Trainer(queue=self.queue, wire={self.wire})
+            self.trainer = self.interrupts.repeated(lambda: Trainer(queue=self.queue, wire={self.wire}))
         else:
             self.collect(how)
             if how == "defer":
@@ -150,6 +162,8 @@ class Job:
         while self.interrupts.count < self.interrupts.wanted:
             self.write()
             self.step()
+            if self.chance.random() < REOPENED:
+                self.reopen()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("enough", flush=True)
         give_up = time.monotonic() + QUIET_S

@@ -8,12 +8,18 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from interrupted_lines import HERE, Interrupted
+import transport
 
+HERE = str(Path(transport.__file__).parent)
 _PATIENCE_S = 60.0  # a watchdog
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
 
 
 def interrupted(at: int, action: Callable[[], object]) -> bool:

@@ -140,7 +140,7 @@ def test_more_values_than_a_field_has_are_refused() -> None:
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=700, deadline=None)
 def test_any_bytes_are_a_value_or_damaged(data: bytes) -> None:
     for each in (data + bytes(-len(data) % 64), tree(data, bytes(128))):
         try:

@@ -68,7 +68,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_what_comes_out_is_what_went_in_types_included(value: Any) -> None:
     assert same(sent(value), value)
 

@@ -31,10 +31,6 @@ def test_a_frame_comes_back_from_its_bytes(frame: Frame) -> None:
     assert messages.decode(data[4:]) == frame
 
 
-def test_the_bytes_of_a_frame_stay_what_they_are() -> None:
-    assert messages.encode(Whole(2, 255)) == b"\x0a\x00\x00\x00\x93\xa5whole\x02\xcc\xff"
-
-
 @given(body=st.binary(max_size=64))
 def test_bytes_that_are_no_frame_are_refused_by_name(body: bytes) -> None:
     try:

@@ -43,7 +43,7 @@ def changed(rng: random.Random, tensors: dict[str, np.ndarray[Any, Any]]) -> dic
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int) -> None:
     rng = random.Random(seed)

@@ -238,7 +238,7 @@ def test_a_layout_survives_its_encoding_and_garbage_is_refused() -> None:
             Layout.decode(garbage)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 5))] * 2), max_size=12), st.integers(0, 6))
 def test_a_search_finds_what_overlaps_and_what_is_left_over_is_the_rest(pairs: list[Any], at: int) -> None:
     boxes = [Box(tuple(a for a, _ in pair), tuple(b for _, b in pair)) for pair in pairs]

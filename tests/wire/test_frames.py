@@ -11,13 +11,13 @@ import frame_codec
 import msgspec
 import pytest
 import xxhash
-from frames import BIG, NONCE, RECORDS, handshakes, u32, u64
-from hypothesis import example, given
+from frames import NONCE, handshakes, u32
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transport._ring import MAX_READERS
 from transport.wire import frames
-from transport.wire.frames import VERSION, Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
+from transport.wire.frames import Challenge, Hello, Kind, Proof, Welcome
 
 # Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION.
 HANDSHAKES: dict[str, tuple[Any, str]] = {
@@ -50,41 +50,6 @@ HANDSHAKES: dict[str, tuple[Any, str]] = {
     ),
 }
 
-CONTROL_HEADER = f"{VERSION:02x} 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
-
-STATUS_HEADER = f"{VERSION:02x} 11 0100 03020100"  # then joined bytes and four reserved
-ANSWERS: dict[str, tuple[Answer, str]] = {
-    "separate": (
-        Answer(0, 1, length=0x100000000, checksum=BIG),
-        "00000000 00000000 00 02 0100 00000000 0000000001000000 1032547698badcfe 0000000000000000",
-    ),
-    "joined": (
-        Answer(0, 2, length=3, checksum=BIG, joined=memoryview(b"abc")),
-        "03000000 00000000 00 03 0200 00000000 0300000000000000 1032547698badcfe 0000000000000000 616263",
-    ),
-    "without checksum": (
-        Answer(0, 0, length=9000),
-        "00000000 00000000 00 00 0000 00000000 2823000000000000 0000000000000000 0000000000000000",
-    ),
-    "joined without checksum": (
-        Answer(0, 0, length=0, joined=memoryview(b"")),
-        "00000000 00000000 00 01 0000 00000000 0000000000000000 0000000000000000 0000000000000000",
-    ),
-    "refused": (
-        Answer(7, 62),
-        "00000000 00000000 07 00 3e00 00000000 0000000000000000 0000000000000000 0000000000000000",
-    ),
-    "fate": (
-        Answer(0, 0, value=SlotFate.GONE),
-        "00000000 00000000 00 00 0000 00000000 0000000000000000 0000000000000000 0300000000000000",
-    ),
-}
-
-
-def sealed(message: bytes) -> bytes:
-    """What is hashed, behind its checksum."""
-    return xxhash.xxh3_64(message).intdigest().to_bytes(8, "little") + message
-
 
 # --- golden bytes ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", HANDSHAKES)
@@ -100,100 +65,10 @@ def test_handshake_golden(name: str) -> None:
     assert frames.decode_handshake(type(message), data[8:]) == message
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_control_golden(name: str) -> None:
-    record, golden = RECORDS[name]
-    data = sealed(bytes.fromhex(CONTROL_HEADER + golden))
-    assert frame_codec.encode_control(0x010203, [record]).hex() == data.hex()
-    assert frame_codec.decode_control(data) == (0x010203, [record])
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_status_golden(name: str) -> None:
-    answer, golden = ANSWERS[name]
-    head = bytes.fromhex(STATUS_HEADER + golden)
-    data = sealed(head[: len(head) - answer.length]) + b"abc"[: answer.length] if answer.joined else sealed(head)
-    assert frame_codec.encode_status(0x010203, [answer]).hex() == data.hex()
-    assert frame_codec.decode_status(data) == (0x010203, [answer])
-
-
-def test_joined_payloads_stand_behind_all_answers_in_their_order() -> None:
-    answers = [
-        Answer(0, 0, 2, None, 0, memoryview(b"ab")),
-        Answer(1, 1),
-        Answer(0, 2, 5000),
-        Answer(0, 3, 0, None, 0, memoryview(b"")),
-        Answer(0, 4, 1, None, 0, memoryview(b"c")),
-    ]
-    message = frame_codec.encode_status(0, answers)
-    assert message[10:12] == b"\x05\0"
-    assert message[16:20] == b"\x03\0\0\0"  # bytes of payloads
-    assert message[-3:] == b"abc"
-    assert len(message) == frame_codec.status_bytes(answers=5, joined=3) == 24 + 5 * 32 + 3
-    assert frame_codec.decode_status(message) == (0, answers)
-
-
-def test_sizes_that_both_sides_post_receives_for() -> None:
-    assert (frames.PREFIX_BYTES, frame_codec.HEADER_BYTES, frame_codec.RECORD_BYTES, frame_codec.ANSWER_BYTES) == (
-        8,
-        24,
-        32,
-        32,
-    )
-    assert frame_codec.CONTROL_BYTES == 24 + 63 * 32
-    assert len(frame_codec.encode_control(0, [Record(Kind.BYE)] * 63)) == frame_codec.CONTROL_BYTES
-
-
-def test_a_joined_payload_is_a_view_of_the_message() -> None:
-    message = frame_codec.encode_status(0, [Answer(0, 0, 3, None, 0, memoryview(b"abc"))])
-    _, [answer] = frame_codec.decode_status(message)
-    message[-3:] = b"xyz"
-    assert answer.joined == b"xyz"
-
-
 # --- round trips ----------------------------------------------------------------------------------
-records = st.builds(
-    Record,
-    kind=st.sampled_from([kind for kind in Kind if kind >= Kind.READ]),
-    slot=u32,
-    generation=u32,
-    rank=st.integers(0, 255),
-    key=u64,
-    length=u64,
-    attempts=st.integers(0, 2**16 - 1),
-    joined_most=u32,
-)
-
-
-@st.composite
-def answer_lists(draw: st.DrawFn) -> list[Answer]:
-    answers = []
-    for index in range(draw(st.integers(0, 63))):
-        joined = draw(st.none() | st.binary(max_size=40).map(memoryview))
-        answers.append(
-            Answer(
-                code=draw(st.integers(0, 255)),
-                position=index,
-                length=draw(u64) if joined is None else len(joined),
-                checksum=draw(st.none() | u64),
-                value=draw(u64),
-                joined=joined,
-            )
-        )
-    return answers
 
 
 numbers = st.integers(0, frames.MESSAGE_NUMBERS - 1)
-
-
-@given(numbers, st.lists(records, min_size=1, max_size=63))
-def test_control_comes_back(number: int, sent: list[Record]) -> None:
-    assert frame_codec.decode_control(frame_codec.encode_control(number, sent)) == (number, sent)
-
-
-@given(numbers, answer_lists(), st.binary(max_size=20))
-def test_status_comes_back_from_a_buffer_that_is_larger(number: int, sent: list[Answer], rest: bytes) -> None:
-    assert frame_codec.decode_status(frame_codec.encode_status(number, sent) + rest) == (number, sent)
 
 
 @given(handshakes)
@@ -216,28 +91,11 @@ def test_a_message_with_more_fields_is_understood() -> None:
 places = st.tuples(u32, numbers, st.integers(0, 255))
 
 
-def test_tag_golden() -> None:
-    assert frames.tag(0xFFFEFDFC, 0x010203, 0x40) == 0xFFFEFDFC_010203_40
-    assert frames.tag(0, 1) == 0x100
-
-
 @given(places)
 def test_tag_fits_64_bits_and_holds_its_three_parts(place: tuple[int, int, int]) -> None:
     tag = frames.tag(*place)
     assert 0 <= tag < 1 << 64
     assert (tag >> 32, tag >> 8 & 0xFFFFFF, tag & 0xFF) == place
-
-
-@given(places, places)
-@example((0, 0, 1), (0, 1, 0))
-@example((0, frames.MESSAGE_NUMBERS - 1, 255), (1, 0, 0))
-def test_tags_of_different_places_differ(one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
-    assert (frames.tag(*one) == frames.tag(*other)) == (one == other)
-
-
-def test_every_part_of_the_largest_message_has_a_tag() -> None:
-    tags = {frames.tag(5, number, part) for number in (0, 1, 2) for part in range(1 + frames.MAX_RECORDS)}
-    assert len(tags) == 3 * 64
 
 
 # --- native code ----------------------------------------------------------------------------------

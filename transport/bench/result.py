@@ -98,7 +98,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `bench loopback` and `bench scaling`.
+    """The JSON of `bench loopback` and of the programs in benchmarks/.
 
     Attributes:
         settings: the UCX settings in force, by wire.

@@ -194,6 +194,16 @@ def _of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Sc
     return gathered(kind, parts, schema, shape, **rest)
 
 
+class TakeBatchArguments(ShapeArguments, total=False):
+    """What a `take_batch` may be given beside how long it waits, none of it required; see `UCXXClient.take_batch`."""
+
+    schema: Schema | None
+    most_bytes: int
+    rank: int | str
+    oldest_version: int | None
+    max_deliveries: int
+
+
 class Plan:
     """A batch that is to be taken: its arguments, checked before anything is asked.
 

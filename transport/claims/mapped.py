@@ -18,6 +18,7 @@ from transport.claims.places import Discovery, Observed, RingAddress
 from transport.devices.buffers import BufferPool
 from transport.errors import RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
+from transport.ring.batches import wait_for_payloads
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
@@ -89,13 +90,17 @@ class MappedSource:
         while True:
             opened = [ring for ring in rings() if not ring.native.closed]
             seen = []
-            with contextlib.suppress(_ring.RingFault):  # closed meanwhile, by another thread
-                seen = [ring.native.published_event() for ring in opened]
+            for ring in opened:
+                with contextlib.suppress(_ring.RingFault):  # closed meanwhile, by another thread
+                    seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
             claims = self._claimed(opened, n, rank, consumer, oldest_version)
             left_s = give_up - time.monotonic()
             if claims or left_s <= 0 or rung not in (None, self.bell.rung):
                 return claims
-            self._wait(opened, seen, min(left_s, _SLICE_S), rank, rung)
+            if seen:
+                wait_for_payloads(seen, left_s, None if rung is None else self.bell, rung or 0)
+            else:
+                time.sleep(min(left_s, _SLICE_S))
 
     def _claimed(
         self, rings: Sequence[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
@@ -138,17 +143,6 @@ class MappedSource:
             native=native,
         )
 
-    def _wait(
-        self, rings: Sequence[SharedRingBuffer], seen: list[int], timeout_s: float, rank: int | str, rung: int | None
-    ) -> None:
-        if not rings or len(seen) < len(rings):
-            time.sleep(min(timeout_s, _SLICE_S))
-            return
-        bell = None if rung is None else self.bell
-        with contextlib.suppress(_ring.RingFault):  # one was closed meanwhile: look again
-            due_s = min(ring.native.due_s(ring.rank_of(rank)) for ring in rings)
-            _ring.Ring.wait_any([ring.native for ring in rings], seen, min(timeout_s, due_s), bell, rung or 0)
-
     # --- the ends of claims ---------------------------------------------------------------------------
     def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
         """End claims so; those for which it was accepted, now or before."""
@@ -183,7 +177,7 @@ class MappedSource:
 class RingsOfHost:
     """Attachments to the segments of some places. Any thread."""
 
-    def __init__(self, places: Discovery, lease_s: float) -> None:
+    def __init__(self, places: Discovery, lease_s: float | None) -> None:
         self._places = places
         self._lease_s = lease_s
         self._lock = threading.RLock()
@@ -199,11 +193,19 @@ class RingsOfHost:
         return f"<RingsOfHost {len(self._attached)} attached>"
 
     def add(self, ring: SharedRingBuffer) -> None:
-        """A writer of this process, which closes its ring itself."""
-        _check_claimable(ring)
+        """A ring of this process, which closes it itself."""
+        if ring.native.owner < 0:
+            raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
         with self._lock:
+            if len(self._attached) + len(self._own) >= _ring.MAX_WAITED and ring.ring_id not in self._own:
+                raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
             self._own = {**self._own, ring.ring_id: ring}
             ring.set_lease(self._lease_s)
+
+    def remove(self, ring: SharedRingBuffer) -> None:
+        """Claim no more from a ring that was added."""
+        with self._lock:
+            self._own = {ring_id: each for ring_id, each in self._own.items() if each is not ring}
 
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
         """To claim from: those with payloads of these schemas (none: of any)."""
@@ -337,11 +339,6 @@ class RingsOfHost:
             self._views.clear()
             self._seen.close()
             self._places.close()
-
-
-def _check_claimable(ring: SharedRingBuffer) -> None:
-    if ring.native.owner < 0:
-        raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
 
 
 def _fitting(schemas: frozenset[str]) -> set[bytes]:

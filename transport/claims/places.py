@@ -103,6 +103,27 @@ class Observed:
         self.look(())
 
 
+class Given:
+    """Nowhere: a queue that is given its rings looks for none."""
+
+    prefix = ""
+    directory: Directory | None = None
+
+    def __repr__(self) -> str:
+        return "rings that were given"
+
+    def segments(self) -> list[str]:
+        """None."""
+        return []
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+        """None."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class OnThisHost:
     """Rings by their names."""
 

@@ -30,7 +30,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from transport import _ring
 from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
@@ -38,9 +38,9 @@ from transport.claims.in_place import TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
-from transport.claims.places import Discovery, OnThisHost, RingAddress
+from transport.claims.places import Discovery, Given, OnThisHost, RingAddress
 from transport.config import configuration
-from transport.errors import ClosedError, QueueUnsuitableError, RingNotFoundError, TransportError, UsageError
+from transport.errors import ClosedError, RingNotFoundError, TransportError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
@@ -71,199 +71,12 @@ _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
 RingClaim = MappedClaim | NetworkClaim
 
 
-class ClaimsOfRings(TicketQueue):
-    """What every queue of rings does with its claims: each has a source, mapped or over the network, which ends it."""
-
-    def __init__(self, max_deliveries: int) -> None:
-        if not 1 <= max_deliveries <= _ring.MAX_ATTEMPTS:
-            raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_ring.MAX_ATTEMPTS} are counted")
-        self._max_deliveries = max_deliveries
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
-
-    def _end(self, claims: Iterable[Claim], end: End) -> list[Claim]:
-        self._check_open()
-        by_source: dict[MappedSource | NetworkSource, list[RingClaim]] = {}
-        listed = list(claims)
-        for claim in listed:
-            if isinstance(claim, RingClaim):
-                by_source.setdefault(claim.source, []).append(claim)
-        ended = {id(each) for source, group in by_source.items() for each in source.end(group, end)}  # type: ignore[arg-type]
-        return [claim for claim in listed if id(claim) in ended]
-
-    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.ack_many`."""
-        return self._end(arguments.held(claims, "ack"), CONSUME)
-
-    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """See `TicketQueue.retry_many`."""
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
-        by_end: dict[End, list[Claim]] = {}
-        for claim in listed:
-            last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
-            end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
-            by_end.setdefault(end, []).append(claim)
-        return [claim for end, group in by_end.items() for claim in self._end(group, end)]
-
-    def discard(self, claim: Claim, reason: str) -> bool:
-        """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
-        arguments.given_back(claim, 0.0, reason, "discard")
-        return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
-
-    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.renew`."""
-        self._check_open()
-        listed = arguments.held(claims, "renew")
-        return [each for each in listed if isinstance(each, RingClaim) and each.source.renewed(each)]  # type: ignore[arg-type]
-
-    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.in_question`."""
-        listed = arguments.held(claims, "in_question")
-        return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
-
-    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
-        """See `TicketQueue.payload_bytes`."""
-        return claim.source.payload_bytes(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
-
-
-def _published(
-    rings: Mapping[str, SharedRingBuffer],
-    tickets: QueuedTicket | Iterable[QueuedTicket],
-    readers: int,
-    policy_version: int | None,
-) -> int:
-    """How many of these payloads are in their slots, not yet consumed by all."""
-    batch, _, _ = arguments.published(tickets, readers, policy_version)
-    found = 0
-    for ticket in batch:
-        place = place_of(rings, ticket.id)
-        if place is None:
-            raise RingNotFoundError(f"ticket {ticket.id:.80} is of no ring of this queue; write it into one of them")
-        ring, slot, generation = place
-        info = ring.native.info(slot)
-        found += info.generation == generation and info.state in (_ring.READY, _ring.READING)
-    return found
-
-
 def _consumer(claim: Claim) -> str:
     """The name that the claimant gave, which stands last in the tokens of rings."""
     return claim.token.split(" ", 3)[-1]
 
 
-class RingQueue(ClaimsOfRings):
-    """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
-
-    A client reads these tickets with ``ack="manual"``: here the queue's ack is the slot's acknowledgement.
-
-    Args:
-        rings: may be changed later with `add` and `remove`.
-        max_deliveries: claims in vain after which a delivery is dead.
-        lease_s: after how much silence of this process its claims end; None: they last as long as it lives.
-    """
-
-    def __init__(
-        self,
-        rings: Iterable[SharedRingBuffer] = (),
-        *,
-        max_deliveries: int = MAX_DELIVERIES,
-        lease_s: float | None = None,
-    ) -> None:
-        super().__init__(max_deliveries)
-        if lease_s is not None and not lease_s > 0:
-            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
-        self._silence_s = lease_s
-        self._source = MappedSource(max_deliveries)
-        self._lock = threading.RLock()
-        self._rings: dict[str, SharedRingBuffer] = {}  # replaced, never changed
-        self._closed = False
-        for ring in rings:
-            self.add(ring)
-
-    def __repr__(self) -> str:
-        return f"<RingQueue of {len(self._rings)} rings {'closed' if self._closed else 'open'}>"
-
-    def add(self, ring: SharedRingBuffer) -> None:
-        """Hand out this ring's payloads, too."""
-        if ring.native.owner < 0:
-            raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
-        with self._lock:
-            if len(self._rings) == _ring.MAX_WAITED:
-                raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
-            ring.set_lease(self._silence_s)
-            self._rings = {**self._rings, ring.ring_id: ring}
-
-    def remove(self, ring: SharedRingBuffer) -> None:
-        """Leave this ring alone from now on. What is claimed of it stays claimed until the ring is closed."""
-        with self._lock:
-            self._rings = {ring_id: each for ring_id, each in self._rings.items() if each is not ring}
-
-    def publish(
-        self,
-        tickets: QueuedTicket | Iterable[QueuedTicket],
-        *,
-        readers: int = 1,
-        policy_version: int | None = None,
-    ) -> int:
-        """Nothing is stored: the ring has it. How many of these payloads are in their slots, not yet consumed by all.
-
-        RingNotFoundError for the ticket of a ring that is not one of this queue's.
-        """
-        self._check_open()
-        return _published(self._rings, tickets, readers, policy_version)
-
-    def claim(
-        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
-    ) -> list[Claim]:
-        """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
-        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
-        return self._source.claim(
-            self._open_rings, n, timeout_s, rank=rank, consumer=consumer, oldest_version=oldest_version
-        )
-
-    def depth(self, rank: int | None = None) -> QueueDepth:
-        """Counts of one rank, or of all; the finished ones from the beginning of each ring."""
-        return depth_of(self._open_rings(), rank)
-
-    def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`. Each ring keeps its last 256."""
-        return failures_of(self._open_rings(), limit)
-
-    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
-        return known_of(self._open_rings(), ticket_ids)
-
-    def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`. Of several rings one after the other."""
-        return unfinished_of(self._open_rings(), n)
-
-    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """Rings have no notices: QueueUnsuitableError."""
-        self._no_notices()
-
-    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        """Rings have no notices: QueueUnsuitableError."""
-        self._no_notices()
-
-    def _no_notices(self) -> NoReturn:
-        self._check_open()
-        raise QueueUnsuitableError("rings have no notices; announce them in a store, or in a Redis queue")
-
-    def close(self) -> None:
-        """End waits in other threads with ClosedError. The rings stay open, and their claims held."""
-        self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the queue is closed")
-
-    def _open_rings(self) -> list[SharedRingBuffer]:
-        self._check_open()
-        return [ring for ring in self._rings.values() if not ring.native.closed]
-
-
-class FoundRings(ClaimsOfRings):
+class FoundRings(TicketQueue):
     """The rings of a run as its queue. `open_queue` makes one; thread-safe, and blocking as every queue.
 
     Several trainers of a process may use one: `connect` gives each a queue of its own, with its client's connections,
@@ -285,7 +98,8 @@ class FoundRings(ClaimsOfRings):
         lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
     ) -> None:
-        super().__init__(max_deliveries)
+        if not 1 <= max_deliveries <= _ring.MAX_ATTEMPTS:
+            raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_ring.MAX_ATTEMPTS} are counted")
         if store is not None:
             expect(store, Store, "store of FoundRings()", "a Store, as open_store() makes it")
         self.places: Discovery = OnThisHost() if places is None else places
@@ -296,6 +110,7 @@ class FoundRings(ClaimsOfRings):
             self._notices = StoreNotices(store)
         elif self.places.prefix:
             self._notices = RingNotices(self.places.prefix)
+        self._max_deliveries = max_deliveries
         self._here = RingsOfHost(self.places, self.lease_s)
         self._mapped_source = MappedSource(max_deliveries, self._here.payload_bytes)
         self._closed = threading.Event()
@@ -359,10 +174,24 @@ class FoundRings(ClaimsOfRings):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        """Nothing is stored, the ring has it; see `RingQueue.publish`."""
+        """Nothing is stored: the ring has it. How many of these payloads are in their slots, not yet consumed by all.
+
+        RingNotFoundError for the ticket of a ring that is not one of this queue's.
+        """
         self._check_open()
         rings = {ring.ring_id: ring for ring in self._here.rings(frozenset())}
-        return _published(rings, tickets, readers, policy_version)
+        batch, _, _ = arguments.published(tickets, readers, policy_version)
+        found = 0
+        for ticket in batch:
+            place = place_of(rings, ticket.id)
+            if place is None:
+                raise RingNotFoundError(
+                    f"ticket {ticket.id:.80} is of no ring of this queue; write it into one of them"
+                )
+            ring, slot, generation = place
+            info = ring.native.info(slot)
+            found += info.generation == generation and info.state in (_ring.READY, _ring.READING)
+        return found
 
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
@@ -465,6 +294,52 @@ class FoundRings(ClaimsOfRings):
         self._check_open()
         return self._network.consume(batch, payloads)
 
+    # --- the ends of claims ---------------------------------------------------------------------------
+    def _end(self, claims: Iterable[Claim], end: End) -> list[Claim]:
+        self._check_open()
+        by_source: dict[MappedSource | NetworkSource, list[RingClaim]] = {}
+        listed = list(claims)
+        for claim in listed:
+            if isinstance(claim, RingClaim):
+                by_source.setdefault(claim.source, []).append(claim)
+        ended = {id(each) for source, group in by_source.items() for each in source.end(group, end)}  # type: ignore[arg-type]
+        return [claim for claim in listed if id(claim) in ended]
+
+    def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.ack_many`."""
+        return self._end(arguments.held(claims, "ack"), CONSUME)
+
+    def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
+        """See `TicketQueue.retry_many`."""
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        by_end: dict[End, list[Claim]] = {}
+        for claim in listed:
+            last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
+            end = End(Verdict.DEAD if last else Verdict.GIVEN_BACK, reason, _consumer(claim), delay_s)
+            by_end.setdefault(end, []).append(claim)
+        return [claim for end, group in by_end.items() for claim in self._end(group, end)]
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
+        arguments.given_back(claim, 0.0, reason, "discard")
+        return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.renew`."""
+        self._check_open()
+        listed = arguments.held(claims, "renew")
+        return [each for each in listed if isinstance(each, RingClaim) and each.source.renewed(each)]  # type: ignore[arg-type]
+
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.in_question`."""
+        listed = arguments.held(claims, "in_question")
+        return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
+
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
+        """See `TicketQueue.payload_bytes`."""
+        return claim.source.payload_bytes(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
+
+    # --- following ------------------------------------------------------------------------------------
     def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[SharedRingBuffer]:
         """The rings here. If there are any elsewhere, they have demands from here on."""
         self._check_open()
@@ -505,7 +380,7 @@ class FoundRings(ClaimsOfRings):
         return [*(each for each in elsewhere if (each.ticket_id, each.rank) not in known), *found][:limit]
 
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        """See `RingQueue.known`, of the rings on this host."""
+        """See `TicketQueue.known`, of the rings on this host: of a slot that was used anew only rank 0's state."""
         self._check_open()
         asked = arguments.asked(ticket_ids)
         return known_of(self._here.seen({each.partition("/")[0] for each in asked}), asked)
@@ -553,3 +428,49 @@ class FoundRings(ClaimsOfRings):
             raise ClosedError("a forked child does not have its parent's claims; open the queue in the child")
         if self._closed.is_set():
             raise ClosedError("the queue is closed")
+
+
+class RingQueue(FoundRings):
+    """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
+
+    A client reads these tickets with ``ack="manual"``: here the queue's ack is the slot's acknowledgement.
+
+    Args:
+        rings: may be changed later with `add` and `remove`.
+        max_deliveries: claims in vain after which a delivery is dead.
+        lease_s: after how much silence of this process its claims end; None: they last as long as it lives.
+    """
+
+    def __init__(
+        self,
+        rings: Iterable[SharedRingBuffer] = (),
+        *,
+        max_deliveries: int = MAX_DELIVERIES,
+        lease_s: float | None = None,
+    ) -> None:
+        if lease_s is not None and not lease_s > 0:
+            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
+        super().__init__(Given(), max_deliveries=max_deliveries)
+        self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
+        self._here = RingsOfHost(self.places, lease_s)
+        self._mapped_source = MappedSource(max_deliveries)
+        self._maps, self._carries = True, False
+        for ring in rings:
+            self.add(ring)
+
+    def __repr__(self) -> str:
+        return (
+            f"<RingQueue of {len(self._here.rings(frozenset()))} rings {'closed' if self._closed.is_set() else 'open'}>"
+        )
+
+    def add(self, ring: SharedRingBuffer) -> None:
+        """Hand out this ring's payloads, too."""
+        self.hand_out(ring)
+
+    def remove(self, ring: SharedRingBuffer) -> None:
+        """Leave this ring alone from now on. What is claimed of it stays claimed until the ring is closed."""
+        self._here.remove(ring)
+
+    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> FoundRings:
+        """The queue itself: its rings are at hand, whatever wires the client uses."""
+        return self

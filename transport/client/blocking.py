@@ -7,15 +7,14 @@ from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from transport.claims.batch import TakenBatch, Verdicts
 from transport.claims.connection import MOST_BYTES
-from transport.claims.in_place import taken_and_waited_for
+from transport.claims.in_place import TakeBatchArguments, taken_and_waited_for
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.warming import CONCURRENCY, WarmUpTarget
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace
 from transport.errors import UsageError
-from transport.ring.batch_shape import ShapeArguments
-from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
+from transport.ring.batches import PayloadBatch
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -113,30 +112,10 @@ class BlockingClient:
                 self._thread.run(_finish(outcomes))
 
     def take_batch(
-        self,
-        address: str,
-        n: int,
-        *,
-        wait_s: float = 0.0,
-        schema: Schema | None = None,
-        most_bytes: int = MOST_BYTES,
-        rank: int | str = 0,
-        oldest_version: int | None = None,
-        max_deliveries: int = MAX_DELIVERIES,
-        **shape: Unpack[ShapeArguments],
+        self, address: str, n: int, *, wait_s: float = 0.0, **asked: Unpack[TakeBatchArguments]
     ) -> PayloadBatch:
         """See `UCXXClient.take_batch`. The payloads are copied in this thread."""
-        plan, take = self._client._batch_plan(
-            address,
-            n,
-            schema,
-            shape,
-            wait_s,
-            most_bytes=most_bytes,
-            rank=rank,
-            oldest_version=oldest_version,
-            most_attempts=max_deliveries,
-        )
+        plan, take = self._client._batch_plan(address, n, wait_s, asked)
         return taken_and_waited_for(plan, take, self._thread)
 
     def warm(self, *places: WarmUpTarget) -> int:

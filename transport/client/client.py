@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 from transport.claims.batch import TakenBatch
 from transport.claims.connection import MOST_BYTES
 from transport.claims.connections import ClaimConnections
-from transport.claims.in_place import Plan, TakenPayloads, Taker, taken_in_place
+from transport.claims.in_place import Plan, TakeBatchArguments, TakenPayloads, Taker, taken_in_place
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links
 from transport.client.connections.pool import port_of
@@ -34,7 +34,6 @@ from transport.client.status_socket import StatusSocket
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
-from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.arguments import expect, several
 from transport.runtime.event_loop import check_loop
@@ -306,27 +305,17 @@ class UCXXClient:
         )
 
     async def take_batch(
-        self,
-        address: str,
-        n: int,
-        *,
-        wait_s: float = 0.0,
-        schema: Schema | None = None,
-        most_bytes: int = MOST_BYTES,
-        rank: int | str = 0,
-        oldest_version: int | None = None,
-        max_deliveries: int = MAX_DELIVERIES,
-        **shape: Unpack[ShapeArguments],
+        self, address: str, n: int, *, wait_s: float = 0.0, **asked: Unpack[TakeBatchArguments]
     ) -> TakenPayloads:
         """`take`, as one batch; empty when nothing came in time. Each tensor is copied once, to where it belongs.
 
-        What arrives with wrong bytes is left out and may be taken again, until ``max_deliveries``. The other arguments
-        are those of `take`.
+        What arrives with wrong bytes is left out and may be taken again, until ``max_deliveries`` (5).
 
         Args:
-            schema: of the payloads; None: the one that this client was given.
-            shape: layout, fill, pad_to, out, memory, most_memory, verify and fields, as for
-                `SharedRingBuffer.claim_batch`; the checksums of a list, and of some fields, are compared, too.
+            asked: of `TakeBatchArguments`: schema of the payloads (default: the one that this client was given),
+                max_deliveries; most_bytes, rank and oldest_version, as for `take`; layout, fill, pad_to, out, memory,
+                most_memory, verify and fields, as for `SharedRingBuffer.claim_batch`; the checksums of a list, and of
+                some fields, are compared, too.
 
         Raises:
             SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
@@ -335,31 +324,28 @@ class UCXXClient:
                 payloads are given back.
             BusyError, LinkError kinds: as for `take`.
         """
-        plan, take = self._batch_plan(
-            address,
-            n,
-            schema,
-            shape,
-            wait_s,
-            most_bytes=most_bytes,
-            rank=rank,
-            oldest_version=oldest_version,
-            most_attempts=max_deliveries,
-        )
+        plan, take = self._batch_plan(address, n, wait_s, asked)
         return await taken_in_place(plan, take)
 
-    def _batch_plan(
-        self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, wait_s: float, **demand: Any
-    ) -> tuple[Plan, Taker]:
+    def _batch_plan(self, address: str, n: int, wait_s: float, asked: TakeBatchArguments) -> tuple[Plan, Taker]:
         """What `take_batch` asks for, and how."""
         port = port_of(address)
-        plan = Plan(schema, self._claims.schemas, self._verify, shape, wait_s)
+        shape: Any = dict(asked)
+        demand = {name: shape.pop(name) for name in ("most_bytes", "rank", "oldest_version") if name in shape}
+        attempts = shape.pop("max_deliveries", MAX_DELIVERIES)
+        plan = Plan(shape.pop("schema", None), self._claims.schemas, self._verify, shape, wait_s)
 
         async def take(wait_s: float, verify: bool) -> TakenBatch:
             self._check_open()
             connection = await self._claims.of_port(port)
             return await connection.take(
-                n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand
+                n,
+                wait_s=wait_s,
+                verify=verify,
+                fields=plan.fields,
+                schema=plan.whole,
+                most_attempts=attempts,
+                **demand,
             )
 
         return plan, take

@@ -145,7 +145,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
             if directory is not None:
                 self._ucxx_announcement = Announcement(directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
-            if queue is not None and not isinstance(queue, FoundRings | RingQueue):
+            if queue is not None and not isinstance(queue, FoundRings):
                 how: PublishMode = publish or ("immediate" if after_writer is None else "background")
                 self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
             if self._ucxx_exporter is not None:

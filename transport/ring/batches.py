@@ -29,7 +29,7 @@ from transport.runtime.arguments import whole
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
 
-__all__ = ["MAX_DELIVERIES", "BatchLayout", "EndingPart", "PayloadBatch", "claim_batch"]
+__all__ = ["MAX_DELIVERIES", "BatchLayout", "EndingPart", "PayloadBatch", "claim_batch", "wait_for_payloads"]
 
 MAX_DELIVERIES: Final = 5
 _ANY_SIZE: Final = (1 << 64) - 1
@@ -88,9 +88,14 @@ def claim_batch(
     """Up to ``n`` payloads of these rings, of one schema, as a batch; see `SharedRingBuffer.claim_batch`.
 
     Args:
+        rings: of each the oldest payloads come first; those that are closed are left out.
         first: which ring is asked first; count it up with every call.
         most_bytes: of each ring.
         shape: of `Shape`: layout, fill, pad_to, out, memory, most_memory, verify, fields.
+
+    Raises:
+        ClosedError: all of the rings are closed.
+        UsageError: no rings, more than can be waited for, or another argument that makes no sense.
     """
     if len({ring.schema for ring in rings}) > 1:
         raise SchemaError("the rings of one batch have the same schema; claim batches of each kind apart")
@@ -104,76 +109,28 @@ def claim_batch(
     wanted.fills(schema)
     landing = landing_for(wanted.memory, wanted.out, wanted.most_memory)
     assert schema is not None
+    if not 1 <= len(rings) <= _ring.MAX_WAITED:
+        raise UsageError(f"{len(rings)} rings; 1 to {_ring.MAX_WAITED} can be waited for")
     deadline = _ring.Deadline(timeout_s)
     dropped = 0
     while True:
-        parts = _claim_any(
-            rings,
-            n,
-            deadline.left_s,
-            first=first,
-            rank=rank,
-            most_bytes=most_bytes,
-            oldest_version=oldest_version,
-            max_deliveries=max_deliveries,
-            consumer=consumer,
-        )
-        batch = gathered(
-            PayloadBatch, parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer
-        )
-        dropped += batch.dropped
-        if len(batch) or not deadline.left_s:
-            batch.dropped = dropped
-            return batch
-
-
-def _claim_any(
-    rings: Sequence[Slots],
-    n: int,
-    timeout_s: float = 0.0,
-    *,
-    first: int = 0,
-    rank: int = 0,
-    most_bytes: int | None = None,
-    oldest_version: int | None = None,
-    max_deliveries: int = 0,
-    consumer: str = "",
-) -> list[_ring.ClaimedBatch]:
-    """Up to ``n`` payloads of these rings, of each the oldest first; waits for the first one, wherever it comes.
-
-    The arguments are those of `SharedRingBuffer.claim`. Rings that are closed are left out.
-
-    Args:
-        first: which ring is asked first; count it up with every call.
-
-    Raises:
-        ClosedError: all of the rings are closed.
-        UsageError: no rings, or more than can be waited for.
-    """
-    if not 1 <= len(rings) <= _ring.MAX_WAITED:
-        raise UsageError(f"{len(rings)} rings; 1 to {_ring.MAX_WAITED} can be waited for")
-    version = _ring.NO_VERSION if oldest_version is None else oldest_version
-    attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
-    deadline = _ring.Deadline(timeout_s)
-    while True:
+        seen: list[Seen] = []
+        parts: list[_ring.ClaimedBatch] = []
+        left = n
         opened = [ring for ring in rings if not ring.native.closed]
         if not opened:
             raise ClosedError("the rings are closed")
-        alone = len(opened) == 1
-        seen = []
-        parts: list[_ring.ClaimedBatch] = []
-        left = n
         for at in range(len(opened)):
             native = opened[(first + at) % len(opened)].native
             try:
-                seen.append((native, native.published_event()))
+                seen.append((native, native.published_event(), rank))
                 part = native.claim_batch(
                     left,
-                    deadline.left_s if alone else 0.0,
+                    deadline.left_s if len(opened) == 1 else 0.0,
                     rank=rank,
                     most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
-                    oldest_version=version,
-                    most_attempts=attempts,
+                    oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+                    most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
                     consumer=consumer,
                 )
             except _ring.RingFault as fault:
@@ -185,13 +142,25 @@ def _claim_any(
                 left -= len(part)
                 if not left:
                     break
-        left_s = deadline.left_s
-        if parts or left_s <= 0:
-            return parts
-        _wait(seen, rank, left_s)
+        if not parts and deadline.left_s > 0:
+            wait_for_payloads(seen, deadline.left_s)
+            continue
+        batch = gathered(
+            PayloadBatch, parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer
+        )
+        dropped += batch.dropped
+        if len(batch) or not deadline.left_s:
+            batch.dropped = dropped
+            return batch
 
 
-def _wait(seen: Sequence[tuple[_ring.Ring, int]], rank: int, left_s: float) -> None:
+Seen = tuple[_ring.Ring, int, int]
+"""A ring, its `published_event` before it was found empty, and the rank that claims."""
+
+
+def wait_for_payloads(seen: Sequence[Seen], left_s: float, bell: _ring.Bell | None = None, rung: int = 0) -> None:
+    """Sleep until one of the rings may have a payload, until ``bell`` has rung since, or for ``left_s`` or a moment."""
     with contextlib.suppress(_ring.RingFault):  # one was closed meanwhile, by another thread: look again
-        due_s = min((native.due_s(rank) for native, _ in seen), default=0.0)
-        _ring.Ring.wait_any([native for native, _ in seen], [event for _, event in seen], min(left_s, due_s, _SLICE_S))
+        due_s = min((native.due_s(rank) for native, _, rank in seen), default=0.0)
+        events = [event for _, event, _ in seen]
+        _ring.Ring.wait_any([native for native, *_ in seen], events, min(left_s, due_s, _SLICE_S), bell, rung)
