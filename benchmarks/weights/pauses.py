@@ -151,7 +151,7 @@ def memory_short(case: Case, nbytes: int, kind: Kind) -> str:
     )
     shared = os.statvfs("/dev/shm")
     available = min(available, shared.f_bavail * shared.f_frsize)
-    return f"needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} are there" if needed > available else ""
+    return f"needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} are there" if needed > 0.9 * available else ""
 
 
 def gloo(case: Case, links: Links | None, python: str) -> Measured:
