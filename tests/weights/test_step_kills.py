@@ -21,12 +21,10 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 # Replicas 0 and 1 share a host: 0 lands what comes, 1 maps it.
 STAGED = [step for step in STAGE if step is not Step.PAUSE_IN_PLACE]
-COMMITTED = [Step.ABORT, Step.RELEASE_KV, Step.LOAD, Step.PROVE, Step.RESUME_KV, Step.RESUME_GENERATION]
+COMMITTED = [Step.PAUSE, Step.LOAD, Step.RESUME]
 ENDED = [Step.FINALIZE_TRAINERS, Step.FINALIZE_REPLICAS]
 STEPS = [*STAGED, *COMMITTED, *ENDED]
-SHORT = Limits(
-    **dict.fromkeys(("abort", "release_kv", "prepare", "connect", "transfer", "load", "finalize", "prove", "resume"), 3)
-)
+SHORT = Limits(**dict.fromkeys(("pause", "prepare", "connect", "transfer", "load", "finalize", "prove", "resume"), 3))
 
 
 @contextlib.asynccontextmanager

@@ -222,9 +222,7 @@ async def test_a_replica_whose_load_is_slow_does_not_keep_another_one_paused() -
     async with group(worker, quick) as (manager, _, _):
         await manager.update(1)
         resumed = asyncio.Event()
-        manager._on_step = lambda step, names: (
-            resumed.set() if (step, names) == (Step.RESUME_GENERATION, ("replica 1",)) else None
-        )
+        manager._on_step = lambda step, names: resumed.set() if (step, names) == (Step.RESUME, ("replica 1",)) else None
         updating = asyncio.ensure_future(manager.update(2))
         with going_on(worker):
             async with asyncio.timeout(20):
@@ -402,7 +400,7 @@ async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memor
         served: list[int | None] = []
 
         def look(step: Step, _: tuple[str, ...]) -> None:
-            if step is Step.ABORT:
+            if step is Step.PAUSE:
                 served.append(worker.served_checksum())
                 worker.stage_on.set()
 
