@@ -315,15 +315,14 @@ OPTIONS: dict[type, dict[str, Shown]] = {
         "no_restart": (exit_code(Reason.NO_RESTART), {93: 93, 9: 9}),
     },
     Limits: {
-        "abort": (limits_of(Step.ABORT), {1.0: 1.0, 2.0: 2.0}),
-        "release_kv": (limits_of(Step.RELEASE_KV), {1.0: 1.0, 2.0: 2.0}),
+        "pause": (limits_of(Step.PAUSE), {1.0: 1.0, 2.0: 2.0}),
         "prepare": (limits_of(Step.PREPARE), {1.0: 1.0, 2.0: 2.0}),
         "connect": "weights/test_manager.py::test_a_group_build_that_hangs_ends_at_its_limit",
         "load": (limits_of(Step.LOAD), {1.0: 1.0, 2.0: 2.0}),
         "transfer": (limits_of(Step.TRANSFER), {1.0: 1.0, 2.0: 2.0}),
         "finalize": (limits_of(Step.FINALIZE_REPLICAS), {1.0: 1.0, 2.0: 2.0}),
         "prove": (limits_of(Step.PROVE), {1.0: 1.0, 2.0: 2.0}),
-        "resume": (limits_of(Step.RESUME_GENERATION), {1.0: 1.0, 2.0: 2.0}),
+        "resume": (limits_of(Step.RESUME), {1.0: 1.0, 2.0: 2.0}),
         "total": "weights/test_manager.py::test_an_update_that_has_no_time_left_pauses_nobody",
     },
     EngineOptions: {

@@ -26,8 +26,8 @@ from transport.weights.worker import Replica, RolloutWorker, Trainer
 _MOST_LINE = 64 << 20
 _METHODS = frozenset(
     {
-        *("abort", "release_kv_cache", "prepare", "init_process_group", "send_weights", "land", "load", "restore"),
-        *("prove", "finalize", "resume_kv_cache", "resume_generation", "told", "statistics"),
+        *("prepare", "init_process_group", "send_weights", "land", "pause", "load", "restore", "prove", "resume"),
+        *("finalize", "told", "statistics"),
     }
 )
 

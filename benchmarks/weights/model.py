@@ -16,6 +16,7 @@ from transport.devices.streams import Mark
 from transport.weights.worker import ReferenceWorker
 
 HIDDEN, FEED_FORWARD, HEADS, VOCABULARY = 2048, 5632, 256, 32000
+_PIECE = 256 << 20  # larger than every cache
 
 _LAYER: dict[str, tuple[int, ...]] = {
     "input_layernorm.weight": (HIDDEN,),
@@ -109,13 +110,16 @@ class Server(ReferenceWorker):
         return super().served_checksum() if self._proves else None
 
     def told(self, question: str = "memory") -> float:
-        """The most memory that this process has had of its own, in bytes; or ("copy") the seconds of one memcpy of what
-        it serves to memory that is there."""
+        """The most memory that this process has had of its own, in bytes; or ("copy") the seconds of one memcpy of as
+        many bytes as it serves, between memory that is there: pieces of it, one after the other."""
         if question == "memory":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         size = sum(array.nbytes for array in self.weights.values())
-        if len(self._copied) != size:
-            self._copied, self._from = np.ones(size, np.uint8), np.ones(size, np.uint8)
+        piece = min(size, _PIECE)
+        if len(self._copied) != piece:
+            self._copied, self._from = np.ones(piece, np.uint8), np.ones(piece, np.uint8)
         begun = time.perf_counter()
-        _ring.copy(self._copied.data, self._from.data)
+        for at in range(0, size, piece):
+            left = min(piece, size - at)
+            _ring.copy(self._copied[:left].data, self._from[:left].data)
         return time.perf_counter() - begun

@@ -147,11 +147,8 @@ class ProcessMember:
             raise
 
     # --- what a manager calls -----------------------------------------------------------------------------------------
-    async def abort(self) -> None:
-        return await self.call("abort")  # type: ignore[no-any-return]  # an engine may return its error
-
-    async def release_kv_cache(self) -> None:
-        await self.call("release_kv_cache")
+    async def pause(self) -> None:
+        await self.call("pause")
 
     async def prepare(self) -> Metadata:
         found: Metadata = await self.call("prepare")
@@ -169,11 +166,11 @@ class ProcessMember:
             raise MemberFailedError(f"{self.name}: land returned no proof for v{version}")
         return proof
 
-    async def load(self) -> None:
-        await self.call("load")
+    async def load(self) -> Proof | None:
+        return _proof(await self.call("load"))
 
-    async def restore(self) -> None:
-        await self.call("restore")
+    async def restore(self) -> Proof | None:
+        return _proof(await self.call("restore"))
 
     async def prove(self) -> Proof | None:
         return _proof(await self.call("prove"))
@@ -181,11 +178,8 @@ class ProcessMember:
     async def finalize(self) -> None:
         await self.call("finalize")
 
-    async def resume_kv_cache(self) -> None:
-        await self.call("resume_kv_cache")
-
-    async def resume_generation(self) -> None:
-        await self.call("resume_generation")
+    async def resume(self, generate: bool) -> None:
+        await self.call("resume", generate)
 
     async def tidy(self) -> None:
         """Remove the segments that a killed process has left, once no process has them mapped any more."""

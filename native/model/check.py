@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims", "claim", "keepers", "futex", "decision")
+MODELS = ("slot", "acks", "claims", "claim", "keepers", "futex", "decision", "weights")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600  # of each search
 TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
@@ -99,6 +99,10 @@ CONFIGURATIONS += (
     Case("decision: 3 deciders", "DECIDERS=3", model="decision"),
     Case("decision: 2 deciders, 4 values before", "OPEN=4", model="decision"),
     Case("decision: 3 deciders, 3 values before", "DECIDERS=3 OPEN=3", model="decision"),
+    Case("weights: a manager", "", model="weights"),
+    Case("weights: records in a store", "TOGETHER", model="weights"),
+    Case("weights: a manager, 4 versions", "UPDATES=4", size=2, model="weights"),
+    Case("weights: records, 4 versions", "TOGETHER UPDATES=4", size=1, model="weights"),
 )
 
 REWRITTEN = "P2_rewritten_under_a_live_pin"
@@ -179,6 +183,12 @@ FAULTS = (
     Case("LOST_ANSWER_IS_NO", "", "W1_two_decisions", model="decision"),
     Case("LOST_ANSWER_IS_YES", "", "W1_two_decisions", model="decision"),
     Case("REFUSED_IS_THE_END", "", "W3_stuck", model="decision"),
+    Case("COMMITS_BEFORE_ALL_HAVE_PROVEN", "", "C1_loaded_before_all_had_proven", model="weights"),
+    Case("REFUSED_IS_KEPT", "", "C2_loaded_after_it_was_refused", model="weights"),
+    Case("REFUSED_IS_KEPT", "TOGETHER", "C2_loaded_after_it_was_refused", model="weights"),
+    Case("LOADS_SIDE_BY_SIDE", "", "C3_changed_while_it_serves", model="weights"),
+    Case("RECORD_SET_AGAIN", "TOGETHER", "C5_committed_and_refused", model="weights"),
+    Case("RETURNS_ALONE", "TOGETHER", "C5_committed_and_refused", model="weights"),
     # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
     Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
 )
@@ -246,7 +256,7 @@ def search(case: Case, folder: str, time_limit_s: float) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:[DFPQSTVW]\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[CDFPQSTVW]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:

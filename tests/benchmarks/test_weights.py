@@ -67,9 +67,26 @@ def test_the_rate_of_a_link_is_kept_in_a_namespace_and_nothing_of_it_stays() -> 
     assert name not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
 
 
+def pauses(*arguments: str) -> dict[str, dict[str, str]]:
+    """The rows of pauses.py by worker, and their cells by heading."""
+    program = [sys.executable, str(BENCHMARKS / "weights" / "pauses.py"), "--rates", "0", "--updates", "2"]
+    done = subprocess.run([*program, *arguments], check=True, capture_output=True, text=True, timeout=120)
+    heading, *rows = [line.split(" | ") for line in done.stdout.splitlines()]
+    return {row[2]: dict(zip(heading, row, strict=False)) for row in rows}
+
+
+@pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.slow
-def test_pauses_are_measured_beside_a_copy_and_the_transfer() -> None:
-    program = [sys.executable, str(BENCHMARKS / "weights" / "pauses.py"), "--sizes", "4MiB", "--rates", "0"]
-    done = subprocess.run([*program, "--updates", "2"], check=True, capture_output=True, text=True, timeout=90)
-    assert {line.split(" | ")[2] for line in done.stdout.splitlines()[1:]} >= {"mapped", "own", "loader", "one phase"}
+@pytest.mark.parametrize("workers", ["loader,shards delta,one phase", "mapped,own,proven,delta,shards"])
+def test_pauses_are_measured_beside_a_copy_and_the_transfer(workers: str) -> None:
+    rows = pauses("--sizes", "4MiB", "--workers", workers)
+    assert list(rows) == workers.split(",")
+    for worker, row in rows.items():
+        sent, size = float(row["sent MB"]), float(row["model MB"])
+        assert sent < 0.1 * size if "delta" in worker else sent >= 0.9 * size
+
+
+def test_a_model_for_which_there_is_no_memory_is_not_measured() -> None:
+    (row,) = pauses("--sizes", "4000GiB", "--workers", "mapped").values()
+    assert "memory" in row["changed"]

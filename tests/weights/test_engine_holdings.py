@@ -85,3 +85,22 @@ async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(kind: Any) -
         for each in made:
             await each.close()
         assert segments(prefix) == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["landed first", "mapped first"])
+@asynchronous
+async def test_members_of_a_host_release_a_version_in_any_order_and_its_memory_is_used_again(
+    order: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = f"order-{os.getpid()}-"
+    made = [engine("t", prefix=prefix), *(engine(f"r{at}", host="a", wires=TCP, prefix=prefix) for at in range(2))]
+    for version in (1, 2):
+        await transfer(made, version)
+    before = segments(prefix)
+    for version in (3, 4, 5, 6):
+        await transfer(made, version)
+    assert segments(prefix) == before
+    for at in order:
+        await made[at].close()
+    assert segments(prefix) == []
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []

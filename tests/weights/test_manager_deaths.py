@@ -44,7 +44,7 @@ async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_o
     async with group_of(4) as group:
         await group.update()
         dying = group.replicas[3].process
-        group.manager._on_step = lambda step, _: dying.kill() if step is Step.RELEASE_KV else None
+        group.manager._on_step = lambda step, _: dying.kill() if step is Step.PAUSE else None
         with pytest.raises(MemberLostError, match=r"the process of replica 3 was ended by SIGKILL"):
             await group.update()
         group.manager._on_step = lambda step, members: None

@@ -28,9 +28,7 @@ from transport.weights.sharded_replica import ShardedReplica
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 ENGINE: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1", "shape": "chain"}
-LIMITS = Limits(
-    abort=10, release_kv=10, prepare=10, connect=10, load=10, transfer=25, finalize=10, prove=10, resume=10, total=60
-)
+LIMITS = Limits(pause=10, prepare=10, connect=10, load=10, transfer=25, finalize=10, prove=10, resume=10, total=60)
 
 _SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 

@@ -18,7 +18,7 @@ from weights_members import Source, checksum_of, version_of
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError, WeightsTimeoutError
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
-from transport.weights.plan.steps import Limits, Step
+from transport.weights.plan.steps import Limits, Proof, Step
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Trainer
 
@@ -93,6 +93,54 @@ async def test_a_version_that_one_replica_has_not_landed_is_served_by_none_and_p
         replicas[1].land = land  # type: ignore[method-assign]
         await manager.update(3)
         assert manager.admitted == {"replica 0": 3, "replica 1": 3}
+
+
+@asynchronous
+async def test_a_replica_that_proves_another_version_than_was_sent_keeps_all_from_loading_it() -> None:
+    async with group(Watched(), Watched()) as (manager, replicas, _):
+        await manager.update(1)
+        land = replicas[1].land
+
+        async def proves_version_1(version: int) -> Any:
+            proof = await land(version)
+            return Proof(version, checksum_of(1)) if version == 2 else proof
+
+        replicas[1].land = proves_version_1  # type: ignore[method-assign]
+        with pytest.raises(MemberFailedError, match="replica 1 has landed"):
+            await manager.update(2)
+        assert manager.admitted == {"replica 0": 1, "replica 1": 1}
+        assert [replica.worker.served_checksum() for replica in replicas] == [checksum_of(1)] * 2
+
+
+class FailsOnce(ReferenceWorker):
+    """Its load of version 3 fails in the middle."""
+
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        super().load(weights, version)
+        if version == 3:
+            raise RuntimeError("no room for the graph")
+
+
+@asynchronous
+async def test_a_load_that_fails_goes_back_past_a_version_that_was_refused() -> None:
+    worker, other = FailsOnce("in_place"), ReferenceWorker()
+    async with group(worker, other) as (manager, replicas, _):
+        await manager.update(1)
+        land = replicas[1].land
+
+        async def refused(version: int) -> Any:
+            proof = await land(version)
+            if version == 2:
+                raise MemberFailedError("it cannot prove what has landed")
+            return proof
+
+        replicas[1].land = refused  # type: ignore[method-assign]
+        with pytest.raises(MemberFailedError):
+            await manager.update(2)
+        with pytest.raises(RuntimeError, match="no room for the graph"):
+            await manager.update(3)
+        assert manager.admitted == {"replica 0": 1, "replica 1": 3}
+        assert worker.served_checksum() == checksum_of(1)
 
 
 @asynchronous
@@ -174,9 +222,7 @@ async def test_a_replica_whose_load_is_slow_does_not_keep_another_one_paused() -
     async with group(worker, quick) as (manager, _, _):
         await manager.update(1)
         resumed = asyncio.Event()
-        manager._on_step = lambda step, names: (
-            resumed.set() if (step, names) == (Step.RESUME_GENERATION, ("replica 1",)) else None
-        )
+        manager._on_step = lambda step, names: resumed.set() if (step, names) == (Step.RESUME, ("replica 1",)) else None
         updating = asyncio.ensure_future(manager.update(2))
         with going_on(worker):
             async with asyncio.timeout(20):
@@ -354,7 +400,7 @@ async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memor
         served: list[int | None] = []
 
         def look(step: Step, _: tuple[str, ...]) -> None:
-            if step is Step.ABORT:
+            if step is Step.PAUSE:
                 served.append(worker.served_checksum())
                 worker.stage_on.set()
 

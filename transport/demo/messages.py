@@ -18,7 +18,7 @@ class RolloutDone(msgspec.Struct, frozen=True, kw_only=True, tag="rollout done")
     """A rollout has published its share."""
 
     published: int
-    policies: int  # versions it fetched from the trainer; between two episodes there may be several, or none
+    pauses_s: list[float]  # of each version that it took from the trainer: how long it did not play
     policies_missed: int  # announced, but replaced by a newer version before they were read
 
 

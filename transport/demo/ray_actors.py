@@ -119,7 +119,7 @@ class RolloutActor(Actor):
             records(store, self._plan)[0].restore(policy)
             follower = PolicyFollower(queue, client, policy, self._index)
             player.play_share(follower, store, life)
-            return RolloutDone(published=player.published, policies=follower.fetched, policies_missed=follower.missed)
+            return RolloutDone(published=player.published, pauses_s=follower.pauses_s, policies_missed=follower.missed)
 
 
 class _Player(Player):

@@ -48,12 +48,18 @@ class PolicyWorker(ReferenceWorker):
 
 
 class PolicyFollower:
-    """Keeps a policy at the newest version that the trainer announced. Waits only where `follow` is given a time."""
+    """Keeps a policy at the newest version that the trainer announced. Waits only where `follow` is given a time.
+
+    Attributes:
+        pauses_s: of each version that was taken, the seconds from its announcement until it was loaded and proven, in
+            which this process did not play.
+        missed: versions that were announced and not taken.
+    """
 
     def __init__(self, queue: TicketQueue, client: BlockingClient, policy: Policy, rank: int) -> None:
         self.policy = policy
         self.announced = policy.version
-        self.fetched = 0
+        self.pauses_s: list[float] = []
         self.missed = 0
         self._queue = queue
         self._client = client
@@ -65,9 +71,10 @@ class PolicyFollower:
         notice = self._queue.latest(POLICY_TOPIC, newer_than=self.announced, timeout_s=wait_s)
         while notice is not None:
             self.announced = notice.version
+            begun = time.monotonic()
             try:
                 self._taker.take(self._client, notice.payload, self._rank, _POLICY_TIMEOUT_S)
-                self.fetched += 1
+                self.pauses_s.append(time.monotonic() - begun)
                 return
             except StaleSlotError:
                 self.missed += 1  # the trainer was faster: a newer version has been announced meanwhile
@@ -138,7 +145,7 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
                 if player.published == plan.share(config.index):
                     parent.send(
                         RolloutDone(
-                            published=player.published, policies=follower.fetched, policies_missed=follower.missed
+                            published=player.published, pauses_s=follower.pauses_s, policies_missed=follower.missed
                         )
                     )
                     membership.take_part(follower.policy, lambda: follower.follow(wait_s=LOOK_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     readers: int
     updates: int  # versions of the policy that were made
     policies_fetched: int
+    policy_pause_ms: float  # for which a rollout did not play at each of them, median
+    policy_pause_ms_most: float
     policies_missed: int  # a newer version had replaced them
     mean_staleness: float  # of an episode, in versions of the policy
     epoch: int = 0  # that this run was, with --checkpoint
@@ -61,7 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def __str__(self) -> str:
-        """For people; four lines, and one more with a checkpoint."""
+        """For people; five lines, and one more with a checkpoint."""
         wires = ", ".join(f"{size / 1e6:.1f} MB by {wire}" for wire, size in self.bytes_by_wire.items()) or "0 bytes"
         return (
             f"payloads  {self.payloads} episodes of {self.rollouts} rollouts, {self.deliveries} deliveries to "
@@ -69,7 +72,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             f"bytes     {wires}\n"
             f"faults    {self.lost} lost, {self.duplicates} duplicates, {self.stale} stale, {self.retries} retries\n"
             f"learning  mean return {self.mean_return_first:.1f} → {self.mean_return_last:.1f} in {self.updates} "
-            f"updates, from episodes {self.mean_staleness:.1f} versions old"
+            f"updates, from episodes {self.mean_staleness:.1f} versions old\n"
+            f"weights   {self.policies_fetched} versions taken, each with a pause of {self.policy_pause_ms:.1f} ms "
+            f"(median; longest {self.policy_pause_ms_most:.1f} ms)"
             f"{self._epoch_line()}"
         )
 
@@ -91,6 +96,7 @@ def summarise(
     resumed_from: int = 0,
 ) -> Summary:
     """Add up the reports of all workers. The first trainer is rank 0."""
+    pauses_s = [pause for rollout in rollouts for pause in rollout.pauses_s]
     published = sum(rollout.published for rollout in rollouts)
     consumed = sum(trainer.consumed for trainer in trainers)
     by_wire: Counter[str] = Counter()
@@ -114,7 +120,9 @@ def summarise(
         rollouts=plan.rollouts,
         readers=plan.trainers,
         updates=learner.updates,
-        policies_fetched=sum(rollout.policies for rollout in rollouts),
+        policies_fetched=len(pauses_s),
+        policy_pause_ms=1e3 * statistics.median(pauses_s or [0.0]),
+        policy_pause_ms_most=1e3 * max(pauses_s, default=0.0),
         policies_missed=sum(rollout.policies_missed for rollout in rollouts),
         mean_staleness=learner.mean_staleness,
         epoch=ended.epoch if ended is not None else 0,

@@ -263,7 +263,7 @@ class WeightUpdate:
         resuming = {
             each.member: f"{each.step}: {text_of(each.error)}"
             for each in reversed(run.failures)
-            if each.step in (Step.RESUME_KV, Step.RESUME_GENERATION)
+            if each.step is Step.RESUME
         }
         for name in run.proofs:
             event, version, reason = run.verdict(name)

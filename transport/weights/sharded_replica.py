@@ -42,13 +42,9 @@ class ShardedReplica:
             if getattr(rank, "lost", False) and hasattr(rank, "tidy"):
                 await rank.tidy()
 
-    async def abort(self) -> None:
-        """Stop generating, on all ranks."""
-        await _all(rank.abort() for rank in self.ranks)
-
-    async def release_kv_cache(self) -> None:
-        """Free the cache, on all ranks."""
-        await _all(rank.release_kv_cache() for rank in self.ranks)
+    async def pause(self) -> None:
+        """Stop generating, and free the cache, on all ranks."""
+        await _all(rank.pause() for rank in self.ranks)
 
     async def prepare(self) -> Metadata:
         """The descriptions of all ranks."""
@@ -74,30 +70,29 @@ class ShardedReplica:
             raise MemberFailedError(f"{self.name}: its ranks prove {', '.join(sorted(map(str, proofs)))}")
         return proofs.pop()
 
-    async def load(self) -> None:
-        """Load what has landed, on all ranks."""
-        await _all(rank.load() for rank in self.ranks)
+    async def load(self) -> Proof | None:
+        """Load what has landed, on all ranks, and `prove` it."""
+        return _common(await _all(rank.load() for rank in self.ranks))
 
-    async def restore(self) -> None:
-        """Serve the version before again, on all ranks."""
-        await _all(rank.restore() for rank in self.ranks)
+    async def restore(self) -> Proof | None:
+        """Serve the version before again, on all ranks, and `prove` it."""
+        return _common(await _all(rank.restore() for rank in self.ranks))
 
     async def prove(self) -> Proof | None:
         """The version that all ranks prove; None: they differ, or one proves none."""
-        proofs: set[Proof | None] = set(await _all(rank.prove() for rank in self.ranks))
-        return proofs.pop() if len(proofs) == 1 else None
+        return _common(await _all(rank.prove() for rank in self.ranks))
 
     async def finalize(self) -> None:
         """Leave the group, on all ranks."""
         await _all(rank.finalize() for rank in self.ranks)
 
-    async def resume_kv_cache(self) -> None:
-        """Have a cache again, on all ranks."""
-        await _all(rank.resume_kv_cache() for rank in self.ranks)
+    async def resume(self, generate: bool) -> None:
+        """Have a cache again, and generate, on all ranks."""
+        await _all(rank.resume(generate) for rank in self.ranks)
 
-    async def resume_generation(self) -> None:
-        """Generate again, on all ranks."""
-        await _all(rank.resume_generation() for rank in self.ranks)
+
+def _common(proofs: list[Proof | None]) -> Proof | None:
+    return proofs[0] if len(set(proofs)) == 1 else None
 
 
 async def _all(calls: Any, until: str = asyncio.ALL_COMPLETED) -> list[Any]:

@@ -54,25 +54,21 @@ class ReplicaMember(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def abort(self) -> None: ...
-
-    async def release_kv_cache(self) -> None: ...
-
     async def prepare(self) -> Metadata: ...
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None: ...
 
     async def land(self, version: int) -> Proof: ...
 
-    async def load(self) -> None: ...
+    async def pause(self) -> None: ...
+
+    async def load(self) -> Proof | None: ...
+
+    async def restore(self) -> Proof | None: ...
 
     async def prove(self) -> Proof | None: ...
 
-    async def restore(self) -> None: ...
-
-    async def resume_kv_cache(self) -> None: ...
-
-    async def resume_generation(self) -> None: ...
+    async def resume(self, generate: bool) -> None: ...
 
     async def finalize(self) -> None: ...
 
@@ -217,14 +213,14 @@ class Run:
         ready = name in self._paused  # in place: paused before the transfer
         if not ready:
             self._begin_pause(name)
-            ready = await self._one(Step.ABORT, name) and await self._one(Step.RELEASE_KV, name)
+            ready = await self._one(Step.PAUSE, name)
         if load and ready:
-            if await self._one(Step.LOAD, name) and await self._one(Step.PROVE, name) and self.proofs[name] != self.new:
-                self._fail(Step.PROVE, name, MemberFailedError(f"{name} does not prove v{self._version}"))
+            if await self._one(Step.LOAD, name) and self.proofs[name] != self.new:
+                self._fail(Step.LOAD, name, MemberFailedError(f"{name} does not prove v{self._version}"))
             # A load that is late goes on: nothing can be loaded before it ends, and nothing is proven.
             if self.proofs[name] != self.new and (Step.LOAD, name) not in self._late:
                 self.proofs[name] = None
-                await self._one(Step.RESTORE, name) and await self._one(Step.PROVE, name)
+                await self._one(Step.RESTORE, name)
         else:
             await self._one(Step.PROVE, name)
         left.discard(name)
@@ -232,10 +228,7 @@ class Run:
             self._judged.set()
         if not known_alone(self._policy, self.proofs[name], self.new):
             await self._judged.wait()
-        if (Step.RELEASE_KV, name) in self._asked or (Step.PAUSE_IN_PLACE, name) in self._asked:
-            await self._one(Step.RESUME_KV, name)
-        if self.verdict(name).event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
-            await self._one(Step.RESUME_GENERATION, name)
+        await self._one(Step.RESUME, name)
         self.pause_s[name] = time.monotonic() - self._paused[name]
 
     def verdict(self, name: str) -> Verdict:
@@ -359,7 +352,7 @@ class Run:
                 self._landed[name] = result
             elif isinstance(result, Proof):
                 self._sent.add(result)
-        elif step is Step.PROVE:
+        elif step in (Step.LOAD, Step.RESTORE, Step.PROVE):
             self.proofs[name] = result if isinstance(result, Proof) else None
 
     def _call(self, step: Step, name: str) -> Coroutine[Any, Any, Any]:
@@ -379,19 +372,12 @@ class Run:
             return replica.land(self._version)
         plain: dict[Step, Callable[[], Coroutine[Any, Any, Any]]] = {
             Step.PREPARE: replica.prepare,
-            Step.PAUSE_IN_PLACE: lambda: _paused(replica),
-            Step.ABORT: replica.abort,
-            Step.RELEASE_KV: replica.release_kv_cache,
+            Step.PAUSE_IN_PLACE: replica.pause,
+            Step.PAUSE: replica.pause,
             Step.LOAD: replica.load,
-            Step.PROVE: replica.prove,
             Step.RESTORE: replica.restore,
-            Step.RESUME_KV: replica.resume_kv_cache,
-            Step.RESUME_GENERATION: replica.resume_generation,
+            Step.PROVE: replica.prove,
+            Step.RESUME: lambda: replica.resume(self.verdict(name).event in (Event.PROVEN_NEW, Event.PROVEN_OLD)),
             Step.FINALIZE_REPLICAS: replica.finalize,
         }
         return plain[step]()
-
-
-async def _paused(replica: ReplicaMember) -> Any:
-    check(await replica.abort(), Step.ABORT.value)  # type: ignore[func-returns-value]  # an engine may return its error
-    return await replica.release_kv_cache()

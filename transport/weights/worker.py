@@ -206,21 +206,16 @@ class Replica:
         self._with_worker = asyncio.Lock()  # held by its `stage` and `load`, each to its end
 
     # --- the worker's part -------------------------------------------------------------------------------------
-    async def abort(self) -> None:
-        """Stop generating."""
+    async def pause(self) -> None:
+        """Stop generating, and free the cache."""
         await call(self.worker.abort)
-
-    async def release_kv_cache(self) -> None:
-        """Free the cache."""
         await call(self.worker.release_kv_cache)
 
-    async def resume_kv_cache(self) -> None:
-        """Have a cache again."""
+    async def resume(self, generate: bool) -> None:
+        """Have a cache again, and generate, if its weights are known."""
         await call(self.worker.resume_kv_cache)
-
-    async def resume_generation(self) -> None:
-        """Generate again."""
-        await call(self.worker.resume_generation)
+        if generate:
+            await call(self.worker.resume_generation)
 
     # --- the engine's part -------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
@@ -245,17 +240,18 @@ class Replica:
                 self._staged = self._landed, await self._stage(self._landed)
         return self._landed.proof
 
-    async def load(self) -> None:
-        """Load what has landed."""
+    async def load(self) -> Proof | None:
+        """Load what has landed, and `prove` it."""
         if self._landed is None:
             raise UsageError(f"{self.name}: call land() before load()")
         await self._load(self._landed)
+        return await self.prove()
 
-    async def restore(self) -> None:
-        """Serve the version before again, if there is one. In place it is gone: nothing is proven then."""
+    async def restore(self) -> Proof | None:
+        """Serve the version before again, if there is one, and `prove` it. In place it is gone: nothing is proven."""
         landed, self._landed, self._staged = self._landed, None, None
         if landed is None:
-            return
+            return await self.prove()
         if self._loading is not None and not self._loading.done():
             await asyncio.wait([self._loading])  # it reads what is released here
         touched = self._served is None or self._served is landed
@@ -264,6 +260,7 @@ class Replica:
             self._served = None
             if self.engine.held is not None and not self.engine.in_place:
                 await self._load(self.engine.held)
+        return await self.prove()
 
     async def finalize(self) -> None:
         """Leave the group; what has landed and was not loaded is dropped."""

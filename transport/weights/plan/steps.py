@@ -1,7 +1,7 @@
 """The steps of an update, what each may take, and what its proofs mean. Pure.
 
     stage    prepare → topology → connect → (pause in place) → transfer    nobody is paused; a failure ends it
-    commit   abort → release KV → load → prove → (restore → prove) → resume KV → resume generation
+    commit   pause → load and prove → (restore and prove) → resume
     end      finalize trainers → finalize replicas                          always
 
 Every replica proves in *transfer* what has landed beside the version that it serves. Only then, and only if the policy
@@ -32,13 +32,11 @@ class Step(enum.StrEnum):
     CONNECT = "connect"
     PAUSE_IN_PLACE = "pause in place"
     TRANSFER = "transfer"
-    ABORT = "abort"
-    RELEASE_KV = "release KV"
+    PAUSE = "pause"
     LOAD = "load"
-    PROVE = "prove"
     RESTORE = "restore"
-    RESUME_KV = "resume KV"
-    RESUME_GENERATION = "resume generation"
+    PROVE = "prove"
+    RESUME = "resume"
     FINALIZE_TRAINERS = "finalize trainers"
     FINALIZE_REPLICAS = "finalize replicas"
 
@@ -50,12 +48,11 @@ DROPS_ONE = frozenset({Step.PREPARE, Step.TRANSFER})  # the others can go on wit
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits in seconds of each step, and of the stage as a whole (``total``)."""
 
-    abort: float = 30.0
-    release_kv: float = 30.0
+    pause: float = 60.0
     prepare: float = 60.0
     connect: float = 60.0
     transfer: float = 600.0
-    load: float = 120.0
+    load: float = 180.0
     finalize: float = 30.0
     prove: float = 60.0
     resume: float = 60.0
@@ -67,15 +64,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             Step.PREPARE: self.prepare,
             Step.TOPOLOGY: self.connect,
             Step.CONNECT: self.connect,
-            Step.PAUSE_IN_PLACE: self.abort + self.release_kv,
+            Step.PAUSE_IN_PLACE: self.pause,
             Step.TRANSFER: self.transfer,
-            Step.ABORT: self.abort,
-            Step.RELEASE_KV: self.release_kv,
+            Step.PAUSE: self.pause,
             Step.LOAD: self.load,
-            Step.PROVE: self.prove,
             Step.RESTORE: self.load,
-            Step.RESUME_KV: self.resume,
-            Step.RESUME_GENERATION: self.resume,
+            Step.PROVE: self.prove,
+            Step.RESUME: self.resume,
             Step.FINALIZE_TRAINERS: self.finalize,
             Step.FINALIZE_REPLICAS: self.finalize,
         }[step]

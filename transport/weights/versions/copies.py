@@ -1,7 +1,8 @@
 """Complete versions of the weights in shared memory: landed once on a host, mapped by all replicas there.
 
-A version is one slot, as long as the row of bytes. Its checksum is the slot's. Each holder pins the slot, which is free
-when all have released it. The memory of a version that a replica serves is therefore never written.
+A version is one slot, as long as the row of bytes. Its checksum is the slot's. Each holder pins the slot. The member
+that landed the version discards it when it has released it itself, and no other holder's pin is left. The memory of a
+version that a replica serves is therefore never written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from transport import _ring
 from transport.devices.libraries import Library
 from transport.devices.streams import Mark, address_of, copy_to_device, settled_on_failure
-from transport.errors import ClosedError, RingFullError, WeightsChecksumError
+from transport.errors import RingFullError, WeightsChecksumError
 from transport.ring.attachment import remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.leases import ReadLease, WriteLease
@@ -112,15 +113,14 @@ class Held:
         self.settle()
         ring = self._attached
         if ring is None:
-            with contextlib.suppress(ClosedError):  # its ring was closed, and so is the lease
-                self._lease.consume()
+            self._lease.release()
             released, self._released = self._released, None
             if released is not None:
                 released()
             return
         if ring.native.closed:
             return
-        self._lease.consume()
+        self._lease.release()
         if not ring.native.keeper_alive:  # the member that landed it is gone and cannot discard it
             ring.discard(self._lease.ticket)
         ring.close()
