@@ -25,9 +25,9 @@ with warnings.catch_warnings():  # of the framework and of what it imports
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
-import engine_models
-from engine_models import of_torch
+import sharded_models
 from in_modules import Sliced, Whole
+from sharded_models import of_torch
 
 from transport.adapters import sglang as adapter
 from transport.errors import WeightsError
@@ -126,7 +126,7 @@ class Group:
         with ThreadPoolExecutor(len(self.servers)) as threads:
             futures = []
             for number, server in enumerate(self.servers):
-                function = f"engine_models:of_torch{number or ''}"
+                function = f"sharded_models:of_torch{number or ''}"
                 address = adapter.address(self.meeting, function, version, phase, **OPTIONS)
                 futures.append(threads.submit(server.update, address))
         for future in futures:
@@ -135,7 +135,7 @@ class Group:
 
 @pytest.fixture
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_state: None) -> Iterator[Meeting]:
-    monkeypatch.setattr(engine_models, "of_torch1", of_torch, raising=False)
+    monkeypatch.setattr(sharded_models, "of_torch1", of_torch, raising=False)
     yield Meeting(store=f"sqlite:///{tmp_path}/store", run="test", senders=1, receivers=WORKERS, timeout_s=60)
     adapter.close()
 

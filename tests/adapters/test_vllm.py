@@ -171,7 +171,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(request: pytest.FixtureRequest) -> tuple[Any, list[Any], dict[str, Any]]:
     if request.param == "whole":
         return Trained(), [Served() for _ in range(WORKERS)], {}
-    functions = {"shards": "in_modules:of_source", "worker_shards": "engine_models:of_vllm"}
+    functions = {"shards": "in_modules:of_source", "worker_shards": "sharded_models:of_vllm"}
     return Whole(), [Sliced(rank, WORKERS) for rank in range(WORKERS)], functions
 
 

@@ -40,6 +40,6 @@ class Whole(torch.nn.Module):  # type: ignore[misc]
 
 def of_source(source: Any) -> Any:
     """What a trainer's `ModuleSource` of vLLM has."""
-    from engine_models import of_torch
+    from sharded_models import of_torch
 
     return of_torch(source._module)

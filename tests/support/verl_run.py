@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +65,7 @@ class Trainer(Worker):  # type: ignore[misc]
 
 async def appears(path: Path) -> None:
     for _ in range(3000):
-        if os.path.exists(path):  # noqa: ASYNC240  # another process makes it
+        if path.exists():  # noqa: ASYNC240  # another process makes it
             return
         await asyncio.sleep(0.02)
     raise TimeoutError(f"{path.name}: not in time")
