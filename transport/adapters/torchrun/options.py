@@ -18,6 +18,7 @@ from transport.rendezvous.rules import Rules
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 BACKEND = "transport"  # on torchrun's command line
+LEASE_S = 25.0  # a store that is away for 20 s, and comes back, ends no round: renewals are 3 s apart
 NO_ID = "none"  # what torchrun passes without --rdzv-id
 
 _SECONDS = ("lease_s", "poll_s", "join_timeout_s", "last_call_s", "settle_s", "store_patience_s")
@@ -65,6 +66,7 @@ def options_of(
     rules = Rules(
         least=least,
         most=most,
+        lease_s=LEASE_S,
         done_stays=True,
         grow=_flag("grow", given.get("grow", "1")),
         settle_s=1.0,
