@@ -45,6 +45,6 @@ def test_cosmos_rl_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_adapter_of_a_release_that_does_not_fit_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is missing as well, which is said first")
     forget(monkeypatch)
-    monkeypatch.setattr(metadata, "version", {"cosmos-rl": "0.3.9"}.__getitem__)
+    monkeypatch.setattr(metadata, "version", {"cosmos-rl": "0.3.9", "torch": "2.13.0"}.__getitem__)
     with pytest.raises(MissingDependencyError, match=r"cosmos-rl 0\.3\.9 does not fit"):
         importlib.import_module("transport.adapters.cosmos_rl")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import subprocess
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 with warnings.catch_warnings():  # of the framework and of what it imports
@@ -25,9 +30,9 @@ with warnings.catch_warnings():  # of the framework and of what it imports
     from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
-import engine_models
-from engine_models import of_torch
+import sharded_models
 from in_modules import Sliced, Whole
+from sharded_models import of_torch
 
 from transport.adapters import sglang as adapter
 from transport.errors import WeightsError
@@ -126,7 +131,7 @@ class Group:
         with ThreadPoolExecutor(len(self.servers)) as threads:
             futures = []
             for number, server in enumerate(self.servers):
-                function = f"engine_models:of_torch{number or ''}"
+                function = f"sharded_models:of_torch{number or ''}"
                 address = adapter.address(self.meeting, function, version, phase, **OPTIONS)
                 futures.append(threads.submit(server.update, address))
         for future in futures:
@@ -135,7 +140,7 @@ class Group:
 
 @pytest.fixture
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_state: None) -> Iterator[Meeting]:
-    monkeypatch.setattr(engine_models, "of_torch1", of_torch, raising=False)
+    monkeypatch.setattr(sharded_models, "of_torch1", of_torch, raising=False)
     yield Meeting(store=f"sqlite:///{tmp_path}/store", run="test", senders=1, receivers=WORKERS, timeout_s=60)
     adapter.close()
 
@@ -168,6 +173,55 @@ def test_a_version_that_one_worker_cannot_load_is_served_by_none_and_ends_no_ser
         assert all(model.serves(1) for model in group.models)
         group.update(3)
         assert all(model.serves(3) for model in group.models)
+
+
+@contextlib.contextmanager
+def trainer_process(group: Group) -> Iterator[Callable[[int, str], bool]]:
+    """A trainer's process; what has it send a version, and kills it at the call of a phase. Whether it was sent."""
+    script = Path(__file__).parents[1] / "support" / "sglang_trainer.py"
+    given = json.dumps([msgspec.to_builtins(group.meeting), OPTIONS])
+    command = [sys.executable, str(script), given]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def send(version: int, killed_at: str = "") -> bool:
+            process.stdin.write(f"{version}\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line == "sent\n":
+                    return True
+                phase = line.split()[1]
+                if phase == killed_at:
+                    process.kill()
+                group.call(version, phase)
+                if phase != killed_at:
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+            return False
+
+        try:
+            yield send
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("phase", ["stage", "commit"])
+def test_a_trainer_that_was_killed_and_started_again_goes_on_with_the_same_servers(
+    meeting: Meeting, phase: str
+) -> None:
+    hurried = msgspec.structs.replace(meeting, timeout_s=20)
+    group = Group(hurried, [Derives(rank, WORKERS) for rank in range(WORKERS)])
+    group.member.close()  # trainers are processes here
+    with trainer_process(group) as send:
+        assert send(1)
+        assert not send(2, killed_at=phase)
+    assert all(model.serves(1) for model in group.models)
+    with trainer_process(group) as send:
+        for version in (5, 6):
+            assert send(version)
+            assert all(model.serves(version) for model in group.models)
 
 
 def test_weights_that_are_a_mixture_end_the_server(meeting: Meeting) -> None:

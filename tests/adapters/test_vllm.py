@@ -6,11 +6,17 @@ is left out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +36,7 @@ with warnings.catch_warnings():  # of the framework and of what it imports
     from vllm.plugins import load_plugins_by_group
     from vllm.v1.worker.gpu_worker import Worker
 
-from in_modules import Sliced, Whole
+from in_modules import HIDDEN, Sliced, Trained, Whole
 
 from transport.adapters import vllm as adapter
 from transport.errors import UsageError, WeightsError
@@ -39,24 +45,9 @@ pytestmark = pytest.mark.ucx
 
 WORKERS = 2
 OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
-HIDDEN = 16
 
 
 # --- whole models ------------------------------------------------------------------------------------------------
-class Trained(torch.nn.Module):
-    """As a checkpoint has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("embed", "q", "k", "v"):
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(HIDDEN, HIDDEN, dtype=torch.bfloat16)))
-
-    def step(self, version: int) -> None:
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters()):
-                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) % 13 + 16 * number + version)
-
-
 class Halved(QuantizeMethodBase):
     """Derives the weights that are served from those that are loaded."""
 
@@ -171,21 +162,27 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(request: pytest.FixtureRequest) -> tuple[Any, list[Any], dict[str, Any]]:
     if request.param == "whole":
         return Trained(), [Served() for _ in range(WORKERS)], {}
-    functions = {"shards": "in_modules:of_source", "worker_shards": "engine_models:of_vllm"}
+    functions = {"shards": "in_modules:of_source", "worker_shards": "sharded_models:of_vllm"}
     return Whole(), [Sliced(rank, WORKERS) for rank in range(WORKERS)], functions
 
 
 @pytest.fixture
-def group(models: Any, tmp_path: Path) -> Iterator[tuple[Any, list[Any], Client, Callable[..., Any]]]:
-    """The trainer's module, the workers' models, the client, and what makes a trainer's side."""
-    training, serving, functions = models
-    client = Client([worker_of(model, rank) for rank, model in enumerate(serving)])
+def fields(models: Any, tmp_path: Path) -> dict[str, Any]:
+    """Of `Init`."""
     meeting = {"store": f"sqlite:///{tmp_path}/store", "run": "test", "senders": 1, "receivers": WORKERS}
+    return {"meeting": {**meeting, "timeout_s": 15}, "options": OPTIONS, "worker_options": OPTIONS, **models[2]}
+
+
+@pytest.fixture
+def group(models: Any, fields: dict[str, Any]) -> Iterator[tuple[Any, list[Any], Client, Callable[..., Any]]]:
+    """The trainer's module, the workers' models, the client, and what makes a trainer's side."""
+    training, serving, _ = models
+    client = Client([worker_of(model, rank) for rank, model in enumerate(serving)])
     made = []
 
     def trainer(**more: Any) -> Any:
-        info = {"meeting": {**meeting, "timeout_s": 60}, "options": OPTIONS, "worker_options": OPTIONS, **functions}
-        found = Factory.trainer_init(adapter.Init(rank=0, **info, **more), client=client, source=ModuleSource(training))
+        info = adapter.Init(rank=0, **fields, **more)
+        found = Factory.trainer_init(info, client=client, source=ModuleSource(training))
         made.append(found)
         return found
 
@@ -238,28 +235,87 @@ def test_a_version_that_one_worker_cannot_load_is_served_by_none(group: Any, mon
     assert all(model.serves(3) for model in serving)
 
 
-def test_a_trainer_that_was_started_again_goes_on_with_the_same_workers(group: Any) -> None:
-    training, serving, client, made = group
-    first = made()
-    training.step(1)
-    first.send_weights()
-    client.update_weights = refused  # type: ignore[method-assign]
-    training.step(2)
-    with pytest.raises(ConnectionError, match="the server is gone"):
-        first.send_weights()
-    del client.update_weights
-    for worker in client.workers:  # vLLM ends a session that failed; here no worker was reached
-        worker.finish_weight_update()
+@pytest.fixture
+def server(group: Any) -> Iterator[Any]:
+    """The workers behind vLLM's HTTP routes. ``server.before`` is called with the name of each call that comes."""
+    client = group[2]
+
+    class Routes(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            values = json.loads(body or b"{}") or {}
+            method = self.path.strip("/")
+            here.before((values.get("update_info") or {}).get("phase", method))
+            try:
+                getattr(client, method)(**values)
+            except Exception as error:  # as vLLM answers it
+                self.send_error(500, str(error).splitlines()[0])
+            else:
+                self.send_response(200)
+                self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    here: Any = ThreadingHTTPServer(("127.0.0.1", 0), Routes)
+    here.before = lambda call: None
+    serving = threading.Thread(target=here.serve_forever)
+    serving.start()
+    yield here
+    here.shutdown()
+    serving.join()
+    here.server_close()
+
+
+@contextlib.contextmanager
+def trainer_process(server: Any, training: Any, fields: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).parents[1] / "support" / "vllm_trainer.py"
+    url = f"http://127.0.0.1:{server.server_port}"
+    given = json.dumps([url, type(training).__name__, fields])
+    command = [sys.executable, str(script), given]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def sends(process: subprocess.Popen[str], version: int) -> bool:
+    """Have the trainer send a version; whether it said that it has."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{version}\n")
+    process.stdin.flush()
+    return process.stdout.readline() == f"{version}\n"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("models", "call"), [("whole", "commit"), ("shards", "stage")], indirect=["models"])
+def test_a_trainer_that_was_killed_and_started_again_goes_on_with_the_same_workers(
+    group: Any, server: Any, fields: dict[str, Any], call: str
+) -> None:
+    training, serving, _, _ = group
+    with trainer_process(server, training, fields) as first:
+        assert sends(first, 1)
+        assert all(model.serves(1) for model in serving)
+
+        def kill(came: str) -> None:
+            if came == call:
+                first.kill()
+                first.wait()
+
+        server.before = kill
+        assert not sends(first, 2)
+        assert first.wait() == -signal.SIGKILL
+    server.before = lambda came: None
     assert all(model.serves(1) for model in serving)
-    again = made()
-    for version in (5, 6):
-        training.step(version)
-        again.send_weights()
-        assert all(model.serves(version) for model in serving)
-
-
-def refused(_: dict[str, Any]) -> None:
-    raise ConnectionError("the server is gone")
+    with trainer_process(server, training, {**fields, "version": 2}) as again:
+        for version in (5, 6):
+            assert sends(again, version)
+            assert all(model.serves(version) for model in serving)
+        assert again.stdin is not None
+        again.stdin.close()
+        assert again.wait() == 0
 
 
 def test_a_draft_model_is_refused_before_anything_is_written(group: Any) -> None:

@@ -44,6 +44,7 @@ ALLOWED = {
     r"no CUDA device": "the environment has no device; make gpu runs them where there is one",
     r"^verl is installed$": "it is about an environment without verl; make pytest runs it",
     r"^TransferQueue's own tests are not here": "its package has none; make transferqueue-sources fetches them",
+    r"^NeMo-RL's sources are not on the path": "no release has its checkpoint engines; PYTHONPATH=CHECKOUT",
     r"^two hosts (cannot be made here|need redis-server)": "it needs root, network namespaces and Redis",
     r"^not run: ": "a block of the documentation that cannot run alone; the comment above it says why",
 }

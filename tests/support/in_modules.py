@@ -38,8 +38,25 @@ class Whole(torch.nn.Module):  # type: ignore[misc]
             getattr(self, name).copy_(as_torch(array))
 
 
+HIDDEN = 16
+
+
+class Trained(torch.nn.Module):  # type: ignore[misc]
+    """A model as its checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("embed", "q", "k", "v"):
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(HIDDEN, HIDDEN, dtype=torch.bfloat16)))
+
+    def step(self, version: int) -> None:
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) % 13 + 16 * number + version)
+
+
 def of_source(source: Any) -> Any:
     """What a trainer's `ModuleSource` of vLLM has."""
-    from engine_models import of_torch
+    from sharded_models import of_torch
 
     return of_torch(source._module)

@@ -1,7 +1,8 @@
 """verl's own workers, worker groups and managers around our engine, in a Ray cluster without a GPU.
 
-For tests/adapters/verl/test_manager.py, which gives the manager's class. Prints one JSON object. As verl's tests do it
-(tests/checkpoint_engine/test_utils.py of its wheel), with a trainer and a loader that need no model.
+For tests/adapters/verl/test_manager.py, which gives the manager's class, and a folder where the manager must leave its
+loop free: workers that load version 2 wait there for a coroutine of that loop. Prints one JSON object. As verl's tests
+do it (tests/checkpoint_engine/test_utils.py of its wheel), with a trainer and a loader that need no model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +63,14 @@ class Trainer(Worker):  # type: ignore[misc]
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
 
 
+async def appears(path: Path) -> None:
+    for _ in range(3000):
+        if path.exists():  # noqa: ASYNC240  # another process makes it
+            return
+        await asyncio.sleep(0.02)
+    raise TimeoutError(f"{path.name}: not in time")
+
+
 class Loader:
     """Stands for an inference engine's server."""
 
@@ -68,8 +78,12 @@ class Loader:
         self.replica_rank, self.is_leader_rank = rank, True
         self.loaded: dict[str, torch.Tensor] = {}
         self.fails_at: int | None = None
+        self.meets: Path | None = None
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, wire_format: str = "") -> None:
+        if self.meets is not None and global_steps == 2:
+            (self.meets / "loading").touch()
+            await appears(self.meets / "loop is free")
         async for name, tensor in weights:
             if self.fails_at == global_steps and name == "small":
                 raise RuntimeError("the server has no memory")
@@ -80,6 +94,10 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config, SimpleNamespace(), Loader(0))
         self.server_adapter.replica_rank = self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meet(self, folder: Path) -> None:
+        self.server_adapter.meets = folder
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_at(self, version: int, rank: int) -> None:
@@ -122,9 +140,14 @@ def group(cls: type, size: int, config: Any) -> Any:
     return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
 
 
-def update(manager: Any, version: int, with_await: bool) -> dict[str, Any]:
+def update(manager: Any, version: int, with_await: bool, folder: Path | None) -> dict[str, Any]:
+    async def meets() -> None:
+        if folder is not None:
+            await appears(folder / "loading")
+            (folder / "loop is free").touch()
+
     async def awaited() -> Any:
-        return await manager.update_weights(global_steps=version)
+        return (await asyncio.gather(manager.update_weights(global_steps=version), meets()))[0]
 
     try:
         metrics = asyncio.run(awaited()) if with_await else manager.update_weights(global_steps=version)
@@ -141,12 +164,15 @@ def main() -> None:
         rollout = group(Rollout, 2, RolloutConfig(name="vllm", checkpoint_engine=config))
         replicas = [Replica(rank, [worker]) for rank, worker in enumerate(rollout.workers)]
         manager = load_class_from_fqn(sys.argv[1], "CheckpointEngineManager")(config, trainer, replicas)
+        folder = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+        if folder is not None:
+            rollout.meet(folder)
         steps = {}
         for version, with_await in ((1, False), (2, True), (3, False), (4, False), (5, False)):
             if version == 3:
                 rollout.fail_at(3, 1)
             steps[version] = {
-                **update(manager, version, with_await),
+                **update(manager, version, with_await, folder),
                 "versions": rollout.versions(),
                 "paused": [replica.replica_rank for replica in replicas if not replica.generating],
                 "without_cache": [replica.replica_rank for replica in replicas if not replica.has_kv_cache],

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_models import TRAINERS, WORKERS, Model, Training, of_training
 from helpers import asynchronous, until
 from sharded_job import job
+from sharded_models import TRAINERS, WORKERS, Model, Training, of_training
 from weights_engines import engine, engines
 from weights_members import version_of
 

@@ -1,45 +1,47 @@
 """NeMo-RL's checkpoint engine, by path.
 
-    policy.generation.refit_transport: transport.adapters.nemo_rl:ShardedTransport
+    policy:
+      generation:
+        refit_transport: transport.adapters.nemo_rl:Transport
+        refit_cfg:
+          transport.adapters.nemo_rl:Transport:
+            release_after_refit: true
+            wires: [mapped, tcp]
 
-Engine arguments: ``shards``, a function "module:function" that says what this worker has or wants (`RankShards`; called
-without arguments in `prepare`), and options of `ShardEngine`. NeMo-RL gives the metadata of all workers to all of them,
-the policy's first, so each computes the same plan. The policy's weights are the tensors of ``shards``, its local ones;
-the generator that NeMo-RL passes is not read, because reading it would gather the model. Written from the interface in
-NeMo-RL's sources and tested with a model of it.
+The first policy worker sends the whole tensors that NeMo-RL produces, under their names; the others produce them with
+it. Every generation worker gets all of them, which vLLM's own loader takes, once the version is there and proven.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from transport import _ring
+from transport.adapters.engines.checkpoint import CheckpointAdapter
 from transport.errors import UsageError
-from transport.weights.meeting import Member, described
 from transport.weights.sharding.roles import describe, pack, roles
 
 
-class ShardedTransport(CheckpointEngine):  # type: ignore[misc]  # nemo_rl has no types here
-    """One worker's end, of the policy or of generation."""
+class Transport(CheckpointEngine):  # type: ignore[misc]  # nemo_rl has no types here
+    """One worker's end, of the policy or of generation.
 
-    def __init__(self, bucket_size: int, shards: str, **options: Any) -> None:
-        self._shards = shards
-        self._options = {"bucket_bytes": max(4096, bucket_size // 64 * 64), **options}
-        self._member: Member | None = None
+    Args:
+        bucket_size: bytes.
+        release_after_refit: NeMo-RL passes it to every engine, and calls `finalize` after each refit if it is true.
+            Give true: after a refit that failed NeMo-RL connects the workers anew only then.
+        options: as of verl's engine (`transport.adapters.engines.checkpoint`).
+    """
+
+    def __init__(self, bucket_size: int, release_after_refit: bool = False, **options: Any) -> None:
+        self._engine = CheckpointAdapter(bucket_size, **options)
         self._version = 0
 
     def prepare(self) -> Any:
         """The description of this worker."""
-        if self._member is None:
-            rank = described(self._shards)
-            self._member = Member(rank, sends=False, **self._options)
-            # Ranks are numbered twice, among policy and generation workers, and `prepare` cannot know which this is.
-            self._member.engine.name = f"worker {rank.rank} {id(self._member):x}"
-        return self._engine.run(self._engine.engine.prepare())
+        return self._engine.prepare()
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -59,33 +61,23 @@ class ShardedTransport(CheckpointEngine):  # type: ignore[misc]  # nemo_rl has n
         ranks = [each[0] for each in describe(metadata)]
         update = _ring.checksum("".join(each.token for each in ranks).encode()) >> 1  # the same for all workers
         made = roles(ranks[:senders], ranks[senders:], update)
-        role = [*made[0], *made[1]][place]
-        self._version = update  # no worker counts: one that was started again would never meet the others
-        self._engine.run(self._engine.engine.init_process_group(roles=[pack(role)]))
+        self._version = update  # every worker counts from here, also one that was started again
+        self._engine.init_process_group(roles=[pack([*made[0], *made[1]][place])])
 
     async def send_weights(self, weights: Any) -> None:
-        """Send this worker's shards."""
-        member = self._engine
-        await asyncio.to_thread(member.run, member.engine.send_weights(member.tensors, self._version))
+        """Send all tensors, or only produce them."""
+        self._version += 1
+        await self._engine.send_weights(weights, self._version)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, Any]], None]:
-        """This worker's tensors, by the names of its own layout, once all of them are there and proven."""
-        member = self._engine
-        await asyncio.to_thread(member.run, member.engine.receive(self._version))
-        yield list(member.arrays().items())
+        """All tensors as one batch: views of the version, which stay readable as long as they exist."""
+        self._version += 1
+        yield [pair async for pair in self._engine.receive_weights(self._version)]
 
     def finalize(self) -> None:
         """Leave the group; the version stays."""
-        if self._member is not None:
-            self._member.run(self._member.engine.finalize())
+        self._engine.finalize()
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
-        if self._member is not None:
-            self._member.close()
-
-    @property
-    def _engine(self) -> Member:
-        if self._member is None:
-            raise UsageError("call prepare() first")
-        return self._member
+        """Release everything. NeMo-RL ends its workers instead of calling this. Idempotent."""
+        self._engine.close()

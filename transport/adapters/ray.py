@@ -22,10 +22,12 @@ from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
 from transport.runtime.arguments import expect
 from transport.runtime.installing import install
+from transport.runtime.releases import require_fitting
 from transport.store.base import RECHECK_S, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
 from transport.store.directory import Directory
 from transport.store.memory import MemoryStore
 
+require_fitting("ray")
 try:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError

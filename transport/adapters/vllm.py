@@ -16,6 +16,7 @@ A worker loads within one call, between two steps of its scheduler. ``pause`` na
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -169,6 +170,8 @@ class Sender(TrainerWeightTransferEngine[Init]):  # type: ignore[misc]
         if made.is_sender:
             info = {"meeting": init_info.meeting, "shards": init_info.worker_shards}
             client.init_weight_transfer_engine({**info, "options": init_info.worker_options})
+            with contextlib.suppress(Exception):  # vLLM refuses it where no session is open
+                client.finish_weight_update()  # of a trainer that was killed in the middle of an update
         return made
 
     def send_weights(self) -> None:

@@ -8,6 +8,8 @@ from transport.errors import ConfigurationError
 from transport.rendezvous.records import Closing, Reason
 from transport.runtime.arguments import expect, whole
 
+_MOST_BEAT_S = 3.0
+
 
 class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exit codes of a process by the run's end. A scheduler reads them."""
@@ -67,8 +69,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def beat_s(self) -> float:
-        """Seconds between renewals: two renewals may fail before the lease ends."""
-        return self.lease_s / 3
+        """Seconds between renewals: two may fail before the lease ends, and a long lease covers a long outage."""
+        return min(self.lease_s / 3, _MOST_BEAT_S)
 
     def host_poll_s(self, members: int) -> float:
         """Seconds between the host's snapshots: longer in large runs, because a snapshot reads every member."""

@@ -19,6 +19,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "gs": ("fsspec>=2024.6", "gcsfs>=2024.6"),
     "hf": ("fsspec>=2024.6", "huggingface_hub>=0.24"),
     "torch": ("torch>=2.3",),
+    "torchrun": ("torch>=2.5",),  # the first that reads the entry points of other packages
     "images": ("pillow>=10.0",),
     "demo": ("gymnasium>=1.0",),
     "bench": ("matplotlib>=3.9", "xxhash>=3.4"),

@@ -1,38 +1,38 @@
-"""Whether an installed framework is of a release that its adapter was written for."""
+"""Whether an installed framework is of a release that its adapter was written for: what installing.py asks for."""
 
 from __future__ import annotations
 
 import re
 from importlib import metadata
-from typing import Final
 
 from transport.errors import MissingDependencyError
-from transport.runtime.installing import install
-
-# The first release that fits, and the first that does not: adapters use what changes between releases.
-FITS: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
-    "verl": ((0, 9), (0, 10)),
-    "cosmos-rl": ((0, 4, 7), (0, 5)),
-    "TransferQueue": ((0, 1, 9), (0, 2)),
-    "vllm": ((0, 33), (0, 34)),
-    "sglang": ((0, 5, 23), (0, 6)),
-}
+from transport.runtime.installing import PACKAGES, install
 
 
-def require_fitting(framework: str) -> None:
-    """Raises MissingDependencyError for a release that does not fit, and names those that do. Absent: no error here."""
+def require_fitting(what: str) -> None:
+    """Raise MissingDependencyError for a release that does not fit, which names those that do. Absent: no error here.
+
+    what: of `PACKAGES`, whose first requirement has the first release that fits, and for most the first that does not.
+    """
+    name, first, beyond = bounds(what)
     try:
-        found = metadata.version(framework)
+        found = metadata.version(name)
     except metadata.PackageNotFoundError:
         return  # a checkout on the path has no version; its import says what is missing
-    first, beyond = FITS[framework]
-    release = tuple(int(part) for part in re.findall(r"\d+", found.partition("+")[0])[:3])
-    if not first <= release < beyond:
+    release = _release(found.partition("+")[0])
+    if release < _release(first) or (beyond and release >= _release(beyond)):
+        below = f", below {beyond}" if beyond else ""
         raise MissingDependencyError(
-            f"{framework} {found} does not fit this adapter: it needs {_text(first)} or newer, below {_text(beyond)}: "
-            f"{install(framework)}"
+            f"{name} {found} does not fit this adapter: it needs {first} or newer{below}: {install(what)}"
         )
 
 
-def _text(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
+def bounds(what: str) -> tuple[str, str, str]:
+    """The distribution, the first release that fits, and the first that does not ("": none is known)."""
+    match = re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?", PACKAGES[what][0])
+    assert match is not None, PACKAGES[what]
+    return match[1], match[2], match[3] or ""
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

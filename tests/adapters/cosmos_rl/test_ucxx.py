@@ -30,7 +30,9 @@ with warnings.catch_warnings():  # of what cosmos-rl imports
     from cosmos_rl.utils.transport_failure import TransportUnusableError
 
 from transport.adapters import cosmos_rl
+from transport.adapters.cosmos_rl.policy import PREFIX
 from transport.errors import ConfigurationError, RingFullError, SchemaError, UsageError
+from transport.ticket import Ticket
 
 pytestmark = [pytest.mark.ucx, pytest.mark.adapters("cosmos_rl")]
 
@@ -169,6 +171,12 @@ def test_a_read_timeout_that_is_no_time_is_named(replaced: Any) -> None:
 def test_the_slots_are_the_jobs_max_entries(context: PayloadContext) -> None:
     assert ring(context).slot_count == 8
     assert context.metrics()["max_slots"] == 8
+
+
+def test_there_are_as_many_listeners_as_the_job_asks_for_threads(replaced: Any) -> None:
+    with created(config=UCXXBufferConfig(max_entries=8, n_server_threads=3)) as context:
+        reference = rollout(context, 2).completion["completion"]
+        assert len(set(Ticket.parse(reference.removeprefix(PREFIX)).ports)) == 3
 
 
 def test_the_second_setup_of_a_producer_is_refused(replaced: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,6 +80,14 @@ def waits(agents: Agents, node: str) -> None:
             return any(name in key or name.encode() in entry.value for key, entry in store.scan(KEYS.all).items())
 
     agents.until(here, f"agent {node} waits")
+
+
+def goes_on(agents: Agents, rounds: int, seconds: int) -> None:
+    """For so long no worker starts or ends, and every agent lives."""
+    for _ in range(seconds):
+        time.sleep(1)
+        assert len(agents.lines()) == rounds, agents.everything()
+        assert all(each.poll() is None for each in agents.running.values())
 
 
 # --- the run's end --------------------------------------------------------------------------------------
@@ -300,6 +309,22 @@ def test_a_store_that_comes_back_in_time_costs_nothing(redis: Start) -> None:
     agents.stop()
     assert [agents.code(node) for node in "abc"] == [0, 0, 0]
     assert [line.what for line in agents.lines()[rounds:]] == ["end", "end"]
+
+
+@needs_redis
+def test_a_store_that_is_away_for_20_s_ends_no_round_and_a_loss_is_noticed_after_it(redis: Start) -> None:
+    agents = redis("--nnodes=2", "--max-restarts=2", conf="last_call_s=3")
+    pair_and_spare(agents)
+    rounds = len(agents.lines())
+    agents.server.kill()
+    goes_on(agents, rounds, 20)
+    agents.server.start()
+    goes_on(agents, rounds, 5)
+    before = agents.lines()[-1].at
+    agents.kill_node("b")
+    agents.wait_round("ac", before, within_s=60.0)
+    agents.stop()
+    assert [agents.code(each) for each in "abc"] == [0, -9, 0]
 
 
 @needs_redis

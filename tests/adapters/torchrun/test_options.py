@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from transport.adapters.torchrun.options import (
     BACKEND,
     check_address,
-    check_torch,
     ended,
     options_of,
     own_address,
@@ -23,7 +21,7 @@ from transport.adapters.torchrun.options import (
     verdict,
     where_of,
 )
-from transport.errors import ConfigurationError, MissingDependencyError
+from transport.errors import ConfigurationError
 from transport.rendezvous.records import Closing, Reason
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
@@ -145,15 +143,6 @@ def test_a_wrong_position_is_named(source: str, message: str) -> None:
 
 
 # --- torch, the end ---------------------------------------------------------------------------------------
-def test_a_torch_that_does_not_fit_is_named_with_those_that_do() -> None:
-    old = {
-        "torch": SimpleNamespace(__version__="2.2.0"),
-        "torch.distributed.elastic.rendezvous": SimpleNamespace(api=SimpleNamespace()),
-    }
-    with pytest.raises(MissingDependencyError, match=r"torch 2\.2\.0 does not fit.*torch>=2\.5.*tested with 2\.13\.0"):
-        check_torch(old.__getitem__)
-
-
 def test_the_entry_point_leads_to_a_function_that_imports_nothing() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["torchrun.handlers"] == {BACKEND: "transport.adapters.torchrun:get_handler"}

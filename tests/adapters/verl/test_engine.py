@@ -179,7 +179,7 @@ async def test_a_first_version_that_is_not_taken_is_kept_and_said(
     raised: list[str] = []
     await stopped_in_the_middle(engines, 1, at=2, in_time=raised)
     assert raised == []
-    (record,) = [record for record in caplog.records if record.name == "transport.adapters.verl.engine"]
+    (record,) = [record for record in caplog.records if record.name == "transport.adapters.engines.checkpoint"]
     assert record.levelname == "WARNING"
     assert "the consumer stopped before the end of version 1, which is kept" in record.message
     assert "no version is before it" in record.message

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,11 @@ engine_kwargs:
 """
 
 
-def run_with(manager: str) -> dict[str, Any]:
+def run_with(manager: str, *folder: str) -> dict[str, Any]:
     script = Path(__file__).resolve().parents[2] / "support" / "verl_run.py"
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        [sys.executable, str(script), manager], env=environment, capture_output=True, text=True, timeout=400
+        [sys.executable, str(script), manager, *folder], env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr[-4000:]
     steps: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"1"')))
@@ -66,8 +67,8 @@ def test_verls_own_manager_moves_versions_and_leaves_replicas_paused_after_a_fai
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_our_manager_resumes_every_replica_with_a_whole_version() -> None:
-    steps = run_with("transport.adapters.verl_manager.Manager")
+def test_our_manager_leaves_its_loop_free_and_resumes_every_replica_with_a_whole_version(tmp_path: Path) -> None:
+    steps = run_with("transport.adapters.verl_manager.Manager", str(tmp_path))
     for version in ("3", "4", "5"):
         assert (steps[version]["paused"], steps[version]["without_cache"]) == ([], [])
     assert steps["3"]["versions"] == [[3], [2]]  # the second has loaded the one before again
@@ -164,14 +165,18 @@ def test_the_manager_is_loaded_by_its_configured_name() -> None:
 
 
 class AGroup:
-    """Workers that do nothing."""
+    """Workers that do nothing; those that hang never answer."""
 
     world_size = 0
 
-    def __init__(self, **_: Any) -> None: ...
+    def __init__(self, hangs: bool = False, **_: Any) -> None:
+        self._hangs = hangs
 
-    def execute_checkpoint_engine(self, *_: Any) -> list[Any]:
-        return []
+    def execute_checkpoint_engine(self, *_: Any, **__: Any) -> list[Any]:
+        return [asyncio.Event().wait()] if self._hangs else []
+
+    def update_weights(self, **_: Any) -> list[Any]:
+        return self.execute_checkpoint_engine()
 
 
 class AReplica:
@@ -210,15 +215,11 @@ def test_a_replica_that_hangs_fails_the_update_and_does_not_keep_the_others(
     monkeypatch.setattr(module, "RayWorkerGroup", AGroup)
     monkeypatch.setattr(module.Manager, "step_s", 0.2)
     manager = module.Manager.__new__(module.Manager)
-    manager.backend, manager.actor_wg, manager.version = "another", AGroup(), -1
+    manager.backend, manager.version = "another", -1
+    manager.backend_cls = SimpleNamespace(build_topology=lambda *_: ({}, {}))
+    manager.actor_wg = AGroup(hangs=hangs == "preparation")
     manager.replicas = [AReplica(hangs), AReplica()]
-    ends = threading.Event()
-    manager.build_process_group = lambda rollout: ends.wait(60 if hangs == "preparation" else 0)
-    manager._transfer = lambda rollout, global_steps, taken: {}
-    try:
-        with pytest.raises(TimeoutError, match=said):
-            asyncio.run(asyncio.wait_for(manager.update_weights(global_steps=1), 20))
-    finally:
-        ends.set()
+    with pytest.raises(TimeoutError, match=said):
+        asyncio.run(asyncio.wait_for(manager.update_weights(global_steps=1), 20))
     assert manager.replicas[1].told[-1] == "resume_generation"
     assert manager.version == -1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import verl_adapter  # noqa: F401  # first: what verl imports warns
 
-from transport.adapters.verl.options import ring_arguments
+from transport.adapters.engines.options import ring_arguments
 from transport.errors import ConfigurationError
 from transport.weights.options import EngineOptions
 

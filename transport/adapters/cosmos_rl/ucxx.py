@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 from cosmos_rl.utils.payload_transport.registry import PayloadTransportRegistry
+from cosmos_rl.utils.payload_transport.ucxx import UCXXBufferConfig
 from cosmos_rl.utils.payload_transport.ucxx import producer as upstream_producer
 from cosmos_rl.utils.payload_transport.ucxx import strategy as upstream_strategy
 from cosmos_rl.utils.payload_transport.ucxx.transport import UCXXPayloadTransport
@@ -79,8 +80,9 @@ class UCXXProducer:
         Args:
             replica_id: for cosmos-rl's logs; the ring has a name of its own.
             max_steps, obs_dim, action_dim: of the schema, if none is given.
-            port: of the listener; 0 is any free one.
-            config: a UCXXBufferConfig, of which ``max_entries`` is used.
+            port: of the first listener, the others follow it; 0 is any free one for each.
+            config: a UCXXBufferConfig, of which ``max_entries`` and ``n_server_threads`` are used: the listener's
+                threads there are as many listeners here.
             schema: cosmos-rl's TensorSpecs.
 
         Raises:
@@ -92,10 +94,12 @@ class UCXXProducer:
         if schema is None:
             schema = build_trajectory_schema({"max_steps": max_steps, "obs_dim": obs_dim, "action_dim": action_dim})
         choices = self.choices
+        config = config or UCXXBufferConfig(max_entries=_SLOTS)
+        listeners = range(max(1, config.n_server_threads))
         options: dict[str, Any] = {
-            "slots": _SLOTS if config is None else config.max_entries,
+            "slots": config.max_entries,
             "ring": RingOptions(overflow=choices.overflow),
-            "server": ServerOptions(ports=(port,)),
+            "server": ServerOptions(ports=tuple(port and port + each for each in listeners)),
             **choices.rollout,
         }
         self._within = _DescribingProducer(schema, choices, options)

@@ -15,7 +15,9 @@ from transport.devices.libraries import TORCH
 from transport.errors import MissingDependencyError
 from transport.joined.payloads import JoinedPayload
 from transport.runtime.installing import install
+from transport.runtime.releases import require_fitting
 
+require_fitting("torch")
 try:
     import torch
 except ImportError as error:

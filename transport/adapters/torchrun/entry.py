@@ -20,11 +20,12 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """A handler for one agent. A mistake in the arguments ends the program with one line that says what to do."""
-    from transport.adapters.torchrun.options import check_torch, exit_with
+    from transport.adapters.torchrun.options import exit_with
     from transport.errors import TransportError
+    from transport.runtime.releases import require_fitting
 
     try:
-        check_torch()
+        require_fitting("torchrun")
 
         from transport.adapters.torchrun.handler import make
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import ipaddress
 import re
 import socket
@@ -13,15 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qs, quote, urlsplit
 
-from transport.errors import ConfigurationError, MissingDependencyError
+from transport.errors import ConfigurationError
 from transport.rendezvous.records import Closing, Reason
 from transport.rendezvous.rules import Rules
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 BACKEND = "transport"  # on torchrun's command line
+LEASE_S = 25.0  # a store that is away for 20 s, and comes back, ends no round: renewals are 3 s apart
 NO_ID = "none"  # what torchrun passes without --rdzv-id
-TESTED = "2.13.0"
-OLDEST = "2.5"  # the first that reads the entry points of other packages
 
 _SECONDS = ("lease_s", "poll_s", "join_timeout_s", "last_call_s", "settle_s", "store_patience_s")
 _ALIASES = {"join_timeout": "join_timeout_s", "last_call_timeout": "last_call_s"}  # as the backend c10d calls them
@@ -68,6 +66,7 @@ def options_of(
     rules = Rules(
         least=least,
         most=most,
+        lease_s=LEASE_S,
         done_stays=True,
         grow=_flag("grow", given.get("grow", "1")),
         settle_s=1.0,
@@ -235,18 +234,6 @@ def _flag(name: str, value: object) -> bool:
     if text not in ("0", "1", "true", "false"):
         raise ConfigurationError(f"--rdzv-conf {name}={value}: give 1 or 0")
     return text in ("1", "true")
-
-
-# --- torch ------------------------------------------------------------------------------------------------
-def check_torch(load: Callable[[str], Any] = importlib.import_module) -> None:
-    """Raise MissingDependencyError where torch is too old for an interface that the handler uses."""
-    api = load("torch.distributed.elastic.rendezvous")
-    if not all(hasattr(api.api, name) for name in ("RendezvousInfo", "RendezvousStoreInfo")):
-        version = getattr(load("torch"), "__version__", "?")
-        raise MissingDependencyError(
-            f"torch {version} does not fit: its rendezvous has no RendezvousInfo; install torch>={OLDEST} "
-            f"(tested with {TESTED})"
-        )
 
 
 # --- the run's end ----------------------------------------------------------------------------------------

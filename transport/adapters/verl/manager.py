@@ -10,10 +10,8 @@ new version, load the one before. One that cannot is not resumed, and the error 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+import contextlib
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Final
 
 from transport.adapters.verl.engine import BACKEND
@@ -23,7 +21,6 @@ from transport.runtime.releases import require_fitting
 
 require_fitting("verl")
 try:
-    import ray
     from verl.checkpoint_engine.base import CheckpointEngineManager, RayClassWithInitArgs, RayWorkerGroup, _worker_cls
     from verl.utils.ray_utils import auto_await
 except ImportError as error:
@@ -55,8 +52,8 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
         """Bring ``global_steps`` to every replica. Returns the metrics of the trainers."""
         if self.backend == "naive":
-            metrics: dict[str, Any] = await CheckpointEngineManager.update_weights(self, global_steps=global_steps)
-            return metrics
+            await asyncio.gather(*self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
+            return {}
         failed = _Errors()
         merged: dict[str, Any] = {}
         rollout: Any = None
@@ -69,17 +66,18 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
             released = True
             await self._step("release of the KV cache", self.release_kv_cache_replicas())
-            await self._step("preparation", _in_a_thread(lambda: self.build_process_group(rollout)))
-            merged = self._transfer(rollout, global_steps, taken)
+            await self._step("preparation", self._prepared(rollout))
+            transfer = self._transferred(rollout, global_steps, taken)
+            merged = await self._step("transfer", transfer, "transfer_s")
         except BaseException as error:  # a cancellation, too: the replicas go back to generation first; raised below
             failed.add(error)
             if rollout is not None and self.backend == BACKEND:
-                stuck = failed.collect(lambda: self._restored(rollout, taken), list(self.replicas))
+                stuck = await self._restored(rollout, taken)
             elif taken:  # what the workers have loaded is not known of another engine
                 stuck = list(self.replicas)
         for group in (self.actor_wg, rollout):
             if group is not None:
-                failed.add_all(self._each(group, "finalize")[1])
+                failed.add_all((await self._each(group, "finalize"))[1])
         ready = [replica for replica in self.replicas if replica not in stuck]
         if released:
             await failed.gather(self._step("return of the KV cache", each.resume_kv_cache()) for each in ready)
@@ -89,87 +87,83 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             self.version = global_steps
         return merged
 
-    async def _step(self, what: str, step: Awaitable[Any]) -> Any:
+    async def _step(self, what: str, step: Awaitable[Any], limit: str = "step_s") -> Any:
+        limit_s = getattr(self, limit)
         try:
-            return await asyncio.wait_for(step, self.step_s)
+            async with asyncio.timeout(limit_s) as scope:
+                return await step
         except TimeoutError:
-            raise TimeoutError(f"the {what} of replicas did not end within step_s={self.step_s:g}") from None
+            if not scope.expired():
+                raise  # a worker's own
+            raise TimeoutError(f"the {what} of replicas did not end within {limit}={limit_s:g}") from None
 
-    def _transfer(self, rollout: Any, global_steps: int | None, taken: list[Any]) -> dict[str, Any]:
+    async def _prepared(self, rollout: Any) -> None:
+        """As verl's `build_process_group`, which blocks the loop. Nothing of it goes on after a cancellation."""
+        groups = (self.actor_wg, rollout)
+        refs = [ref for group in groups for ref in group.execute_checkpoint_engine(["prepare"] * group.world_size)]
+        metadata = await asyncio.gather(*refs)
+        topology = self.backend_cls.build_topology(self.actor_wg.world_size, rollout.world_size, metadata)
+        refs = []
+        for group, arguments in zip(groups, topology, strict=True):
+            refs += group.execute_checkpoint_engine(method=["init_process_group"] * group.world_size, **arguments)
+        await asyncio.gather(*refs)
+
+    async def _transferred(self, rollout: Any, global_steps: int | None, taken: list[Any]) -> dict[str, Any]:
         sent = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
         taken += rollout.update_weights(global_steps=global_steps)
-        results = ray.get(sent + taken, timeout=self.transfer_s)
+        results = await asyncio.gather(*sent, *taken)
         merged: dict[str, Any] = {}
         for result in results[: self.actor_wg.world_size]:
             merged.update(result if isinstance(result, dict) else {})
         return merged
 
-    def _each(self, group: Any, method: str, *arguments: Any) -> tuple[list[Any], list[BaseException]]:
+    async def _each(self, group: Any, method: str, *arguments: Any) -> tuple[list[Any], list[BaseException]]:
         """What every worker returned (None for those that failed), and the errors of those."""
         size = group.world_size
-        results: list[Any] = []
-        errors: list[BaseException] = []
         try:
             refs = group.execute_checkpoint_engine([method] * size, *([each] * size for each in arguments))
         except Exception as error:  # Ray raises what the workers raise
             return [None] * size, [error]
-        give_up = time.monotonic() + self.step_s
-        for ref in refs:
-            try:
-                results.append(ray.get(ref, timeout=max(give_up - time.monotonic(), 0.0)))
-            except Exception as error:  # of one worker; the others are asked all the same
-                results.append(None)
-                errors.append(error)
-        return results, errors
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(ref, self.step_s) for ref in refs), return_exceptions=True
+        )  # an error of one worker: the others are asked all the same
+        errors = [each for each in answers if isinstance(each, BaseException)]
+        return [None if isinstance(each, BaseException) else each for each in answers], errors
 
-    def _restored(self, rollout: Any, taken: list[Any]) -> list[Any]:
+    async def _restored(self, rollout: Any, taken: list[Any]) -> list[Any]:
         """Give every replica one whole version. Returns the replicas that have none."""
-        late: set[Any] = set()  # the first error has not ended the others: nothing is reloaded beside a load
-        if taken:
-            late.update(ray.wait(taken, num_returns=len(taken), timeout=self.step_s)[1])
-        states, _ = self._each(rollout, "state")
+        # The first error has not ended the other loads, and nothing is reloaded beside a load.
+        loads = [asyncio.wrap_future(ref.future()) for ref in taken]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*loads, return_exceptions=True), self.step_s)
+        states, _ = await self._each(rollout, "state")
         stuck, again, at = [], [], 0
         for replica in self.replicas:
-            size = len(replica.workers)
-            mine, workers, loads = states[at : at + size], range(at, at + size), taken[at : at + size]
-            at += size
-            if None in mine or not late.isdisjoint(loads):
+            workers = range(at, at + len(replica.workers))
+            at = workers.stop
+            mine = [states[each] for each in workers]
+            if None in mine or any(each.cancelled() for each in loads[workers.start : workers.stop]):
                 stuck.append(replica)  # a worker of it is dead, or still loads
             elif len({each["version"] for each in mine}) > 1 or any(each["loading"] for each in mine):
                 again.append((replica, workers, min(each["version"] for each in mine)))
         for replica, workers, version in again:
-            if not self._reloaded(rollout, workers, version):
+            if not await self._reloaded(rollout, workers, version):
                 stuck.append(replica)
         return stuck
 
-    def _reloaded(self, rollout: Any, workers: Sequence[int], version: int) -> bool:
+    async def _reloaded(self, rollout: Any, workers: Sequence[int], version: int) -> bool:
         """Load ``version``, which its workers' engines hold, into one replica."""
         handles = [rollout.workers[at] for at in workers]
-        alone = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
-        held, errors = self._each(alone, "restore", version)
-        if errors or not all(held):
-            return False
         try:
-            ray.get(alone.update_weights(global_steps=version), timeout=self.transfer_s)
+            alone = RayWorkerGroup(worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+            held, errors = await self._each(alone, "restore", version)
+            if errors or not all(held):
+                return False
+            loading = asyncio.gather(*alone.update_weights(global_steps=version))
+            await asyncio.wait_for(loading, self.transfer_s)
         except Exception:  # whatever a worker raised: this replica counts as stuck
             return False
         return True
-
-
-async def _in_a_thread(call: Callable[[], None]) -> None:
-    """Wait for a call that blocks. One that never returns keeps neither the loop nor the process's end."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:  # the caller raises it, whatever it is
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="transport weights manager", daemon=True).start()
-    await asyncio.wrap_future(done)
 
 
 class _Errors:
@@ -187,13 +181,6 @@ class _Errors:
     def add_all(self, errors: Iterable[BaseException]) -> None:
         for error in errors:
             self.add(error)
-
-    def collect(self, call: Callable[[], list[Any]], otherwise: list[Any]) -> list[Any]:
-        try:
-            return call()
-        except Exception as error:  # raised with the others, after all that is to be restored
-            self.add(error)
-            return otherwise
 
     async def gather(self, steps: Iterable[Awaitable[Any]]) -> None:
         """All at once, each whatever the others do."""

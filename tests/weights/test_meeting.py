@@ -1,25 +1,22 @@
-"""Ranks that meet without a manager, and the adapter of NeMo-RL with a model of its interface; all in threads."""
+"""Ranks that meet without a manager, in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import engine_models
 import msgspec
 import numpy as np
 import pytest
-from engine_models import TRAINERS, WORKERS, Model, Training, install_nemo_rl, of_training
 from shard_members import MODEL, checksum_of
+from sharded_models import TRAINERS, WORKERS, Model, Training, of_training
 
 from transport.errors import (
     SchemaError,
@@ -53,55 +50,6 @@ def together(*calls: Callable[[], object]) -> list[BaseException | None]:
 
 def serves(model: Model, version: int) -> bool:
     return weights_checksum(model.parameters) == checksum_of(model.layout, version)
-
-
-def loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[ModuleType]:
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def nemo_rl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    install_nemo_rl(monkeypatch)
-    yield from loaded(monkeypatch, "transport.adapters.nemo_rl")
-
-
-def test_nemo_rls_engine_computes_the_plan_on_every_worker(nemo_rl: Any) -> None:
-    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
-    engines = [nemo_rl.ShardedTransport(4096, "engine_models:of_worker", address="127.0.0.1") for _ in range(4)]
-    engine_models.WORKER[:] = [*trainings, *models]
-    try:
-        for version in (1, 2):
-            for training in trainings:
-                training.step(version)
-            metadata = [engine.prepare() for engine in engines]
-            sizes = {"train_world_size": TRAINERS, "rollout_world_size": WORKERS, "metadata": metadata}
-            joins: list[Callable[[], object]] = [
-                *(partial(engines[at].init_policy_process_group, worker_rank=at, **sizes) for at in range(2)),
-                *(partial(engines[2 + at].init_rollout_process_group, rollout_rank=at, **sizes) for at in range(2)),
-            ]
-            assert together(*joins) == [None] * 4
-            got: list[dict[str, Any]] = [{}, {}]
-
-            async def receive(at: int, got: list[dict[str, Any]] = got) -> None:
-                async for batch in engines[2 + at].receive_weight_batches():
-                    got[at] |= dict(batch)
-
-            moves: list[Callable[[], object]] = [
-                *(lambda at=at: asyncio.run(engines[at].send_weights(iter([]))) for at in range(2)),
-                *(lambda at=at: asyncio.run(receive(at)) for at in range(2)),
-            ]
-            assert together(*moves) == [None] * 4
-            for model, tensors in zip(models, got, strict=True):
-                assert weights_checksum(tensors) == checksum_of(model.layout, version)
-            for engine in engines:
-                engine.finalize()
-        with pytest.raises(UsageError, match="1 descriptions for 2 policy and 2"):
-            engines[0].init_policy_process_group(worker_rank=0, **(sizes | {"metadata": metadata[:1]}))
-    finally:
-        for engine in engines:
-            engine.close()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -364,7 +312,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:
 
 
 def test_a_function_that_is_none_or_returns_something_else_is_named() -> None:
-    for path in ("nowhere:f", "engine_models", "engine_models:nothing"):
+    for path in ("nowhere:f", "sharded_models", "sharded_models:nothing"):
         with pytest.raises(UsageError, match='give "module:function"'):
             described(path)
     with pytest.raises(UsageError, match="returned tuple, expected RankShards"):

@@ -1,4 +1,4 @@
-"""The engine's options as verl's configuration has them: values of YAML, where sets and bytes are meant."""
+"""The engine's options as YAML has them: other values where sets and bytes are meant."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What the adapters of checkpoint engines (verl, NeMo-RL) share."""
