@@ -1,6 +1,6 @@
 """Adapters to other frameworks, a folder for each, imported by name (docs/ADAPTERS.md).
 
-torch          batches for a torch training loop, with or without worker processes
+torch          batches for a torch training loop, with or without worker processes; checkpoints
 torchrun       the rendezvous backend ``transport``, which torch finds by its name
 ray            rings find each other within a Ray cluster; tickets are objects like any other and need nothing
 cosmos_rl      a payload transport for cosmos-rl's registry
