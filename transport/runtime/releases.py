@@ -16,6 +16,7 @@ FITS: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "TransferQueue": ((0, 1, 9), (0, 2)),
     "vllm": ((0, 33), (0, 34)),
     "sglang": ((0, 5, 23), (0, 6)),
+    "torchft": ((0, 2), (0, 3)),
 }
 
 
