@@ -17,6 +17,7 @@ FITS: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "vllm": ((0, 33), (0, 34)),
     "sglang": ((0, 5, 23), (0, 6)),
     "torchft": ((0, 2), (0, 3)),
+    "areal": ((1, 0, 4), (1, 1)),
 }
 
 
