@@ -130,6 +130,7 @@ def line(child: Child, name: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # AReaL's import alone takes half a minute where cores are busy
 def test_tensors_of_another_process_are_read_and_freed_there(backend: adapter.RingBackend, tmp_path: Path) -> None:
     with Child(WORKER) as worker:
         remote = deserialize_value(line(worker, "remote"))
