@@ -101,8 +101,8 @@ def use(**options: Any) -> RingBackend:
         MissingDependencyError: AReaL is not installed, or of a release that does not fit.
         UsageError: this process uses a backend already.
     """
+    require_fitting("areal")
     try:
-        require_fitting("areal")
         from areal.infra.rpc import rtensor
     except ImportError as error:
         raise MissingDependencyError(f"this adapter needs AReaL ({error}): {install('areal')}") from error

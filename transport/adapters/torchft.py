@@ -31,15 +31,15 @@ from transport.server.server import UCXXServer
 from transport.ticket import Ticket
 from transport.wire.addresses import advertised
 
+import torch  # isort: skip  # missing: transport.adapters.torch says what to do
+from torch.distributed import TCPStore  # isort: skip
+from torch.distributed.tensor import DTensor  # isort: skip
+
+require_fitting("torchft")
 try:
-    require_fitting("torchft")
     from torchft.checkpointing.transport import CheckpointTransport
 except ImportError as error:
     raise MissingDependencyError(f"this adapter needs torchft ({error}): {install('torchft')}") from error
-
-import torch  # isort: skip
-from torch.distributed import TCPStore  # isort: skip
-from torch.distributed.tensor import DTensor  # isort: skip
 
 _LOCAL: Final = "transport.local"  # the key of a dict that stands for a DTensor
 
