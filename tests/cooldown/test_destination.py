@@ -109,6 +109,15 @@ def test_what_was_written_is_read(destination: Destination) -> None:
     assert destination.names("a") == ["b", "empty", "small"]
 
 
+def test_a_part_of_a_file_is_read(destination: Destination) -> None:
+    data = secrets.token_bytes(PIECE + 1000)
+    write(destination, "a/file", data)
+    assert destination.part("a/file", PIECE - 10, 20) == data[PIECE - 10 : PIECE + 10]
+    assert destination.part("a/file", PIECE, 2000) == data[PIECE:]  # it ends before
+    with pytest.raises(DestinationError, match="read nothing"):
+        destination.part("nothing", 0, 10)
+
+
 def test_what_is_not_there_is_none(destination: Destination) -> None:
     assert destination.size("nothing") is None
     assert destination.read("nothing/at/all", 10) is None

@@ -56,6 +56,13 @@ def test_it_is_loaded_on_any_number_of_ranks(restored: Path, world: int) -> None
         assert [member.wait() for member in members] == [0] * world
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_it_is_loaded_from_the_destination_on_any_number_of_ranks(restored: Path, world: int) -> None:
+    with ranks(restored, world, "fetch") as members:
+        assert [member.line() for member in members] == ["equal"] * world
+        assert [member.wait() for member in members] == [0] * world
+
+
 def test_a_rank_that_is_killed_while_all_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "destination").mkdir()
     with ranks(tmp_path, 3, "save", KILLED_IN_SAVE="2", COOLDOWN_S="3") as members:

@@ -195,6 +195,15 @@ def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) 
     assert caught.value.refusal is Refusal.MANIFEST_ALTERED
 
 
+@pytest.mark.parametrize(("size", "blocks"), [(manifests.BLOCK + 1, 1), (manifests.BLOCK, 1), (2 * manifests.BLOCK, 3)])
+def test_a_manifest_has_a_checksum_for_each_block_of_a_large_file(size: int, blocks: int) -> None:
+    digest = hashlib.sha256().hexdigest()
+    file = manifests.File(name="large", size=size, sha256=digest, blocks=(digest,) * blocks)
+    data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
+    with pytest.raises(CheckpointDamagedError, match="invalid entry"):
+        manifests.decode(data)
+
+
 @pytest.mark.parametrize("attempt", ["", "..", "../../..", "0123456789ABCDEF", "0" * 15])
 def test_a_report_cannot_name_a_place_elsewhere(destination: Folder, attempt: str) -> None:
     with pytest.raises(RefusedUpload, match="is not the name of an upload"):

@@ -6,8 +6,8 @@ Versions are those of constraints-adapters.txt, requirements those of pyproject.
 installed or imported ends the program with an error, so that no test is skipped for want of it. The package is
 installed editable, from what .venv has compiled.
 
-vLLM and SGLang need a newer transformers than verl: they are in build/engines, where the packages of build/adapters are
-found after its own.
+vLLM and SGLang need a newer transformers than verl: they, torchft and AReaL are in build/engines, where the packages of
+build/adapters are found after its own.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ ENGINE_IMPORTS = {
         "vllm.v1.worker.gpu_worker",
     ),
     "sglang": ("sglang.srt.model_executor.model_runner_components.weight_updater",),
+    "torchft": ("torchft.manager", "torchft.checkpointing.transport_test"),
+    "areal": ("areal.infra.rpc.rtensor",),
 }
 
 # torchvision's wheel is for torch with CUDA, and cannot be imported beside one without. cosmos-rl imports it for

@@ -1,7 +1,8 @@
 """One rank of a torch job with sharded tensors: ``python -m checkpoint_rank PATH RANK WORLD WHAT [FOLDER]``.
 
-WHAT is "save": its part in an epoch's cooldown, rank 0 with the coordinator; or "load": FOLDER with
-torch.distributed.checkpoint, by as many ranks as there are now. Prints lines that the test reads.
+WHAT is "save": its part in an epoch's cooldown, rank 0 with the coordinator; "load": FOLDER with
+torch.distributed.checkpoint, by as many ranks as there are now; or "fetch": the same from the destination in PATH.
+Prints lines that the test reads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from transport.cooldown import CooldownHost, ShardedClient
+from transport.adapters.torch.checkpoint import CheckpointReader
+from transport.cooldown import CooldownHost, ShardedClient, open_destination, recorded_outcomes
 from transport.store.sqlite import SQLiteStore
 
 EPOCH = 7
@@ -65,10 +67,15 @@ async def saving(path: Path, rank: int, world: int) -> None:
         print(done[0].record.outcome.value, done[0].part.value, flush=True)
 
 
-def loading(folder: Path, world: int) -> None:
+def loading(path: Path, world: int, folder: str | None) -> None:
     model = sharded({name: torch.zeros_like(tensor) for name, tensor in whole(0).items()}, world)
     state = {"model": model, "step": -1}
-    dcp.load(state, checkpoint_id=folder)
+    if folder is None:
+        with open_destination(str(path / "destination")) as destination:
+            record = recorded_outcomes(destination, "run")[EPOCH]
+            dcp.load(state, storage_reader=CheckpointReader(record, destination))
+    else:
+        dcp.load(state, checkpoint_id=folder)
     assert state["step"] == STEP, state["step"]
     for name, expected in whole(STEP).items():
         tensor = model[name]
@@ -84,7 +91,7 @@ def main() -> None:
     if what == "save":
         asyncio.run(saving(path, rank, world))
     else:
-        loading(Path(sys.argv[5]), world)
+        loading(path, world, sys.argv[5] if what == "load" else None)
     dist.destroy_process_group()
 
 

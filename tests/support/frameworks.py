@@ -23,12 +23,13 @@ from typing import Any
 
 import pytest
 
-ENGINES = ("vllm", "sglang")  # in an environment of their own
+ENGINES = ("vllm", "sglang", "torchft", "areal")  # in an environment of their own
 INSTALLED = ("torch", "cupy", "ray", "cosmos_rl", "verl", "transferqueue")  # each has to have run a test
 if importlib.util.find_spec("vllm") is not None:
     INSTALLED = ENGINES
 NOT_INSTALLED = re.compile(
-    r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue|vllm|sglang)\b.* (is not installed|could not)", re.IGNORECASE
+    r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue|vllm|sglang|torchft|areal)\b.* (is not installed|could not)",
+    re.IGNORECASE,
 )
 
 STARTS_RAY = (

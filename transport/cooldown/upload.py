@@ -139,11 +139,12 @@ class Moving:
 
 
 def _copy(source: Path, name: str, destination: Destination, target: str, moving: Moving) -> File:
-    digest = hashlib.sha256()
+    digest, block = hashlib.sha256(), hashlib.sha256()
+    blocks: list[str] = []
     size = 0
 
     def pieces(file: BinaryIO) -> Iterator[bytes]:
-        nonlocal size
+        nonlocal size, block
         while True:
             with _reading(source):
                 piece = file.read(PIECE)
@@ -151,7 +152,11 @@ def _copy(source: Path, name: str, destination: Destination, target: str, moving
                 break
             moving.stop.check()
             yield piece
+            if size and not size % manifests.BLOCK:  # a whole number of pieces
+                blocks.append(block.hexdigest())
+                block = hashlib.sha256()
             digest.update(piece)
+            block.update(piece)
             size += len(piece)
             moving.moved(len(piece))
         moving.stop.check()
@@ -162,7 +167,8 @@ def _copy(source: Path, name: str, destination: Destination, target: str, moving
     with file:
         proofs = destination.write(target, source.stat().st_size, pieces(file))
     moving.moved(0, done=1)
-    return File(name=name, size=size, sha256=digest.hexdigest(), proofs=proofs)
+    blocks = [*blocks, block.hexdigest()] if blocks else []
+    return File(name=name, size=size, sha256=digest.hexdigest(), blocks=tuple(blocks), proofs=proofs)
 
 
 @contextlib.contextmanager

@@ -128,6 +128,20 @@ def check_size(destination: Destination, path: str, file: File) -> None:
         )
 
 
+def checked_block(destination: Destination, path: str, file: File, number: int) -> bytes:
+    """A block of a file, proven by its own checksum. Raises RefusedUpload for a missing byte or a wrong checksum."""
+    start = number * manifests.BLOCK
+    size = min(manifests.BLOCK, file.size - start)
+    data = destination.part(path, start, size)
+    if len(data) != size:
+        raise RefusedUpload(
+            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: bytes are missing from byte {start + len(data)} on"
+        )
+    if hashlib.sha256(data).hexdigest() != (file.blocks or (file.sha256,))[number]:
+        raise RefusedUpload(Refusal.WRONG_CHECKSUM, f"{file.name}: checksum mismatch in {size} bytes from {start} on")
+    return data
+
+
 def checked_pieces(destination: Destination, path: str, file: File) -> Iterator[bytes]:
     """A file's bytes. Raises RefusedUpload for a wrong size, as soon as it is known, or a wrong checksum."""
     digest = hashlib.sha256()

@@ -31,6 +31,8 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "tensordict": ("tensordict>=0.10",),
     "vllm": ("vllm>=0.33,<0.34",),
     "sglang": ("sglang>=0.5.23,<0.6",),
+    "torchft": ("torchft>=0.2,<0.3",),
+    "areal": ("areal>=1.0.4,<1.1",),
     "TransferQueue": ("TransferQueue>=0.1.9,<0.2", "tensordict"),
 }
 

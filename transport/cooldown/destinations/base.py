@@ -82,9 +82,15 @@ class Destination(abc.ABC):
                 return
             yield piece
 
+    def part(self, path: str, start: int, size: int) -> bytes:
+        """``size`` bytes of a file from byte ``start`` on, and no others; fewer where the file ends before."""
+        with self.translated("read", path), contextlib.closing(self.open(path, seeks=True)) as file:
+            file.seek(start)
+            return file.read(size)
+
     @abc.abstractmethod
-    def open(self, path: str) -> BinaryIO:
-        """A file to read from its beginning. Its errors are the service's: `pieces` translates them."""
+    def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
+        """A file to read from its beginning, or from anywhere. Its errors are the service's: callers translate them."""
 
     @abc.abstractmethod
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:

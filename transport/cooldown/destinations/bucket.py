@@ -87,9 +87,10 @@ class Bucket(Destination):
                 return None
             return int(found["size"]) if found["type"] == "file" else None
 
-    def open(self, path: str) -> BinaryIO:
+    def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
         """See `Destination`."""
-        file: BinaryIO = self._fs.open(self._at(path), "rb", block_size=PIECE, cache_type="readahead")
+        cache = "none" if seeks else "readahead"
+        file: BinaryIO = self._fs.open(self._at(path), "rb", block_size=PIECE, cache_type=cache)
         return file
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:

@@ -54,7 +54,7 @@ class Folder(Destination):
                 self.root.stat()  # raises if the root itself is missing, which is an error
                 return None
 
-    def open(self, path: str) -> BinaryIO:
+    def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
         """See `Destination`."""
         return (self.root / path).open("rb")
 

@@ -122,7 +122,7 @@ class Hub(Destination):
                 return {}
             return {SHA256: str(found.lfs.sha256)} if found.lfs else {GIT: str(found.blob_id)}
 
-    def open(self, path: str) -> BinaryIO:
+    def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
         """See `Destination`."""
         from huggingface_hub import HfFileSystem
 
@@ -130,7 +130,8 @@ class Hub(Destination):
         kind = self._repository["repo_type"]
         repository = ("" if kind == "model" else f"{kind}s/") + self._repository["repo_id"]
         system = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
-        file: BinaryIO = system.open(f"{repository}@{quote(branch, safe='')}/{inner}", "rb", block_size=0)
+        how: dict[str, Any] = {"cache_type": "none"} if seeks else {"block_size": 0}  # 0: one answer, as it comes
+        file: BinaryIO = system.open(f"{repository}@{quote(branch, safe='')}/{inner}", "rb", **how)
         return file
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:

@@ -17,6 +17,7 @@ NAME: Final = "manifest.json"
 FILES: Final = "files"  # the folder beside it
 LAYOUT: Final = 1
 MOST_BYTES: Final = 64 << 20
+BLOCK: Final = 16 << 20  # bytes with a checksum of their own, in a file that is larger
 MOST_NAME: Final = 512
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -28,6 +29,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str
     size: int
     sha256: str
+    blocks: tuple[str, ...] = ()  # SHA-256 of each `BLOCK` bytes and of the rest; none of a file of one block
     proofs: dict[str, str] = {}  # by kind, checksums as the destination computes them; these the uploader computed
     upload: str = ""  # whose folder has it, "CLIENT/ATTEMPT"; empty: that of the manifest
 
@@ -81,7 +83,9 @@ def decode(data: bytes) -> Manifest:
         raise CheckpointDamagedError(f"the manifest lists {both} as a file and as a folder")
     for file in manifest.files:
         other = not file.upload or is_upload(file.upload)
-        if not (is_safe(file.name) and other) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
+        digests = len(file.blocks) == (-(-file.size // BLOCK) if file.size > BLOCK else 0)
+        digests = digests and all(map(_DIGEST.fullmatch, (file.sha256, *file.blocks)))
+        if not (is_safe(file.name) and other and digests) or file.size < 0:
             raise CheckpointDamagedError(
                 f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"
             )
