@@ -21,6 +21,7 @@ schema's canonical text, `str(schema)`, in ASCII (`printf … | b2sum -l 128` pr
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
 import re
@@ -327,6 +328,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             return _decode_json(text)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise SchemaError(f"this JSON is not a schema: {error}") from error
+
+
+def difference(schema: Schema, others: Iterable[Schema]) -> str:
+    """The first field in which a schema differs from the nearest of the others; "": there is no other."""
+    rows = [str(spec) for spec in schema.tensors]
+    nearest: tuple[int, str] | None = None
+    for other in others:
+        theirs = [str(spec) for spec in other.tensors]
+        same = sum(a == b for a, b in zip(rows, theirs, strict=False))
+        pairs = itertools.zip_longest(rows, theirs, fillvalue="nothing")
+        there, here = next(((a, b) for a, b in pairs if a != b), ("the same fields", "the same fields"))
+        if nearest is None or same > nearest[0]:
+            nearest = same, f"there {there}, here {here}"
+    return "" if nearest is None else nearest[1]
 
 
 # Payloads of a ring without a schema bring the same few descriptions again and again. Frozen, so they can be shared.

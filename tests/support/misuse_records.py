@@ -40,7 +40,7 @@ from transport.cooldown.destinations.folder import Folder
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.prefetch import FetchedBatch
-from transport.queue import QueueDepth
+from transport.queue import RingQueue
 from transport.queue.group import GroupQueue
 from transport.rendezvous import Reason, Rendezvous, Rules
 from transport.store.memory import MemoryStore
@@ -201,12 +201,12 @@ def group_queue() -> Iterator[Scene]:
 
 @contextlib.contextmanager
 def exporter() -> Iterator[Scene]:
-    with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, Exporter(0) as made:
+    with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, RingQueue([ring]) as queue, Exporter(0) as made:
         calls: Calls = {
             "add_ring": lambda: {"ring": ring},
             "add_client": lambda: {"name": "x", "statistics": lambda: ClientStatistics()},
             "add_packer": lambda: {"name": "x", "statistics": lambda: PackerStatistics(client=ClientStatistics())},
-            "add_queue": lambda: {"name": "x", "depth": QueueDepth},
+            "add_queue": lambda: {"name": "x", "queue": queue},
             "close": nothing,
         }
         yield Scene(made, calls)

@@ -15,14 +15,16 @@ from typing import Any, Final
 from transport import _ring
 from transport.claims.batch import End, Verdict
 from transport.claims.places import Discovery, Observed, RingAddress
+from transport.claims.waiting import Holder, foreign, holders_of, schema_of, unread_of
 from transport.devices.buffers import BufferPool
-from transport.errors import RingNotFoundError, TransportError, UsageError
+from transport.errors import RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
+from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
 log = logging.getLogger(__name__)
@@ -282,6 +284,28 @@ class RingsOfHost:
             seen = self._seen.look(self._places.segments()).values()
             unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
+
+    def known(
+        self, schemas: Sequence[Schema], rank: int | str | None
+    ) -> tuple[list[str], int, list[str], list[Holder]]:
+        """Of the rings on this host: ids of those with payloads of these schemas (none: all), how many of their
+        deliveries nobody holds, a sentence about each of the others, and who holds what."""
+        fit = _fitting(frozenset(each.fingerprint for each in schemas))
+        fitting: list[str] = []
+        unread = 0
+        strangers: list[str] = []
+        holders: list[Holder] = []
+        for ring in self.seen():
+            with contextlib.suppress(_ring.RingFault, RankError):  # closed meanwhile; or it has no such consumer
+                if fit and ring.native.fingerprint not in fit:
+                    theirs = schema_of(ring.native.schema)
+                    strangers.append(foreign(ring.name, ring.native.fingerprint.hex(), theirs, schemas))
+                    continue
+                fitting.append(ring.ring_id)
+                of = None if rank is None else ring.rank_of(rank)
+                unread += unread_of(ring, of)
+                holders += holders_of(ring, of)
+        return fitting, unread, strangers, holders
 
     def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
         """Every ring of these places that is on this host, some as observers.

@@ -299,6 +299,16 @@ class NetworkSource:
             if unknown_name or unreachable or isinstance(fault, BatchTooLargeError):
                 raise fault
 
+    def reached(self) -> tuple[set[str], dict[str, TransportError]]:
+        """The rings that demands are connected to; and by place why others are not."""
+        rings: set[str] = set()
+        faults: dict[str, TransportError] = {}
+        for of in list(self._ranks.values()):
+            if of.demands is not None:
+                rings.update(each.ring for each in of.demands.connections)
+                faults.update(of.demands.faults)
+        return rings, faults
+
     # --- the ends of claims ---------------------------------------------------------------------------
     def payload_bytes(self, claim: NetworkClaim) -> PayloadBytes | None:
         """The payload of a claim."""

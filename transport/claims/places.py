@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, Protocol
 
 from transport import _ring
+from transport.claims.waiting import runs_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
@@ -75,6 +76,10 @@ class Discovery(Protocol):
         """Where the others answer; without the rings of these ids."""
         ...
 
+    def others(self) -> list[str]:
+        """Where rings of this host are found that are not of these places, as URLs."""
+        ...
+
     def close(self) -> None:
         """Release everything."""
         ...
@@ -124,6 +129,10 @@ class OnThisHost:
         beginning = _BEGINNING + self.prefix
         return [name for name in _ring.segments() if name.startswith(beginning)]
 
+    def others(self) -> list[str]:
+        """By the names of the other segments."""
+        return runs_of(set(_ring.segments()) - set(self.segments()), _BEGINNING)
+
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners."""
         found = {}
@@ -164,6 +173,10 @@ class AtAddresses:
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """All of them."""
         return self._places
+
+    def others(self) -> list[str]:
+        """None."""
+        return []
 
     def close(self) -> None:
         """Nothing is held."""
@@ -248,6 +261,10 @@ class InDirectory:
             }
             self._made = made_of, served
         return served
+
+    def others(self) -> list[str]:
+        """None: what is not in the directory is another run's, or of none."""
+        return []
 
     def close(self) -> None:
         """Detach the observers. The store stays its owner's."""

@@ -242,6 +242,10 @@ class TicketQueue(abc.ABC):
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded or died, the latest published first."""
 
+    def reasons(self) -> Mapping[str, int]:
+        """How often a look, every few seconds without a payload, found why none comes. Only rings know reasons."""
+        return {}
+
     def requeue(self, limit: int = 100) -> int:
         """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many.
 

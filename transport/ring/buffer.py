@@ -166,6 +166,8 @@ class SharedRingBuffer(Attachment):
             ring = cls(native, schema, overflow)
             ring._made_here = True
             ring._name_consumers(names)
+            if schema is not None and len(schema.encode()) <= _ring.MAX_SCHEMA:
+                native.schema = schema.encode()
             if name is None:  # a named ring may be meant for a successor
                 ring._forget_with(ring._pages.release, only_empty=False)
             return ring

@@ -102,6 +102,7 @@ class Link:
         self.ring = welcome.ring
         self.consumers = welcome.consumers  # as the ring's segment has them
         self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
+        self.fields = welcome.fields  # its schema, encoded; empty: not said
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
 
