@@ -33,7 +33,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
                  connection.endpoint_->peer()},
                 record.joined_most,
                 monotonic_ns() + record.generation * kMillisecond};
-  if (draining && ring_.ended()) return answer(demand, Code::ended);
+  if (draining && ring_.drained()) return answer(demand, Code::ended);
   if (draining || connection.waiting_ >= limits_.most_waiting || connection.attempts_ >= limits_.most_attempts)
     return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
@@ -232,7 +232,7 @@ void Service::arm(std::uint32_t before) {
 void Service::dismiss() {
   for (const Demand& each : std::exchange(waiting_, {})) {
     --each.connection->waiting_;
-    if (!each.connection->over_) answer(each, ring_.ended() ? Code::ended : Code::busy);
+    if (!each.connection->over_) answer(each, ring_.drained() ? Code::ended : Code::busy);
   }
 }
 

@@ -194,6 +194,7 @@ class RingsOfHost:
         self._views: dict[str, tuple[SharedRingBuffer, _ring.Views]] = {}  # by ring
         self._refused: dict[tuple[str, frozenset[str]], float] = {}  # by name, and the schemas that were asked for
         self._seen = Observed()
+        self._ends: dict[str, tuple[bytes, bool]] = {}  # of rings that were left: fingerprint, whether it had ended
         self._buffers = BufferPool()
         self._log_limit = LogLimit()
 
@@ -217,7 +218,9 @@ class RingsOfHost:
         """Attach to what is new and has payloads of these schemas (none: of any), leave what has ended."""
         with self._lock:
             try:
-                self._own = {ring_id: ring for ring_id, ring in self._own.items() if not ring.native.closed}
+                for ring in [ring for ring in self._own.values() if ring.native.closed]:
+                    del self._own[ring.ring_id]
+                    self._ends[ring.ring_id] = ring.fingerprint, ring.data_ended
                 for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
                     self._leave(ring)
                 for ring_id in [ring_id for ring_id, (ring, _) in self._views.items() if ring.native.closed]:
@@ -269,6 +272,8 @@ class RingsOfHost:
 
     def _leave(self, ring: SharedRingBuffer) -> None:
         del self._attached[ring.ring_id]
+        with contextlib.suppress(_ring.RingFault):
+            self._ends[ring.ring_id] = ring.native.fingerprint, ring.native.ended
         views = self._views.pop(ring.ring_id, None)
         if views is None or views[1].close():
             ring.close()
@@ -306,6 +311,22 @@ class RingsOfHost:
                 unread += unread_of(ring, of)
                 holders += holders_of(ring, of)
         return fitting, unread, strangers, holders
+
+    def ended(self, schemas: frozenset[str]) -> tuple[dict[str, bool], set[str]]:
+        """Of rings that were left, and of those whose payloads are all done, whether the writer has said its end; and
+        the ids of the others. Those with payloads of these schemas (none: of any)."""
+        self.look(schemas)
+        fit = _fitting(schemas)
+        with self._lock:
+            ended = {ring: said for ring, (fingerprint, said) in self._ends.items() if not fit or fingerprint in fit}
+            living = set()
+            for ring in self.rings(schemas):
+                with contextlib.suppress(_ring.RingFault):  # closed meanwhile
+                    if ring.native.drained:
+                        ended[ring.ring_id] = True
+                    else:
+                        living.add(ring.ring_id)
+            return ended, living
 
     def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
         """Every ring of these places that is on this host, some as observers.

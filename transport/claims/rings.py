@@ -481,6 +481,27 @@ class FoundRings(ClaimsOfRings):
         """Why this queue has nothing to claim at the moment; None: its rings are there, and their turn is next."""
         return reason(self._known(rank))
 
+    def finished(self, expected_rollouts: int | None = None) -> bool:
+        """See `TicketQueue.finished`. At addresses as many rollouts are expected as there are addresses.
+
+        A killed rollout has not ended: another one is expected in its place, and without ``expected_rollouts`` its ring
+        keeps this False.
+        """
+        self._check_open()
+        ended, living = self._here.ended(self._schemas) if self._maps else ({}, set[str]())
+        if self._carries:
+            there, waiting = self._network.ended()
+            places = self._served().values()
+            ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
+            living |= waiting | {place.ring for place in places if place.ring and not ended.get(place.ring)}
+            if expected_rollouts is None:
+                expected_rollouts = sum(not place.ring for place in places) or None
+        if living:
+            return False
+        ended |= dict.fromkeys(self.places.ended(), True)
+        said = sum(ended.values())
+        return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
+
     def holders(self) -> list[Holder]:
         """Who holds claims of the rings on this host."""
         return list(self._known(None).holders)

@@ -75,6 +75,7 @@ _EXPLAINED: dict[type[TransportError], str] = {
     errors.WrongKeyError: "the ticket's key is not that of its slot and generation",
     errors.RankError: "the payload was written for fewer ranks",
     errors.LengthMismatchError: "size mismatch between its slot and the ticket",
+    errors.RingEndedError: "the ring's writer has ended, and nothing is left",
     errors.BusyError: "the listener has reached a limit; acknowledge what was read",
 }
 
