@@ -26,7 +26,7 @@ from transport.server.after_writer import AfterWriter
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
-from transport.wire.addresses import advertised
+from transport.wire.addresses import LOOPBACK, advertised
 from transport.wire.library import library
 from transport.wires import Wire
 
@@ -96,6 +96,12 @@ class UCXXServer:
         self._wanted = tuple(ports)
         if addresses is None:
             addresses = (bind,) if bind else advertised()
+            if addresses == (LOOPBACK,):
+                log.warning(
+                    "this host has no default route: tickets name %s, which trainers on other hosts do not reach; set "
+                    "TRANSPORT_ADDRESSES to an address that they do",
+                    LOOPBACK,
+                )
         self._addresses = tuple(addresses)
         self._mode = mode
         self._after_writer = after_writer
