@@ -284,10 +284,14 @@ class Exporter:
 
 
 def configured_exporter(configuration: Configuration) -> Exporter | None:
-    """An exporter where ``metrics_port`` is set. Raises as `Exporter`."""
+    """An exporter where ``metrics_port`` is set; None, with a warning, without prometheus-client. BusyPortError."""
     if configuration.metrics_port is None:
         return None
-    return Exporter(configuration.metrics_port, configuration.metrics_bind)
+    try:
+        return Exporter(configuration.metrics_port, configuration.metrics_bind)
+    except MissingDependencyError as error:  # the run is worth more than its metrics
+        log.warning("no metrics on port %d: %s", configuration.metrics_port, error)
+        return None
 
 
 def _serve(prometheus: Any, registry: Any, port: int, bind: str) -> tuple[Any, threading.Thread]:
