@@ -52,6 +52,8 @@ def test_notation_takes_numpy_integers_as_dimensions() -> None:
         ((4, UpTo(500)), "only the leading dimension"),
         ((4.5,), "not ints"),
         ((UpTo(-1),), "outside 0"),
+        ((-1,), "-1 is outside 0"),
+        ((UpTo(0),), "room for nothing"),
         (("4",), "not ints"),
     ],
 )

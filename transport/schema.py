@@ -99,11 +99,13 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not isinstance(self.shape, tuple) or not all(type(size) is int for size in self.shape):
             raise SchemaError(f"{self.name}: shape {_short(self.shape)} is not a tuple of ints")
-        if len(self.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_BYTES for size in self.shape):
-            raise SchemaError(
-                f"{self.name}: shape {_short(self.shape)} has more than {MAX_DIMENSIONS} dimensions, "
-                f"or one outside 0..{MAX_BYTES}"
-            )
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise SchemaError(f"{self.name}: {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+        for size in self.shape:
+            if not 0 <= size <= MAX_BYTES:
+                raise SchemaError(
+                    f"{self.name}: dimension {_short(size)} is outside 0..{MAX_BYTES}; give UpTo(most) where it differs"
+                )
         # A zero counts as one: numpy, too, refuses a shape whose other dimensions overflow.
         if math.prod(max(1, size) for size in self.shape) * self.storage.itemsize > MAX_BYTES:
             raise SchemaError(f"{self.name}: {self.dtype} {_short(self.shape)} is more than {MAX_BYTES} bytes")
@@ -194,6 +196,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 )
             dtype, *dimensions = (given,) if isinstance(given, str) else given
             ragged = bool(dimensions) and isinstance(dimensions[0], UpTo)
+            if UpTo(0) in dimensions:
+                raise SchemaError(f"{name}: UpTo(0) has room for nothing; give the longest length")
             sizes = (size.limit if isinstance(size, UpTo) else size for size in dimensions)
             if any(isinstance(size, UpTo) for size in dimensions[1:]):
                 raise SchemaError(f"{name}: only the leading dimension can be ragged")
