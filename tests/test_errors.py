@@ -41,6 +41,7 @@ def test_codes_on_the_wire_are_unique_and_stay_what_they_are() -> None:
         "LengthMismatchError": 7,
         "BusyError": 8,
         "ProtocolError": 9,
+        "RingEndedError": 11,
     }
 
 

@@ -46,6 +46,8 @@ def test_notation_gives_specs_in_order() -> None:
         ((4, UpTo(500)), "only the leading dimension"),
         ((4.5,), "not ints"),
         ((UpTo(-1),), "outside 0"),
+        ((-1,), "-1 is outside 0"),
+        ((UpTo(0),), "room for nothing"),
         (("4",), "not ints"),
     ],
 )

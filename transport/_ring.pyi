@@ -17,6 +17,7 @@ NO_VERSION: int  # as a policy version: published without one; as the oldest one
 MAX_WAITED: int  # rings that `Ring.wait_any` takes
 MAX_ATTEMPTS: int  # the largest ``most_attempts``
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
+MAX_SCHEMA: int
 HAS_FAULT_POINTS: bool  # True only in the test build
 
 @final
@@ -110,6 +111,8 @@ class OwnerInfo:
     pid: int
     started_ns: int  # CLOCK_REALTIME
     heartbeat_ns: int  # CLOCK_MONOTONIC of its last heartbeat() call
+    heard_ns: int  # CLOCK_MONOTONIC of its last sign of life, kept where its claims have a lease
+    lease_ns: int  # its claims end after so long without one; 0: with its process
     port: int  # 0 unless a listener
 
 # what became of a claim
@@ -337,6 +340,19 @@ class Ring:
     def set_own_port(self, port: int) -> None: ...
     addresses: str  # advertised addresses, comma separated, at most 1000 bytes
     consumers: str  # names with how many ranks each has, "name:ranks,…", at most 400 bytes
+    schema: bytes  # encoded, at most MAX_SCHEMA bytes; empty: none, or a longer one
+
+    # --- the end of data ---------------------------------------------------------------------------
+    @property
+    def ended(self) -> bool:
+        """Whether the writer has said that it writes nothing more. A writer that takes the ring over takes it back."""
+    @property
+    def drained(self) -> bool:
+        """Ended, and every payload is consumed or given up."""
+    def end_data(self) -> None: ...
+    @property
+    def takers(self) -> int:
+        """Connections that take from this ring at the moment, which hear the end by their next demand."""
 
     # --- waiting -----------------------------------------------------------------------------------
     def freed_event(self) -> int:

@@ -138,6 +138,12 @@ class ProtocolError(RefusedError):
     status = 9
 
 
+class RingEndedError(RefusedError):
+    """The ring's writer has said that it writes nothing more, and every payload is done."""
+
+    status = 11
+
+
 class WireNotAllowedError(RefusedError):
     """No wire that the caller allows reaches the payload."""
 

@@ -21,6 +21,7 @@ schema's canonical text, `str(schema)`, in ASCII (`printf … | b2sum -l 128` pr
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
 import re
@@ -98,11 +99,13 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not isinstance(self.shape, tuple) or not all(type(size) is int for size in self.shape):
             raise SchemaError(f"{self.name}: shape {_short(self.shape)} is not a tuple of ints")
-        if len(self.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_BYTES for size in self.shape):
-            raise SchemaError(
-                f"{self.name}: shape {_short(self.shape)} has more than {MAX_DIMENSIONS} dimensions, "
-                f"or one outside 0..{MAX_BYTES}"
-            )
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise SchemaError(f"{self.name}: {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+        for size in self.shape:
+            if not 0 <= size <= MAX_BYTES:
+                raise SchemaError(
+                    f"{self.name}: dimension {_short(size)} is outside 0..{MAX_BYTES}; give UpTo(most) where it differs"
+                )
         # A zero counts as one: numpy, too, refuses a shape whose other dimensions overflow.
         if math.prod(max(1, size) for size in self.shape) * self.storage.itemsize > MAX_BYTES:
             raise SchemaError(f"{self.name}: {self.dtype} {_short(self.shape)} is more than {MAX_BYTES} bytes")
@@ -193,6 +196,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 )
             dtype, *dimensions = (given,) if isinstance(given, str) else given
             ragged = bool(dimensions) and isinstance(dimensions[0], UpTo)
+            if UpTo(0) in dimensions:
+                raise SchemaError(f"{name}: UpTo(0) has room for nothing; give the longest length")
             sizes = (size.limit if isinstance(size, UpTo) else size for size in dimensions)
             if any(isinstance(size, UpTo) for size in dimensions[1:]):
                 raise SchemaError(f"{name}: only the leading dimension can be ragged")
@@ -327,6 +332,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             return _decode_json(text)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise SchemaError(f"this JSON is not a schema: {error}") from error
+
+
+def difference(schema: Schema, others: Iterable[Schema]) -> str:
+    """The first field in which a schema differs from the nearest of the others; "": there is no other."""
+    rows = [str(spec) for spec in schema.tensors]
+    nearest: tuple[int, str] | None = None
+    for other in others:
+        theirs = [str(spec) for spec in other.tensors]
+        same = sum(a == b for a, b in zip(rows, theirs, strict=False))
+        pairs = itertools.zip_longest(rows, theirs, fillvalue="nothing")
+        there, here = next(((a, b) for a, b in pairs if a != b), ("the same fields", "the same fields"))
+        if nearest is None or same > nearest[0]:
+            nearest = same, f"there {there}, here {here}"
+    return "" if nearest is None else nearest[1]
 
 
 # Payloads of a ring without a schema bring the same few descriptions again and again. Frozen, so they can be shared.

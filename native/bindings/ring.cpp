@@ -169,6 +169,13 @@ nb::str consumers(const Ring& ring) {
 
 void set_consumers(Ring& ring, const std::string& consumers) { ring.set_consumers(consumers); }
 
+nb::bytes schema(const Ring& ring) {
+  const std::string encoded = ring.schema();
+  return nb::bytes(encoded.data(), encoded.size());
+}
+
+void set_schema(Ring& ring, const nb::bytes& encoded) { ring.set_schema(std::string_view(encoded.c_str(), encoded.size())); }
+
 void set_addresses(Ring& ring, const std::string& addresses) { ring.set_addresses(addresses); }
 
 nb::tuple state_counts(const Ring& ring) {
@@ -237,6 +244,8 @@ void bind_ring(nb::module_& module) {
       .def_ro("pid", &OwnerInfo::pid)
       .def_ro("started_ns", &OwnerInfo::started_ns)
       .def_ro("heartbeat_ns", &OwnerInfo::heartbeat_ns)
+      .def_ro("heard_ns", &OwnerInfo::heard_ns)
+      .def_ro("lease_ns", &OwnerInfo::lease_ns)
       .def_ro("port", &OwnerInfo::port)
       .def("__repr__", describe_owner);
 
@@ -313,6 +322,11 @@ void bind_ring(nb::module_& module) {
       .def("set_own_port", &Ring::set_own_port, "port"_a)
       .def_prop_rw("addresses", addresses, set_addresses)
       .def_prop_rw("consumers", consumers, set_consumers)
+      .def_prop_rw("schema", schema, set_schema)
+      .def_prop_ro("ended", &Ring::ended)
+      .def_prop_ro("drained", &Ring::drained)
+      .def("end_data", &Ring::end_data)
+      .def_prop_ro("takers", &Ring::takers)
 
       .def("freed_event", [](const Ring& ring) { return seen(ring.freed()); })
       .def(

@@ -55,6 +55,7 @@ void bind_constants(nb::module_& module) {
   module.attr("MAX_OWNERS") = kMaxOwners;
   module.attr("MAX_PORTS") = kMaxPorts;
   module.attr("NOTE_CAPACITY") = kNoteCapacity;
+  module.attr("MAX_SCHEMA") = kSchemaCapacity;
 
   nb::list taken;  // here, since rows are also made and read where UCX is not loaded
   for (const ucp::Field& field : ucp::kTakenFields)

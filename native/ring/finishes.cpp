@@ -50,6 +50,14 @@ void Ring::close_taker(int index) {
                     std::memory_order_release);
 }
 
+unsigned Ring::takers() const {
+  require_open();
+  unsigned living = 0;
+  for (unsigned index = 0; index < kTakers; ++index)
+    living += TakerEntry::phase_of(taker(index).state.load(std::memory_order_acquire)) == TakerEntry::live;
+  return living;
+}
+
 // Under the slot's stripe, by the one thread that serves the connection. Null: it is revoked.
 std::atomic<std::uint64_t>* Ring::note_finish(int index, const ClaimId& claim, Asking asking) {
   TakerEntry& entry = taker(static_cast<unsigned>(index));

@@ -81,7 +81,7 @@ struct OwnerInfo {
   bool alive;
   Role role;
   std::uint32_t pid;
-  std::uint64_t started_ns, heartbeat_ns;
+  std::uint64_t started_ns, heartbeat_ns, heard_ns, lease_ns;
   std::uint32_t port;
 };
 
@@ -168,6 +168,7 @@ class Ring {
   // --- consumers over the network (finishes.hpp) ---
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
+  unsigned takers() const;  // connections that take from this ring at the moment
   // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
   Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.
@@ -201,6 +202,13 @@ class Ring {
   void set_addresses(std::string_view addresses);
   std::string consumers() const;
   void set_consumers(std::string_view consumers);
+  std::string schema() const;
+  void set_schema(std::string_view schema);
+
+  // --- the end of data: said by the writer before it closes; a killed writer says nothing ----------
+  bool ended() const;
+  void end_data();
+  bool drained() const;  // ended, and every payload is consumed or given up
 
   // --- waiting: with futex.hpp, on a word that the mapping keeps alive -----------------------------
   EventWord& freed() const;

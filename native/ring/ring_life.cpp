@@ -22,6 +22,7 @@ std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_c
   ring->keeper_ = true;
   if (ring->taken_over()) {
     ring->header().sequence.fetch_add(1, std::memory_order_relaxed);  // what is unread has a writer again
+    ring->header().ended.store(0, std::memory_order_release);
     ring->reclaim();
   }
   return ring;

@@ -94,7 +94,8 @@ std::vector<OwnerInfo> Ring::owners() const {
     owners.push_back({index, static_cast<int>(index) == me_ || held_elsewhere(fd(), kOwnerByte + off_t{index}),
                       static_cast<Role>(owner.role.load(std::memory_order_relaxed)),
                       owner.pid.load(std::memory_order_relaxed), owner.started_ns.load(std::memory_order_relaxed),
-                      owner.heartbeat_ns.load(std::memory_order_relaxed), owner.port.load(std::memory_order_relaxed)});
+                      owner.heartbeat_ns.load(std::memory_order_relaxed), owner.heard_ns.load(std::memory_order_relaxed),
+                      owner.lease_ns.load(std::memory_order_relaxed), owner.port.load(std::memory_order_relaxed)});
   }
   return owners;
 }
@@ -176,6 +177,35 @@ std::string Ring::consumers() const {
 void Ring::set_consumers(std::string_view consumers) {
   require_open();
   write_board(header().consumers, consumers);
+}
+
+std::string Ring::schema() const {
+  require_open();
+  return header().schema.read();
+}
+
+void Ring::set_schema(std::string_view schema) {
+  require_open();
+  write_board(header().schema, schema);
+}
+
+// --- the end of data ------------------------------------------------------------------------------
+
+bool Ring::ended() const {
+  require_open();
+  return header().ended.load(std::memory_order_acquire) != 0;
+}
+
+void Ring::end_data() {
+  require_owner();
+  header().ended.store(1, std::memory_order_release);
+  advance(header().published);  // demands that wait are answered
+}
+
+bool Ring::drained() const {
+  if (!ended()) return false;
+  const auto counts = state_counts();
+  return counts[1] + counts[2] + counts[3] == 0;
 }
 
 // --- keeping and removing ------------------------------------------------------------------------

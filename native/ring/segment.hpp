@@ -1,6 +1,6 @@
 // The segment: how it lies in memory, and how a process gets hold of one.
 //
-//   header (1 page) · owner rows (16, and one that observers share) · their counts by rank · failures (64 KiB)
+//   header (2 pages) · owner rows (16, and one that observers share) · their counts by rank · failures (64 KiB)
 //   · connections that take (264 KiB) · slot controls (64 bytes each) · slot claims (256) · free hints · ready hints · notes (2 KiB per slot)
 //   · [page boundary] · payload areas (whole pages each)
 //
@@ -31,12 +31,13 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 6;
+inline constexpr std::uint32_t kLayoutVersion = 7;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
 inline constexpr std::size_t kConsumersCapacity = 400;
-inline constexpr std::size_t kHeaderBytes = 4096;
+inline constexpr std::size_t kSchemaCapacity = 1200;
+inline constexpr std::size_t kHeaderBytes = 8192;
 inline constexpr std::uint64_t kMaxSlots = std::uint64_t{1} << 24;
 inline constexpr std::int64_t kNoVersion = INT64_MIN;  // of a policy: published without one, or any will do
 inline constexpr unsigned kObserverRow = kMaxOwners;
@@ -63,11 +64,13 @@ struct Header {
   alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over
   alignas(64) std::atomic<std::uint64_t> returned;  // how often a claim ended with its delivery still to be done
   std::atomic<std::uint64_t> failures;              // entries ever begun in the log
+  std::atomic<std::uint32_t> ended;  // the writer has said that it writes nothing more; 0 again with another writer
   alignas(64) Board<4 * kMaxPorts> ports;
   alignas(64) Board<kAddressCapacity> addresses;
-  alignas(64) Board<kConsumersCapacity> consumers;  // their names and ranks, by the creator; a build before had zeros here
+  alignas(64) Board<kConsumersCapacity> consumers;  // their names and ranks, by the creator
+  alignas(64) Board<kSchemaCapacity> schema;        // encoded, by the creator; empty: none, or a longer one
 };
-static_assert(sizeof(Header) <= kHeaderBytes, "the header fits its page");
+static_assert(sizeof(Header) <= kHeaderBytes, "the header fits its pages");
 static_assert(std::is_standard_layout_v<Header>, "offsets mean the same in every process");
 static_assert(offsetof(Header, initialised) == 12, "any version can tell that it is not its own");
 

@@ -33,11 +33,12 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
                  connection.endpoint_->peer()},
                 record.joined_most,
                 monotonic_ns() + record.generation * kMillisecond};
+  if (draining && ring_.drained()) return answer(demand, Code::ended);
   if (draining || connection.waiting_ >= limits_.most_waiting || connection.attempts_ >= limits_.most_attempts)
     return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
   if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
-  if (record.generation == 0 && waiting_.empty()) return answer(demand, Code::accepted);
+  if ((record.generation == 0 || ring_.drained()) && waiting_.empty()) return answer(demand, nothing());
   waiting_.push_back(demand);
   ++connection.waiting_;
   FAULT_POINT("demand.waits");
@@ -188,10 +189,14 @@ void Service::look() {
   }
 }
 
+// What a demand is told that found nothing.
+Code Service::nothing() const { return ring_.drained() ? Code::ended : Code::accepted; }
+
 // One round. What found nothing for a rank finds nothing for the next one.
 void Service::serve_waiting() {
   std::uint32_t empty = 0;
   const std::uint64_t now = monotonic_ns();
+  const bool drained = ring_.drained();
   std::size_t kept = 0;
   for (std::size_t at = 0; at < waiting_.size(); ++at) {
     Demand demand = waiting_[at];
@@ -202,8 +207,8 @@ void Service::serve_waiting() {
       over = found == Served::answered;
       if (found == Served::nothing) empty |= 1U << demand.asked.rank;
     }
-    if (!over && now >= demand.until_ns) {
-      answer(demand, Code::accepted);
+    if (!over && (drained || now >= demand.until_ns)) {
+      answer(demand, nothing());
       over = true;
     }
     if (over)
@@ -227,7 +232,7 @@ void Service::arm(std::uint32_t before) {
 void Service::dismiss() {
   for (const Demand& each : std::exchange(waiting_, {})) {
     --each.connection->waiting_;
-    if (!each.connection->over_) answer(each, Code::busy);
+    if (!each.connection->over_) answer(each, ring_.drained() ? Code::ended : Code::busy);
   }
 }
 

@@ -238,6 +238,11 @@ def test_a_text_that_names_no_rings_is_refused(text: str) -> None:
         open_queue(text)
 
 
+def test_a_text_that_lacks_a_letter_is_told_which_one_to_give() -> None:
+    with pytest.raises(ConfigurationError, match="rings:run-1"):
+        open_queue("ring:run-1")
+
+
 def test_a_text_without_a_name_is_what_the_mixins_do_without_a_queue() -> None:
     with open_queue("rings:") as queue, FoundRings() as default:
         assert isinstance(queue, FoundRings)

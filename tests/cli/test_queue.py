@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims import places
 from transport.cli import run
-from transport.queue import QueuedTicket, RedisQueue
+from transport.queue import QueuedTicket, RedisQueue, RingQueue
 from transport.storage.urls import parse_url
 from transport.store.directory import Announcement, Directory
 from transport.store.sqlite import SQLiteStore
@@ -101,3 +102,23 @@ def test_rings_of_other_hosts_are_named_as_not_counted(
 def test_addresses_are_refused_because_a_ring_is_counted_by_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["queue", "rings://127.0.0.1:1"]) == 2
     assert "run it on the host of the rings" in capsys.readouterr().err
+
+
+def test_who_holds_claims_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        SharedRingBuffer.create(slots=2, slot_bytes=8, prefix="held-") as ring,
+        RingQueue([ring], lease_s=60.0) as held,
+    ):
+        ring.write_raw(b"x")
+        [claim] = held.claim(1, consumer="trainer 0")
+        assert run(["queue", "rings:held-", "--json", "-"]) == 0
+        [holder] = json.loads(capsys.readouterr().out)["holders"]
+        assert (holder["ring"], holder["pid"], holder["payloads"]) == (ring.ring_id, os.getpid(), 1)
+        assert 0 < holder["left_s"] <= 60
+        assert held.ack(claim)
+
+
+def test_where_no_ring_of_the_run_is_the_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix="run-cli-"):
+        assert run(["queue", "rings:cli"]) != 0
+        assert "rings:run-cli-" in capsys.readouterr().err

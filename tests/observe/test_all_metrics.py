@@ -236,12 +236,13 @@ def of_a_packer_and_its_queue() -> None:
             now[0] = 1000.0  # their leases end
             assert len(queue.claim(1, consumer="a third")) == len(waiting[:1])
             check(
-                seen(queue_samples("queue", queue.depth()), 1),
+                seen(queue_samples("queue", queue.depth(), {"held": 1}), 1),
                 {
                     "transport_queue_deliveries": {"ready": 1, "claimed": 1},
                     "transport_queue_finished_total": {"done": 1, "discarded": 7, "dead": 6},
                     "transport_queue_retried_total": 2 + 12,
                     "transport_queue_expired_total": 2,
+                    "transport_queue_nothing_total": {"held": 1},
                 },
             )
         finally:

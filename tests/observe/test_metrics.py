@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import Child
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXDataPackerMixin, UCXXRolloutMixin, UCXXServer
 from transport.errors import BusyPortError
@@ -152,3 +154,20 @@ def test_a_client_that_does_nothing_has_zeros(ring: SharedRingBuffer) -> None:
     with BlockingClient() as client:
         samples: list[Sample] = list(client_samples("idle", client.statistics()))
     assert {number for _, _, number in samples} == {0}
+
+
+WITHOUT = """
+import sys
+sys.modules["prometheus_client"] = None
+from transport import Rollout
+from transport.packer.options import RingOptions
+with Rollout(ring=RingOptions(slot_bytes=64), slots=1, mode="thread", drain_s=0) as rollout:
+    print(rollout.metrics_port, rollout.write_to_buffer({"x": 1}).slot)
+"""
+
+
+def test_a_rollout_without_prometheus_client_says_so_and_goes_on() -> None:
+    with Child(WITHOUT, env={"TRANSPORT_METRICS_PORT": "0"}, stderr=subprocess.PIPE) as rollout:
+        assert rollout.line() == "None 0"
+        assert rollout.process.stderr is not None
+        assert "prometheus-client" in rollout.process.stderr.read()

@@ -59,6 +59,8 @@ class TestConformance(QueueConformance):
 
 def test_random_operations_agree_with_a_model(server: RedisServer) -> None:
     class Machine(QueueMachine):
+        forgets = True
+
         @staticmethod
         def make_harness() -> RedisHarness:
             server.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -117,8 +118,11 @@ def test_a_full_ring_refuses_after_the_time_limit_and_loses_nothing() -> None:
         with pytest.raises(RingFullError, match="0 being written, 2 unread"):
             ring.write_raw(b"c", timeout_s=0.01)
         ring.overflow = "error"
-        with pytest.raises(RingFullError):
-            ring.write_raw(b"c")
+        with SharedRingBuffer.attach(ring.name, role="reader") as reader:
+            held = reader.claim(1)
+            with pytest.raises(RingFullError, match=f"reader {os.getpid()} holds 1"):
+                ring.write_raw(b"c")
+            assert [claim.release() for claim in held]
         assert [read_bytes(ring, ticket) for ticket in tickets] == [b"a", b"b"]
         assert ring.statistics().full_waits >= 1
 

@@ -46,6 +46,11 @@ def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
             pass
 
 
+def test_a_directory_of_rings_needs_no_append_only_file() -> None:
+    with redis_server(*FORGETFUL) as server, open_queue(f"rings+{server.place()}") as queue:
+        assert queue.claim(1, consumer="test") == []
+
+
 def test_a_server_that_got_its_file_later_is_admitted() -> None:
     import redis
 

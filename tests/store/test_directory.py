@@ -98,7 +98,7 @@ def test_a_record_that_nobody_renews_ends_with_its_lease(tmp_path: Path) -> None
 def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteStore) -> None:
     directory = Directory(store, lease_s=0.3)
     server = SimpleNamespace(addresses=("10.0.0.1",), ports=(5000,))
-    with Announcement(directory, SimpleNamespace(ring_id=RING), server) as announcement:
+    with Announcement(directory, SimpleNamespace(ring_id=RING, data_ended=False), server) as announcement:
         assert directory.find(RING).ports == (5000,)
         server.ports = (5001, 5002)
         eventually(lambda: directory.find(RING).ports == (5001, 5002))

@@ -29,6 +29,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     make_harness: Callable[[], Harness]
     MAX_DELIVERIES = 3
+    forgets = False  # how a claim ended, when its delivery is claimed again
 
     claims = Bundle("claims")
 
@@ -57,7 +58,7 @@ class QueueMachine(RuleBasedStateMachine):
         return self._ended(claim, to), delivery is not None
 
     def _ended(self, claim: Claim, to: DeliveryState) -> bool:
-        """Whether the claim is known to have ended so; a queue forgets it when the delivery is claimed again."""
+        """Whether the claim is known to have ended so."""
         return self.model[claim.ticket_id, claim.rank].ended == (claim.attempts, to)
 
     @rule(numbers=st.lists(st.integers(0, 7), max_size=4), readers=st.integers(1, 2))
@@ -82,7 +83,8 @@ class QueueMachine(RuleBasedStateMachine):
         for claim, (_, delivery) in zip(claims, ready, strict=False):
             delivery.state = CLAIMED
             delivery.attempts += 1
-            delivery.ended = None
+            if self.forgets:
+                delivery.ended = None
             delivery.lease_ends = self.now + LEASE_S
             assert claim.attempts == delivery.attempts
         return multiple(*claims)

@@ -18,6 +18,7 @@ from transport import _ring
 from transport.claims.batch import ClaimedRows, Rows
 from transport.claims.connection import ClaimConnection
 from transport.claims.outcomes import Outcomes
+from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
@@ -96,9 +97,8 @@ class ClaimConnections:
         schema = connection.link.schema
         if self.known and schema not in (*self.known, NO_SCHEMA, ""):
             self.leave(connection)
-            raise SchemaError(
-                f"{port[0]}:{port[1]} serves a ring of schema {schema}, this client has {', '.join(self.known)}"
-            )
+            theirs = schema_of(connection.link.fields)
+            raise SchemaError(foreign(f"{connection.ring[:8]} at {port[0]}:{port[1]}", schema, theirs, self.schemas))
         return connection
 
     async def _connected(self, port: PortKey, segment: str | None = "") -> ClaimConnection:

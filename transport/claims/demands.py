@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
 from transport.claims.outcomes import Served
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
-from transport.errors import BusyError, InternalError, TransportError, WrongRingError
+from transport.errors import BusyError, InternalError, RingEndedError, TransportError, WrongRingError
 from transport.runtime.logs import LogLimit
 from transport.wire.library import engine
 
@@ -49,6 +49,7 @@ class Demands:
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
         faults: why a place is not connected, by its name.
+        ended: of the rings that were connected to, whether each has said its end.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Demands:
         self._look_s = look_s
         self.oldest_version: int | None = None
         self.faults: dict[str, TransportError] = {}
+        self.ended: dict[str, bool] = {}
+        self._ring_at: dict[str, str] = {}  # by place, the last one
         self._takers = Takers(0)
         self._batches = 0
         self._most = 1
@@ -194,8 +197,15 @@ class Demands:
             if place.ring and link.ring != place.ring:
                 self._all.leave(link)
                 raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
+            if self.ended.get(link.ring):
+                self._all.leave(link)
+                raise RingEndedError(f"ring {link.ring[:8]} has ended")
         except TransportError as error:
             self._tries[name] = tries + 1
+            if self.ended.get(self._ring_at.get(name, "")):  # another ring may be served there later
+                self._takers.lost(name, time.monotonic())
+                self._turn()
+                return
             self.faults[name] = error
             if (before := self._log_limit.due()) is not None:
                 more = f" ({before} more failures since the last report)" if before else ""
@@ -209,6 +219,8 @@ class Demands:
             self.faults.pop(name, None)
             link.served = partial(self._served, name)
             self._connected[name] = link
+            self._ring_at[name] = link.ring
+            self.ended.setdefault(link.ring, False)
             self._takers.opened(name)
         self._turn()
 
@@ -243,6 +255,9 @@ class Demands:
                 most_attempts=self._most_attempts,
                 asked=asked,
             )
+        except RingEndedError:
+            self.ended[link.ring] = True
+            self._lose(name, link)
         except TransportError as error:
             self.faults[name] = error
             if link.lost:
@@ -294,5 +309,6 @@ class Demands:
         for name in self._places.keys() - found.keys():
             self._tries.pop(name, None)
             self.faults.pop(name, None)
+            self._ring_at.pop(name, None)
         self._places = found
         self._takers.found(found)

@@ -15,8 +15,9 @@ from typing import Any, Final
 from transport import _ring
 from transport.claims.batch import End, Verdict
 from transport.claims.places import Discovery, Observed, RingAddress
+from transport.claims.waiting import Holder, foreign, holders_of, schema_of, unread_of
 from transport.devices.buffers import BufferPool
-from transport.errors import RingNotFoundError, TransportError, UsageError
+from transport.errors import RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
 from transport.ring.batches import wait_for_payloads
 from transport.ring.buffer import SharedRingBuffer
@@ -24,6 +25,7 @@ from transport.ring.mapping import attached_reader, views_of
 from transport.ring.states import named
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
+from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
 log = logging.getLogger(__name__)
@@ -186,6 +188,7 @@ class RingsOfHost:
         self._views: dict[str, tuple[SharedRingBuffer, _ring.Views]] = {}  # by ring
         self._refused: dict[tuple[str, frozenset[str]], float] = {}  # by name, and the schemas that were asked for
         self._seen = Observed()
+        self._ends: dict[str, tuple[bytes, bool]] = {}  # of rings that were left: fingerprint, whether it had ended
         self._buffers = BufferPool()
         self._log_limit = LogLimit()
 
@@ -217,7 +220,9 @@ class RingsOfHost:
         """Attach to what is new and has payloads of these schemas (none: of any), leave what has ended."""
         with self._lock:
             try:
-                self._own = {ring_id: ring for ring_id, ring in self._own.items() if not ring.native.closed}
+                for ring in [ring for ring in self._own.values() if ring.native.closed]:
+                    del self._own[ring.ring_id]
+                    self._ends[ring.ring_id] = ring.fingerprint, ring.data_ended
                 for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
                     self._leave(ring)
                 for ring_id in [ring_id for ring_id, (ring, _) in self._views.items() if ring.native.closed]:
@@ -269,6 +274,8 @@ class RingsOfHost:
 
     def _leave(self, ring: SharedRingBuffer) -> None:
         del self._attached[ring.ring_id]
+        with contextlib.suppress(_ring.RingFault):
+            self._ends[ring.ring_id] = ring.native.fingerprint, ring.native.ended
         views = self._views.pop(ring.ring_id, None)
         if views is None or views[1].close():
             ring.close()
@@ -284,6 +291,44 @@ class RingsOfHost:
             seen = self._seen.look(self._places.segments()).values()
             unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
+
+    def known(
+        self, schemas: Sequence[Schema], rank: int | str | None
+    ) -> tuple[list[str], int, list[str], list[Holder]]:
+        """Of the rings on this host: ids of those with payloads of these schemas (none: all), how many of their
+        deliveries nobody holds, a sentence about each of the others, and who holds what."""
+        fit = _fitting(frozenset(each.fingerprint for each in schemas))
+        fitting: list[str] = []
+        unread = 0
+        strangers: list[str] = []
+        holders: list[Holder] = []
+        for ring in self.seen():
+            with contextlib.suppress(_ring.RingFault, RankError):  # closed meanwhile; or it has no such consumer
+                if fit and ring.native.fingerprint not in fit:
+                    theirs = schema_of(ring.native.schema)
+                    strangers.append(foreign(ring.name, ring.native.fingerprint.hex(), theirs, schemas))
+                    continue
+                fitting.append(ring.ring_id)
+                of = None if rank is None else ring.rank_of(rank)
+                unread += unread_of(ring, of)
+                holders += holders_of(ring, of)
+        return fitting, unread, strangers, holders
+
+    def ended(self, schemas: frozenset[str]) -> tuple[dict[str, bool], set[str]]:
+        """Of rings that were left, and of those whose payloads are all done, whether the writer has said its end; and
+        the ids of the others. Those with payloads of these schemas (none: of any)."""
+        self.look(schemas)
+        fit = _fitting(schemas)
+        with self._lock:
+            ended = {ring: said for ring, (fingerprint, said) in self._ends.items() if not fit or fingerprint in fit}
+            living = set()
+            for ring in self.rings(schemas):
+                with contextlib.suppress(_ring.RingFault):  # closed meanwhile
+                    if ring.native.drained:
+                        ended[ring.ring_id] = True
+                    else:
+                        living.add(ring.ring_id)
+            return ended, living
 
     def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
         """Every ring of these places that is on this host, some as observers.

@@ -299,6 +299,28 @@ class NetworkSource:
             if unknown_name or unreachable or isinstance(fault, BatchTooLargeError):
                 raise fault
 
+    def reached(self) -> tuple[set[str], dict[str, TransportError]]:
+        """The rings that demands are connected to; and by place why others are not."""
+        rings: set[str] = set()
+        faults: dict[str, TransportError] = {}
+        for of in list(self._ranks.values()):
+            if of.demands is not None:
+                rings.update(each.ring for each in of.demands.connections)
+                faults.update(of.demands.faults)
+        return rings, faults
+
+    def ended(self) -> tuple[dict[str, bool], set[str]]:
+        """Of the rings that demands were connected to, whether each has said its end; and those that are not done."""
+        ended: dict[str, bool] = {}
+        living: set[str] = set()
+        for of in list(self._ranks.values()):
+            if of.demands is not None:
+                for ring, said in list(of.demands.ended.items()):
+                    ended[ring] = said and ended.get(ring, True)
+                living.update(each.ring for each in of.demands.connections if not of.demands.ended.get(each.ring))
+            living.update(batch.claims.connection.ring for batch in list(of.came))
+        return ended, living
+
     # --- the ends of claims ---------------------------------------------------------------------------
     def payload_bytes(self, claim: NetworkClaim) -> PayloadBytes | None:
         """The payload of a claim."""

@@ -28,6 +28,8 @@ def open_queue(url: str) -> TicketQueue:
     """
     if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
         return open_rings(url)
+    if isinstance(url, str) and url.partition(":")[0] == "ring":
+        raise ConfigurationError(f"{url!r}: give rings{url.removeprefix('ring')}, for the rings of a run")
     parsed = parse_url(url)
     if not isinstance(parsed, RedisURL):
         raise ConfigurationError(
@@ -40,7 +42,8 @@ def open_rings(text: str) -> FoundRings:
     """`open_queue` for the rings of a run."""
     scheme, _, place = text.partition(":")
     if scheme != "rings":
-        store = open_store(text.removeprefix("rings+"))
+        # A server publishes itself again: what a directory forgets comes back.
+        store = open_store(text.removeprefix("rings+"), may_forget=True)
         return FoundRings(InDirectory(Directory(store)), store=store)
     if place.startswith("//"):
         return FoundRings(AtAddresses(place.removeprefix("//")))

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, Protocol
 
 from transport import _ring
+from transport.claims.waiting import runs_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
@@ -75,6 +76,14 @@ class Discovery(Protocol):
         """Where the others answer; without the rings of these ids."""
         ...
 
+    def ended(self) -> set[str]:
+        """Rings whose writers have said their end, as far as these places know."""
+        ...
+
+    def others(self) -> list[str]:
+        """Where rings of this host are found that are not of these places, as URLs."""
+        ...
+
     def close(self) -> None:
         """Release everything."""
         ...
@@ -85,11 +94,15 @@ class Observed:
 
     def __init__(self) -> None:
         self._rings: dict[str, SharedRingBuffer] = {}
+        self.ends: dict[str, bool] = {}  # of rings whose names are gone, whether their writers had said their end
 
     def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
         """An observer of each segment that can be seen."""
         for gone in self._rings.keys() - set(names):
-            self._rings.pop(gone).native.close()
+            ring = self._rings.pop(gone)
+            with contextlib.suppress(_ring.RingFault):
+                self.ends[ring.ring_id] = ring.native.ended
+            ring.native.close()
         for name in names:
             if name in self._rings and not self._rings[name].native.still_named:  # a newer ring has its name
                 self._rings.pop(name).native.close()
@@ -120,6 +133,14 @@ class Given:
         """None."""
         return {}
 
+    def ended(self) -> set[str]:
+        """None but those that say it themselves."""
+        return set()
+
+    def others(self) -> list[str]:
+        """None."""
+        return []
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -144,6 +165,14 @@ class OnThisHost:
         """Names that begin so."""
         beginning = _BEGINNING + self.prefix
         return [name for name in _ring.segments() if name.startswith(beginning)]
+
+    def ended(self) -> set[str]:
+        """Those that were seen before their names were gone."""
+        return {ring for ring, said in self._observed.ends.items() if said}
+
+    def others(self) -> list[str]:
+        """By the names of the other segments."""
+        return runs_of(set(_ring.segments()) - set(self.segments()), _BEGINNING)
 
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners."""
@@ -186,6 +215,14 @@ class AtAddresses:
         """All of them."""
         return self._places
 
+    def ended(self) -> set[str]:
+        """None: their listeners say it."""
+        return set()
+
+    def others(self) -> list[str]:
+        """None."""
+        return []
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -203,6 +240,7 @@ class InDirectory:
         self._directory = directory
         self._observed = Observed()
         self._known: Mapping[str, Serving] = {}
+        self._ended: set[str] = set()
         self._here: set[str] = set()
         self._segments: dict[str, str] = {}
         self._due = float("-inf")
@@ -231,6 +269,7 @@ class InDirectory:
     def _read(self) -> None:
         try:
             records = self._directory.all()
+            ended = self._directory.ended()  # last: a ring says its end before its record goes
         except Exception as error:
             # The rings are not in the store: they are written and read while that is away.
             self._failed = error
@@ -241,7 +280,8 @@ class InDirectory:
         self._failed = None
         self._due = time.monotonic() + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
         here = host_identity()
-        self._known = {each.ring: each for each in records}
+        self._known = {each.ring: each for each in records if each.ring not in ended}
+        self._ended = ended
         self._here = {each.ring for each in records if each.host == here}
         self._reads += 1
 
@@ -269,6 +309,14 @@ class InDirectory:
             }
             self._made = made_of, served
         return served
+
+    def ended(self) -> set[str]:
+        """By what they wrote into the directory."""
+        return self._ended
+
+    def others(self) -> list[str]:
+        """None: what is not in the directory is another run's, or of none."""
+        return []
 
     def close(self) -> None:
         """Detach the observers. The store stays its owner's."""

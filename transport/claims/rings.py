@@ -23,8 +23,10 @@ time, and one payload for each ring beside; of large payloads three times what o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import logging
 import os
 import threading
 import time
@@ -39,8 +41,9 @@ from transport.claims.looks import depth_of, failures_of, known_of, place_of, un
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, Given, OnThisHost, RingAddress
+from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, reason, texts_of
 from transport.config import configuration
-from transport.errors import ClosedError, RingNotFoundError, TransportError, UsageError
+from transport.errors import ClosedError, RingNotFoundError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
@@ -64,6 +67,8 @@ from transport.store.base import Store
 if TYPE_CHECKING:
     from transport.runtime.loop_thread import Job, LoopThread
     from transport.schema import Schema
+
+log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
 _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
@@ -124,6 +129,7 @@ class FoundRings(TicketQueue):
         self._maps = not wires or "mapped" in wires
         self._carries = not wires or set(wires) != {"mapped"}
         self._schemas: frozenset[str] = frozenset()
+        self._wanted: Sequence[Schema] = ()
         self._network = self._networks[None] = NetworkSource(
             self._served, max_deliveries, self._mapped_source.bell.ring
         )
@@ -132,6 +138,7 @@ class FoundRings(TicketQueue):
     def _begin(self) -> None:
         self._look_at = 0.0
         self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
+        self._waiting = Waiting()
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
     def __repr__(self) -> str:
@@ -147,6 +154,7 @@ class FoundRings(TicketQueue):
         self._check_open()
         own = copy.copy(self)
         own._schemas = frozenset(schema.fingerprint for schema in schemas)
+        own._wanted = schemas
         own._maps, own._carries = client.allows("mapped"), client.carries()
         own._network = self._networks[client] = NetworkSource(
             own._served, self._max_deliveries, self._mapped_source.bell.ring, thread, client.claims
@@ -209,7 +217,9 @@ class FoundRings(TicketQueue):
                 if not claims:
                     raise  # else the next call meets it again: what was claimed is the caller's
             if claims:
+                self._waiting.came()
                 return claims
+            self._nothing_came(rank)
             if time.monotonic() >= give_up:
                 if self._elsewhere:
                     self._network.explain(rank, known=bool(here))
@@ -272,12 +282,65 @@ class FoundRings(TicketQueue):
             left_s = max(0.0, give_up - time.monotonic())
             if self._elsewhere:
                 batch = self._network.take(n, min(left_s, _SLICE_S), rank)
-                if batch is not None or left_s <= 0:
+                if batch is not None:
+                    self._waiting.came()
                     return batch
-            elif left_s <= 0:
+            self._nothing_came(rank)
+            if left_s <= 0:
                 return None
-            else:
+            if not self._elsewhere:
                 self._closed.wait(min(left_s, _SLICE_S))
+
+    def _nothing_came(self, rank: int | str) -> None:
+        if not self._waiting.due(time.monotonic()):
+            return
+        with contextlib.suppress(TransportError):  # the caller meets it
+            found = self.why_nothing(rank)
+            if found is not None and self._waiting.found(found):
+                log.warning("no payload has come for %.0f s: %s", LOOK_S, found.text)
+
+    def why_nothing(self, rank: int | str | None = None) -> Reason | None:
+        """Why this queue has nothing to claim at the moment; None: its rings are there, and their turn is next."""
+        return reason(self._known(rank))
+
+    def finished(self, expected_rollouts: int | None = None) -> bool:
+        """See `TicketQueue.finished`. At addresses as many rollouts are expected as there are addresses.
+
+        A killed rollout has not ended: another one is expected in its place, and without ``expected_rollouts`` its ring
+        keeps this False.
+        """
+        self._check_open()
+        ended, living = self._here.ended(self._schemas) if self._maps else ({}, set[str]())
+        if self._carries:
+            there, waiting = self._network.ended()
+            places = self._served().values()
+            ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
+            living |= waiting | {place.ring for place in places if place.ring and not ended.get(place.ring)}
+            if expected_rollouts is None:
+                expected_rollouts = sum(not place.ring for place in places) or None
+        if living:
+            return False
+        ended |= dict.fromkeys(self.places.ended(), True)
+        said = sum(ended.values())
+        return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
+
+    def holders(self) -> list[Holder]:
+        """Who holds claims of the rings on this host."""
+        return list(self._known(None).holders)
+
+    def reasons(self) -> Mapping[str, int]:
+        """See `TicketQueue.reasons`."""
+        return {why.value: count for why, count in self._waiting.counts.items()}
+
+    def _known(self, rank: int | str | None) -> Known:
+        self._check_open()
+        here, unread, strangers, holders = self._here.known(self._wanted, rank)
+        reached, faults = self._network.reached()
+        fitting = set(here) if self._maps else set()
+        fitting |= reached if reached or faults else set(self._served())
+        strangers += [str(each) for each in faults.values() if isinstance(each, SchemaError)]
+        others = self.places.others()
+        return Known(repr(self.places), len(fitting), unread, strangers, texts_of(faults), holders, others)
 
     def consume(self, batch: TakenBatch) -> Verdicts:
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.

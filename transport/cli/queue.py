@@ -13,6 +13,8 @@ from transport.errors import RingNotFoundError, UsageError
 from transport.storage.urls import SQLiteURL, has_scheme, parse_url
 
 if TYPE_CHECKING:
+    from transport.claims.rings import FoundRings
+    from transport.claims.waiting import Holder
     from transport.queue.base import Failure, QueueDepth
 
 EXAMPLE = "Example: transport queue redis://node7:6379/0?run=train --requeue"
@@ -27,6 +29,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     requeued: int  # dead deliveries that --requeue made ready again
     depth: QueueDepth
     failures: list[Failure]  # the latest published first
+    nothing: str = ""  # why nothing can be claimed at the moment
+    holders: list[Holder] = []  # of claims of rings on this host
     not_counted: list[str] = []  # where rings of other hosts are served, whose depth and failures these are not
 
 
@@ -64,25 +68,28 @@ def queue(
     with slow("asking the queue"), open_queue(url) as opened:
         requeued = opened.requeue(limit) if requeue else 0
         if isinstance(opened, FoundRings) and isinstance(opened.places, OnThisHost):
-            _check_readable(opened.places.segments(), opened.places.prefix)
-        places = opened.not_counted() if isinstance(opened, FoundRings) else {}
+            _check_readable(opened)
+        found = opened if isinstance(opened, FoundRings) else None
+        places = found.not_counted() if found is not None else {}
+        nothing = found.why_nothing() if found is not None else None
         report = Report(
             requeued=requeued,
             depth=opened.depth(rank),
             failures=opened.failures(limit),
+            nothing=nothing.text if nothing is not None else "",
+            holders=found.holders() if found is not None else [],
             not_counted=sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in places.values() if each.ports),
         )
     emit(report, _text(report, requeue), json_target)
 
 
-def _check_readable(segments: list[str], prefix: str) -> None:
+def _check_readable(queue: FoundRings) -> None:
     """Raise unless there is a ring, and each can be read: an empty answer would be wrong."""
     from transport.ring.attachment import attach
 
-    if not segments:
-        raise RingNotFoundError(
-            f"no ring of this host has a name that begins with {prefix}; `transport top --once` lists the rings"
-        )
+    segments = queue.places.segments()
+    if not segments and (why := queue.why_nothing()) is not None:
+        raise RingNotFoundError(why.text)
     for segment in segments:
         with contextlib.suppress(RingNotFoundError):  # gone meanwhile
             attach(segment, "observer").close()
@@ -100,6 +107,9 @@ def _text(report: Report, requeue: bool) -> str:
         "  ".join(f"{name} {getattr(depth, name)}" for name in _SHOWN_STATES),
         "  ".join(f"{name} {getattr(depth, name)}" for name in _EVENTS),
     ]
+    lines += [str(each) for each in report.holders]
+    if report.nothing:
+        lines.append(f"nothing can be claimed: {report.nothing}")
     if requeue:
         lines.append(f"requeued {report.requeued} of the dead")
     for each in report.failures:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport top --once --json -"
 
-_WIDE: Final = 120  # columns that the table needs
+_WIDE: Final = 160  # columns where the output is no terminal
+_UNLIMITED: Final = 10_000
 
 
 def top(
@@ -122,8 +123,13 @@ def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
 
 
 def _picture(snapshot: Snapshot, rates: dict[str, Rates], width: int, hint: str = "") -> RenderableType:
-    """A table where the terminal has room for one, otherwise a few lines for each ring."""
-    return _table(snapshot, rates, hint) if width >= _WIDE else _lines(snapshot, rates, hint)
+    """A table where the terminal has room for every value on its line, otherwise a few lines for each ring."""
+    from rich.console import Console
+
+    table = _table(snapshot, rates, hint)
+    console = Console(width=_UNLIMITED)
+    needed = table.__rich_measure__(console, console.options).maximum
+    return table if width >= needed else _lines(snapshot, rates, hint)
 
 
 def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> RenderableType:

@@ -35,7 +35,8 @@ class Display:
 
     def show(self, consumed: int, size: int, wires: list[str], mean_return: float) -> None:
         """Progress so far, and the mean return of the last episodes."""
-        what = f"{size / 1e6:.1f} MB by {', '.join(wires) or 'no wire'}, mean return {mean_return:.1f}"
+        amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+        what = f"{amount} by {', '.join(wires) or 'no wire'}, mean return {mean_return:.1f}"
         self._bar.update(self._task, completed=consumed, what=what)
         if self._bar.disable:
             self._show_line(consumed, what)

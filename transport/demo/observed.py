@@ -15,7 +15,7 @@ from transport.ring.buffer import SharedRingBuffer
 
 def worker_samples(processes: Workers, queue: TicketQueue) -> Iterator[Sample]:
     """Of every ring and client of the run that is alive, and of its queue."""
-    yield from queue_samples("demo", queue.depth())
+    yield from queue_samples("demo", queue.depth(), queue.reasons())
     workers = list(processes.all)
     for worker in workers:
         try:

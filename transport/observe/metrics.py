@@ -15,14 +15,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from transport.client.payload import ClientStatistics
 from transport.config import Configuration
 from transport.errors import BusyPortError, MissingDependencyError, TransportError
 from transport.observe.statistics import PackerStatistics
-from transport.queue.base import QueueDepth
+from transport.queue.base import QueueDepth, TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.installing import install
 
@@ -91,6 +91,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "transport_queue_finished_total": Family("counter", (*_OF_QUEUE, "outcome"), "deliveries that ended, by how"),
     "transport_queue_retried_total": Family("counter", _OF_QUEUE, "claims given back"),
     "transport_queue_expired_total": Family("counter", _OF_QUEUE, "leases that ended before their claim did"),
+    "transport_queue_nothing_total": Family(
+        "counter", (*_OF_QUEUE, "reason"), "looks, every 5 s without a payload, that found why none comes"
+    ),
 }
 """All metrics; tests compare docs/grafana.json and docs/OPERATIONS.md with this list."""
 
@@ -169,7 +172,7 @@ def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
     yield from client_samples(name, seen.client)
 
 
-def queue_samples(name: str, depth: QueueDepth) -> Iterator[Sample]:
+def queue_samples(name: str, depth: QueueDepth, reasons: Mapping[str, int]) -> Iterator[Sample]:
     """Samples of a queue."""
     for state in ("ready", "claimed"):
         yield "transport_queue_deliveries", (name, state), getattr(depth, state)
@@ -177,6 +180,8 @@ def queue_samples(name: str, depth: QueueDepth) -> Iterator[Sample]:
         yield "transport_queue_finished_total", (name, outcome), getattr(depth, outcome)
     yield "transport_queue_retried_total", (name,), depth.retried
     yield "transport_queue_expired_total", (name,), depth.expired
+    for reason, value in reasons.items():
+        yield "transport_queue_nothing_total", (name, reason), value
 
 
 class Collector:
@@ -259,9 +264,9 @@ class Exporter:
         """A data packer and its client."""
         self.collector.add(("packer", name), lambda: packer_samples(name, statistics()))
 
-    def add_queue(self, name: str, depth: Callable[[], QueueDepth]) -> None:
-        """A ticket queue; ``depth`` is called from the exporter's thread."""
-        self.collector.add(("queue", name), lambda: queue_samples(name, depth()))
+    def add_queue(self, name: str, queue: TicketQueue) -> None:
+        """A ticket queue, which is asked from the exporter's thread."""
+        self.collector.add(("queue", name), lambda: queue_samples(name, queue.depth(), queue.reasons()))
 
     def close(self) -> None:
         """Close the port. Idempotent. In a forked child, which has no thread that serves, its descriptor alone."""
@@ -279,10 +284,14 @@ class Exporter:
 
 
 def configured_exporter(configuration: Configuration) -> Exporter | None:
-    """An exporter where ``metrics_port`` is set. Raises as `Exporter`."""
+    """An exporter where ``metrics_port`` is set; None, with a warning, without prometheus-client. BusyPortError."""
     if configuration.metrics_port is None:
         return None
-    return Exporter(configuration.metrics_port, configuration.metrics_bind)
+    try:
+        return Exporter(configuration.metrics_port, configuration.metrics_bind)
+    except MissingDependencyError as error:  # the run is worth more than its metrics
+        log.warning("no metrics on port %d: %s", configuration.metrics_port, error)
+        return None
 
 
 def _serve(prometheus: Any, registry: Any, port: int, bind: str) -> tuple[Any, threading.Thread]:

@@ -35,7 +35,7 @@ from transport.packer.session import TicketLike, check_shared, open_session, res
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.ring.consumers import check_consumer
-from transport.runtime.arguments import expect, several, text, waiting, whole
+from transport.runtime.arguments import at_least, expect, several, text, waiting, whole
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
@@ -53,6 +53,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     `Trainer` is one by itself. A ``with`` cleans up at its end.
     """
 
+    _expected_rollouts: int | None = None
+
     # --- life ---------------------------------------------------------------------------------------
     def setup_ucxx_packer(
         self,
@@ -65,6 +67,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         consumed: ConsumedRecord | None = None,
         progress: Progress | Literal["bar"] | None = None,
         joined: bool = False,
+        expected_rollouts: int | None = None,
         wire: WirePolicy | None = None,
         client: ClientOptions = _CLIENT,
         settings: Settings | None = None,
@@ -85,6 +88,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
                 draws it on the terminal.
             joined: a payload that names its parents (docs/PAYLOADS.md) is a `JoinedPayload` of all parts, which is
                 consumed as a whole. ``schemas`` has those of the parents, too.
+            expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
             client: further choices, for example ``client=ClientOptions(device="torch")``.
             wire, settings: default: the operator's configuration (config.py), which may also turn on metrics.
 
@@ -99,6 +103,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
         if not isinstance(joined, bool):
             raise UsageError(f"joined={joined!r:.80}: give True or False")
+        if expected_rollouts is not None:
+            expected_rollouts = at_least(1, expected_rollouts, "expected_rollouts")
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
@@ -119,6 +125,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             fetch=self._ucxx_dp_fetch_all,
             joined=joined,
         )
+        self._expected_rollouts = expected_rollouts
         try:
             self._ucxx.warm_up(client.directory)
             self._ucxx.show(configured_exporter(operator), name)
@@ -144,6 +151,14 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         policy_version: the version in training; required with ``max_policy_age``.
         """
         return self._packer.claims.claim(n, timeout_s, policy_version)
+
+    def finished(self) -> bool:
+        """Whether no payload comes any more: every rollout has closed cleanly, and every payload is done.
+
+        Ask when `claim_tickets` returned nothing. A killed rollout has not ended; ``expected_rollouts`` counts those
+        that did. False for a queue that is not the rings themselves.
+        """
+        return self._packer.queue.finished(self._expected_rollouts)
 
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.

@@ -50,6 +50,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
     _ucxx_exporter: Exporter | None = None
+    _ucxx_ends = True  # whether the end of the ring is that of its data, or an exception's
     _ucxx_told_s: float | None = None  # how long a drain goes on once a signal ends the program; None: all of it
 
     def setup_ucxx(
@@ -98,7 +99,9 @@ class UCXXRolloutMixin(Writing, WithBlock):
         readers = whole(readers, "readers")
         if publish not in (None, "background", "immediate"):
             raise UsageError(f"publish={publish!r}; choose 'background' or 'immediate'")
+        self._ucxx_ends = False  # another ring follows
         self.cleanup_ucxx()
+        self._ucxx_ends = True
         operator = configuration()
         directory = server.directory
         prefix = default_prefix() if queue is None else ""
@@ -184,10 +187,14 @@ class UCXXRolloutMixin(Writing, WithBlock):
     def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
         """Publish what waits for it, stop serving, and close the ring. Any state; idempotent.
 
+        Trainers learn that this rollout writes nothing more (`FoundRings.finished`), unless an exception ends its
+        ``with``.
+
         Raises what the queue raises if that fails, when everything else is done.
 
         Args:
-            drain_s: wait this long for unread payloads to be consumed first.
+            drain_s: wait this long for unread payloads to be consumed first, and for connected trainers to hear the
+                end.
         """
         if self._ucxx_unsure and drain_s > 0:
             with contextlib.suppress(TransportError):
@@ -203,6 +210,8 @@ class UCXXRolloutMixin(Writing, WithBlock):
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
                 stack.callback(ring.close)
+                if self._ucxx_ends and not ring.native.closed:
+                    ring.end_data()
             if announcement is not None:
                 stack.callback(announcement.close)  # readers look it up until the last payload is read
             if server is not None:

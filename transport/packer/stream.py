@@ -34,7 +34,8 @@ class BatchStream:
         batch_size: payloads of a batch, at most.
         fill_s: seconds for which an incomplete batch waits for more tickets. Bounded, because other trainers may hold
             the missing ones.
-        idle_s: the stream ends after so many seconds without a ticket; None: it waits for ever.
+        idle_s: the stream ends after so many seconds without a ticket, or when all rollouts have ended; None: then
+            only.
         stopping: called during every wait; the stream ends when it returns True.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`, with its errors.
     """
@@ -60,7 +61,8 @@ class BatchStream:
         self._packer.setup_ucxx_packer(queue=queue, **options)
 
     def next(self) -> FetchedBatch | None:
-        """The next batch with a payload in it; None: no tickets for ``idle_s``, or stopping.
+        """The next batch with a payload in it; None: `UCXXDataPackerMixin.finished`, no tickets for ``idle_s``, or
+        stopping.
 
         Raises the queue's errors, and those of `collect_prefetch`.
         """
@@ -110,7 +112,7 @@ class BatchStream:
             begun = bool(self._waiting)
             if self._claim(min(left, _SLICE_S)):
                 give_up = give_up if begun else time.monotonic() + self._fill_s
-            elif not left:
+            elif not left or self._packer.finished():
                 return
 
     def _claim(self, timeout_s: float) -> bool:

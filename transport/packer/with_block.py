@@ -23,6 +23,7 @@ class WithBlock:
         answer = None
         try:
             with contextlib.ExitStack() as stack:  # one class may have both mixins: a failure of one spares the other
+                self._ucxx_ends = kind is None
                 for name in ("cleanup_ucxx", "cleanup_ucxx_packer"):
                     if hasattr(self, name):
                         stack.callback(getattr(self, name))

@@ -242,6 +242,20 @@ class TicketQueue(abc.ABC):
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded or died, the latest published first."""
 
+    def finished(self, expected_rollouts: int | None = None) -> bool:
+        """Whether no payload comes any more: every rollout of the run has closed cleanly, and every payload is done.
+
+        Only rings know; a broker's queue returns False. Ask when a claim has brought nothing.
+
+        Args:
+            expected_rollouts: how many have to end; None: all of those, at least one, that this process has seen.
+        """
+        return False
+
+    def reasons(self) -> Mapping[str, int]:
+        """How often a look, every few seconds without a payload, found why none comes. Only rings know reasons."""
+        return {}
+
     def requeue(self, limit: int = 100) -> int:
         """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many.
 

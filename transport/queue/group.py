@@ -333,6 +333,17 @@ class GroupQueue(TicketQueue):
         """See `TicketQueue.publish`; for a group ``readers`` is 1."""
         return self._queue.publish(tickets, readers=readers, policy_version=policy_version)
 
+    def finished(self, expected_rollouts: int | None = None) -> bool:
+        """See `TicketQueue.finished`. The leader finds out, and tells the others behind which claims."""
+        step, made = self._next
+        if not self.leads:
+            entry = self._store.get(self._key("ended"))
+            return entry is not None and step >= int(entry.value)
+        if made or not self._queue.finished(expected_rollouts):
+            return False
+        self._store.put(self._key("ended"), str(step).encode(), lease_s=_KEEP_S)
+        return True
+
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of the group's deliveries, whichever the ``rank``."""
         return self._queue.depth(None if rank is None else 0)

@@ -78,6 +78,8 @@ class SharedRingBuffer(Attachment):
         name: of the segment; `attach` and same-host readers use it.
         ring_id: 32 hex digits, random, in every ticket.
         schema: what payloads look like, or None: any mapping of names to values, described by its ticket.
+        fingerprint: of the schema, 16 bytes; zeros without one.
+        data_ended: whether this object has said that no more is written (`end_data`).
     """
 
     def __init__(self, native: _ring.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True) -> None:
@@ -87,6 +89,8 @@ class SharedRingBuffer(Attachment):
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
         self._refusals = LogLimit()
+        self.data_ended = False
+        self.fingerprint = native.fingerprint
         self._named_ranks = 0
         if writable:
             self._named_ranks = sum(map(len, consumers_of(native.consumers).values()))
@@ -166,6 +170,8 @@ class SharedRingBuffer(Attachment):
             ring = cls(native, schema, overflow)
             ring._made_here = True
             ring._name_consumers(names)
+            if schema is not None and len(schema.encode()) <= _ring.MAX_SCHEMA:
+                native.schema = schema.encode()
             if name is None:  # a named ring may be meant for a successor
                 ring._forget_with(ring._pages.release, only_empty=False)
             return ring
@@ -730,6 +736,14 @@ class SharedRingBuffer(Attachment):
         return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
 
     # --- the end ---------------------------------------------------------------------------------------
+    def end_data(self) -> None:
+        """Say that this writer writes nothing more, before it closes. A killed writer says nothing.
+
+        Trainers that find this ring learn it (`FoundRings.finished`). Say it behind the last write.
+        """
+        self._call(self.native.end_data)
+        self.data_ended = True
+
     def close(self, *, keep_unread: bool = False) -> None:
         """Give up every hold and detach. Idempotent.
 

@@ -10,6 +10,7 @@ Before any of these, slots of dead processes and of expired payloads are reclaim
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Final, Literal
 
 from transport import _ring
@@ -51,10 +52,22 @@ class Overflowing:
             free, writing, ready, reading = native.state_counts()
             raise RingFullError(
                 f"no slot of {free + writing + ready + reading} became free: {writing} being written, {ready} unread, "
-                f"{reading} being read; the readers are slower than the writer, or have ended; make a larger "
-                "ring, or use overflow='overwrite'"
+                f"{reading} being read{self._readers()}; the readers are slower than the writer, or have ended; make a "
+                "larger ring, or use overflow='overwrite'"
             )
         return taken
+
+    def _readers(self) -> str:
+        """Which processes hold how many slots that are being read."""
+        held: Counter[int] = Counter()
+        for slot in range(self._native.slot_count):
+            info = self._native.info(slot)
+            if info.state == _ring.READING:
+                held.update(index for index in range(_ring.MAX_OWNERS) if info.pins >> index & 1)
+        names = {_ring.ROLE_LISTENER: "listener", _ring.ROLE_READER: "reader"}
+        owners = [owner for owner in self._native.owners() if held[owner.index]]
+        each = (f"{names.get(owner.role, 'writer')} {owner.pid} holds {held[owner.index]}" for owner in owners)
+        return f" ({', '.join(each)})" if owners else ""
 
     def _tidy(self) -> bool:
         """Reclaim slots of dead processes and expired payloads; True if there were any."""

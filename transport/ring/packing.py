@@ -95,10 +95,9 @@ def describe(
     if mapping.keys() != set(schema.names):
         missing = [name for name in schema.names if name not in mapping]
         extra = sorted(repr(name) for name in mapping if name not in schema.names)
-        raise SchemaError(
-            f"expected the tensors {', '.join(schema.names)}; "
-            f"missing: {', '.join(missing) or 'none'}; not in the schema: {', '.join(extra) or 'none'}"
-        )
+        found = {"missing": missing, "not in the schema": extra}
+        wrong = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
+        raise SchemaError(f"expected the tensors {', '.join(schema.names)}; {wrong}")
     arrays: list[Field] = []
     lengths = []
     kinds = schema.kinds

@@ -15,7 +15,7 @@ from transport.errors import UsageError
 
 PAGE: Final = 4096
 _CONTROL_BYTES: Final = 64 + 256 + 2048 + 1  # of a slot: its word, its claims, its ticket, its hints
-_FIXED_BYTES: Final = 23 * PAGE + 128 * (64 + 8 * 256)  # header, owner rows, counts by rank, failures; finishes
+_FIXED_BYTES: Final = 24 * PAGE + 128 * (64 + 8 * 256)  # header, owner rows, counts by rank, failures; finishes
 MAX_SLOTS: Final = 1 << 24
 
 

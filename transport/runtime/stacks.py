@@ -11,9 +11,11 @@ import contextlib
 import faulthandler
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 FIRST_S: Final = 2.0
@@ -53,6 +55,26 @@ class Slow:
     def slice_s(self, most_s: float = 0.25) -> float:
         """How long to wait until the next look."""
         return max(0.0, min(most_s, self._most_s - (self._clock() - self._begun)))
+
+
+def leave_pipes() -> None:
+    """Let go of a pipe that standard output or error is: its reader would wait for this process, which outlives others.
+
+    Lines that follow are dropped. A file or a terminal stays. UCX has a copy of the descriptor, which goes as well.
+    """
+    pipes = {
+        (found.st_dev, found.st_ino)
+        for found in map(os.fstat, (1, 2))
+        if stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode)
+    }
+    if not pipes:
+        return
+    with Path(os.devnull).open("wb") as null:
+        for descriptor in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                found = os.fstat(descriptor)
+                if (found.st_dev, found.st_ino) in pipes:
+                    os.dup2(null.fileno(), descriptor, inheritable=descriptor in (1, 2))
 
 
 def enable() -> None:

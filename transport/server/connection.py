@@ -202,6 +202,7 @@ class Connection:
             reason=reason,
             consumers=self._ring.native.consumers if code == 0 else "",
             schema=self._ring.native.fingerprint.hex() if code == 0 else "",
+            fields=self._ring.native.schema if code == 0 else b"",
         )
         await self._endpoint.send_stream(frames.encode_handshake(welcome))
 

@@ -125,7 +125,10 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
     """Stop the listener when writer and supervisor have ended: no other process would end it or remove the segment."""
     while True:
         sequence = ring.native.sequence
-        alive = ring.native.keeper_alive or supervised(ring.name)
+        writer_alive = ring.native.keeper_alive
+        if not writer_alive:
+            stacks.leave_pipes()
+        alive = writer_alive or supervised(ring.name)
         _, _, ready, reading = ring.native.state_counts()
         if lifetime.tick(time.monotonic(), writer_alive=alive, unread=ready + reading, sequence=sequence) is Phase.STOP:
             stop.set()

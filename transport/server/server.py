@@ -16,6 +16,7 @@ from typing import Literal, NoReturn, Self
 
 import msgspec
 
+from transport import _ring
 from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
@@ -25,13 +26,14 @@ from transport.server.after_writer import AfterWriter
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
-from transport.wire.addresses import advertised
+from transport.wire.addresses import LOOPBACK, advertised
 from transport.wire.library import library
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner numbers, the writer another
+_HEARD_S = 0.02  # between two looks whether every trainer has heard the end
 _LEAST_FILES = 64  # a listener without connections has 36 open, and a connection over tcp takes up to eight
 
 
@@ -94,6 +96,12 @@ class UCXXServer:
         self._wanted = tuple(ports)
         if addresses is None:
             addresses = (bind,) if bind else advertised()
+            if addresses == (LOOPBACK,):
+                log.warning(
+                    "this host has no default route: tickets name %s, which trainers on other hosts do not reach; set "
+                    "TRANSPORT_ADDRESSES to an address that they do",
+                    LOOPBACK,
+                )
         self._addresses = tuple(addresses)
         self._mode = mode
         self._after_writer = after_writer
@@ -162,8 +170,9 @@ class UCXXServer:
         """Stop listening. Idempotent. An interrupt ends the wait for readers; call again to finish an interrupted stop.
 
         Args:
-            drain_s: wait this long for unread payloads to be consumed first. Payloads that are still unread afterwards
-                stay in the ring, but no listener serves them.
+            drain_s: wait this long for unread payloads to be consumed first, and behind `end_data` for the trainers
+                that are connected to hear the end. Payloads that are still unread afterwards stay in the ring, but no
+                listener serves them.
             told_s: wait at most until so many seconds after the signal that ends the program (`until_stopped`), also
                 where it comes during the wait. None: a signal changes nothing.
         """
@@ -173,6 +182,7 @@ class UCXXServer:
         self._closing = True
         try:
             self._drain(drain_s, math.inf if told_s is None else told_s)
+            self._give_up_unread()
         finally:
             self._stop(run)
         if not self._ring.native.closed:
@@ -194,10 +204,21 @@ class UCXXServer:
         while not native.closed and (left := min(give_up, hurry.signalled_at() + told_s) - time.monotonic()) > 0:
             seen = native.freed_event()
             free, writing, _, _ = native.state_counts()
-            if free + writing == self._ring.slot_count:
+            unread = self._ring.slot_count - free - writing
+            if not unread and not (native.ended and native.takers):
                 return
-            slow.look(f"{self._ring.slot_count - free - writing} unread payloads, at most {left:.1f} s more")
-            native.wait_freed(seen, min(left, 1.0))
+            slow.look(f"{unread} unread payloads, {native.takers} takers, at most {left:.1f} s more")
+            native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
+
+    def _give_up_unread(self) -> None:
+        """Behind `end_data`, what nobody has claimed ends here, so that the listeners can still tell the end."""
+        native = self._ring.native
+        if native.closed or not native.ended:
+            return
+        infos = [(slot, native.info(slot)) for slot in range(self._ring.slot_count)]
+        given_up = sum(native.discard(slot, info.generation) for slot, info in infos if info.state == _ring.READY)
+        if given_up:
+            log.info("ring %s ends with %d payloads unread", self._ring.ring_id[:8], given_up)
 
     def __enter__(self) -> Self:
         return self if self._run is not None else self.start()

@@ -330,6 +330,8 @@ class Supervisor:
             sequence = self._ring.native.sequence
             _, _, ready, reading = self._ring.native.state_counts()
             alive = self._ring.native.keeper_alive
+            if not alive:
+                stacks.leave_pipes()  # before another process inherits them
             self._after_writer.look(writer_alive=alive)
             now = time.monotonic()
             if self._lifetime.tick(now, writer_alive=alive, unread=ready + reading, sequence=sequence) is Phase.STOP:

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 30.0
 _PREFIX = "servers/"
 _EPOCHS = "servers-epoch"
+_ENDED = "ended/"
+_ENDED_S = 3600.0  # that an end stays, for trainers that come late
 # After these errors a reader looks up the ring in the directory.
 MAY_HAVE_MOVED = (LinkError, PayloadLostError)
 
@@ -115,6 +117,14 @@ class Directory:
                 log.warning("malformed directory record %s is left out: %s", key, error)
         return found
 
+    def end(self, ring: str) -> None:
+        """Say that the writer of this ring writes nothing more."""
+        self._store.put(_ENDED + ring, b"", lease_s=_ENDED_S)
+
+    def ended(self) -> set[str]:
+        """The rings whose writers have said their end within the last hour."""
+        return {key.removeprefix(_ENDED) for key in self._store.scan(_ENDED)}
+
     def next_epoch(self) -> int:
         """The epoch for a server that starts: greater than that of all servers before."""
         return self._store.add(_EPOCHS)
@@ -152,6 +162,7 @@ class Announcement:
         self._directory = directory
         self._server = server
         self._ring = ring.ring_id
+        self._written = ring
         self._epoch = directory.next_epoch()
         self._published = self._serving()
         self._version = directory.publish(self._published)
@@ -195,6 +206,8 @@ class Announcement:
         self._thread.join(_JOIN_S)
         if self._version is not None:
             try:
+                if self._written.data_ended:  # before it is gone, so that no trainer sees neither
+                    self._directory.end(self._ring)
                 self._directory.withdraw(self._ring, self._version)
             except TransportError as error:
                 log.warning(

@@ -8,8 +8,11 @@ from transport.store.redis import RedisStore
 from transport.store.sqlite import SQLiteStore
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, may_forget: bool = False) -> Store:
     """Open ``sqlite:///path/of/file`` (absolute; ``sqlite:file`` is relative) or ``redis://host:port/db?run=name``.
+
+    Args:
+        may_forget: accept a Redis server without append-only file, as ``may_forget=yes`` in its URL does.
 
     Raises:
         ConfigurationError: the text is not a URL of a queue or store.
@@ -21,4 +24,4 @@ def open_store(url: str) -> Store:
         case SQLiteURL(path):
             return SQLiteStore(path)
         case RedisURL() as parsed:
-            return RedisStore(parsed)
+            return RedisStore(parsed._replace(may_forget=may_forget or parsed.may_forget))

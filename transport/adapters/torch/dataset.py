@@ -73,7 +73,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         layout: "list"; or "padded" or "packed" for payloads of one schema, as `SharedRingBuffer.claim_batch` has them.
         shape: with such a layout, its ``fill``, ``pad_to``, ``memory`` and ``most_memory``.
         fill_s: seconds for which an incomplete batch waits for more tickets.
-        idle_s: the iteration ends after so many seconds without a ticket; None: it waits for ever.
+        idle_s: the iteration ends after so many seconds without a ticket, or when all rollouts have ended (give
+            ``expected_rollouts=`` where you know how many there are); None: then only.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`; must be picklable for spawned workers.
     """
 

@@ -75,6 +75,7 @@ _EXPLAINED: dict[type[TransportError], str] = {
     errors.WrongKeyError: "the ticket's key is not that of its slot and generation",
     errors.RankError: "the payload was written for fewer ranks",
     errors.LengthMismatchError: "size mismatch between its slot and the ticket",
+    errors.RingEndedError: "the ring's writer has ended, and nothing is left",
     errors.BusyError: "the listener has reached a limit; acknowledge what was read",
 }
 
@@ -102,6 +103,7 @@ class Link:
         self.ring = welcome.ring
         self.consumers = welcome.consumers  # as the ring's segment has them
         self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
+        self.fields = welcome.fields  # its schema, encoded; empty: not said
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
 

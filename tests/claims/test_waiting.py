@@ -1,0 +1,123 @@
+"""A trainer that gets nothing learns why: by the log, from `why_nothing`, by `transport queue`, and in metrics."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from found_processes import TRAINER, opened
+from found_rings import ring_of
+from helpers import Child, dead_port, eventually
+from packers import Packer
+
+from transport import Schema, SharedRingBuffer, UpTo
+from transport.claims import waiting
+from transport.claims.waiting import Reason, Why
+from transport.queue import FoundRings, open_queue
+
+pytestmark = pytest.mark.ucx
+both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+ROLLOUTS = Schema.of(tokens=("int32", UpTo(64)), reward=("float32",))
+TRAINERS = Schema.of(tokens=("int64", UpTo(64)), reward=("float32",))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LOOK_S", 0.2)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """The lines that claims have logged about a reason."""
+    with caplog.at_level(logging.WARNING, "transport.claims.rings"):
+        yield lambda: [each.getMessage() for each in caplog.records if each.name == "transport.claims.rings"]
+
+
+def reason_of(queue: FoundRings, why: Why) -> Reason:
+    """The reason, once it is found by claiming."""
+    found: list[Reason | None] = []
+
+    def looked() -> bool:
+        queue.claim(1, 0.05, consumer="test")
+        found.append(queue.why_nothing(0))
+        return found[-1] is not None and found[-1].why is why and bool(queue.reasons().get(why.value))
+
+    eventually(looked, f"the reason is {why}")
+    assert found[-1] is not None
+    return found[-1]
+
+
+def test_a_trainer_of_another_run_hears_which_runs_are_there(prefix: str, said: Any) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix), opened("nothing-here") as queue:
+        found = reason_of(queue, Why.NO_RING)
+        assert f"rings:{prefix}" in found.text
+        reason_of(queue, Why.NO_RING)
+        assert len(said()) == 1
+
+
+@both
+def test_a_trainer_with_another_schema_hears_ring_field_and_fingerprints(
+    prefix: str, wire: str, over: None, said: Any
+) -> None:
+    with ring_of(prefix, schema=ROLLOUTS) as ring, open_queue(f"rings:{prefix}") as queue, Packer() as trainer:
+        trainer.setup_ucxx_packer(queue=queue, schemas=[TRAINERS])
+        ring.write({"tokens": [1], "reward": 1.0})
+
+        def heard() -> bool:
+            assert trainer.claim_tickets(1, 0.05) == []
+            return bool(said())
+
+        eventually(heard, "it is said")
+        [line] = said()
+        for each in (ring.name, "tokens int32", "tokens int64", ROLLOUTS.fingerprint, TRAINERS.fingerprint):
+            assert each in line
+        assert ring.statistics().ready == 1
+
+
+def test_a_trainer_with_another_schema_at_an_address_hears_the_same(said: Any) -> None:
+    with ring_of("rings-", schema=ROLLOUTS) as ring:
+        [port] = ring.native.ports()
+        with open_queue(f"rings://127.0.0.1:{port}") as queue, Packer() as trainer:
+            trainer.setup_ucxx_packer(queue=queue, schemas=[TRAINERS], wire="tcp")
+
+            def heard() -> bool:
+                assert trainer.claim_tickets(1, 0.05) == []
+                return bool(said())
+
+            eventually(heard, "it is said")
+            for each in (ring.ring_id[:8], "tokens int32", "tokens int64", ROLLOUTS.fingerprint, TRAINERS.fingerprint):
+                assert each in said()[0]
+
+
+def test_a_place_that_does_not_answer_is_named() -> None:
+    with dead_port() as port, open_queue(f"rings://127.0.0.1:{port}") as queue:
+        assert isinstance(queue, FoundRings)
+        assert str(port) in reason_of(queue, Why.UNREACHABLE).text
+
+
+def test_a_stopped_trainer_that_holds_everything_is_named_until_its_claims_end(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
+    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "6")
+    monkeypatch.setenv("TRANSPORT_CLAIM_RENEW_S", "1")
+    with ring_of(prefix) as ring, opened(prefix) as queue:
+        ring.write_raw(b"x")
+        with Child(TRAINER, f"rings:{prefix}", "1") as trainer:
+            trainer.line()
+            os.kill(trainer.process.pid, signal.SIGSTOP)
+            try:
+                assert f"process {trainer.process.pid}" in reason_of(queue, Why.HELD).text
+            finally:
+                os.kill(trainer.process.pid, signal.SIGCONT)
+
+
+def test_rings_without_unread_payloads_are_no_reason(prefix: str) -> None:
+    with ring_of(prefix), opened(prefix) as queue:
+        assert queue.claim(1, 0.5, consumer="test") == []
+        assert queue.why_nothing(0) is None
+        assert queue.reasons() == {}

@@ -1,0 +1,195 @@
+"""Rollouts that close cleanly say their end, and trainers learn that no payload comes any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import Child, eventually
+
+from transport import Rollout, Schema, SharedRingBuffer, Trainer
+from transport._ring import segments
+from transport.packer.stream import BatchStream
+from transport.queue import Claim, FoundRings, open_queue
+
+pytestmark = pytest.mark.ucx
+SCHEMA = Schema.of(number=("int64",))
+both = pytest.mark.parametrize("wires", ["mapped", "tcp"])
+
+# Writes, says so, and closes cleanly when it is told to; its end waits for the trainers.
+ROLLOUT = """
+import sys
+from transport import Rollout, Schema
+from transport.packer.options import ServerOptions
+from transport.queue import open_queue
+from transport.settings import Settings
+with (
+    open_queue(sys.argv[1]) as queue,
+    Rollout(
+        Schema.of(number=("int64",)), queue=queue, drain_s=30, settings=Settings(linger_s=1.0),
+        server=ServerOptions(addresses=("127.0.0.1",)),
+    ) as rollout,
+):
+    for number in range(int(sys.argv[2])):
+        rollout.write_to_buffer({"number": number})
+    print(*rollout.ports, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def url(wires: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TRANSPORT_WIRES", wires)
+    return f"rings:end-{os.getpid()}-{wires}-"
+
+
+@contextlib.contextmanager
+def rollouts(url: str, *counts: int, ports: list[str] | None = None) -> Iterator[list[Child]]:
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(ROLLOUT, url, count)) for count in counts]
+        for child in children:
+            (ports if ports is not None else []).append(child.line())
+        yield children
+        for child in children:
+            child.wait()
+
+
+def end(child: Child) -> None:
+    child.tell("end")
+
+
+def consume(trainer: Trainer, claims: list[Claim]) -> int:
+    trainer.start_prefetch(claims)
+    batch = trainer.collect_prefetch()
+    assert batch is not None
+    count = len(trainer.consume(batch))
+    batch.release()
+    return count
+
+
+def consumed(trainer: Trainer) -> int:
+    """Consume what comes until no more comes; how many."""
+    count = 0
+    while not trainer.finished():
+        if claims := trainer.claim_tickets(3, 0.05):
+            count += consume(trainer, claims)
+    return count
+
+
+@both
+def test_a_trainer_is_finished_when_every_rollout_has_ended_and_every_payload_is_done(url: str) -> None:
+    with (
+        open_queue(url) as queue,
+        Trainer(queue=queue, schemas=[SCHEMA], expected_rollouts=2) as trainer,
+        rollouts(url, 5, 7) as children,
+    ):
+        assert not trainer.finished()
+        for child in children:
+            end(child)
+        assert consumed(trainer) == 12
+        assert trainer.claim_tickets(1) == []
+
+
+@both
+def test_what_is_claimed_and_not_consumed_is_not_done(url: str) -> None:
+    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
+        claims = trainer.claim_tickets(1, 30.0)
+        end(child)
+        assert trainer.claim_tickets(1, 0.5) == []
+        assert not trainer.finished()
+        assert consume(trainer, claims) == 1
+        eventually(lambda: trainer.claim_tickets(1) == [] and trainer.finished(), "it is finished")
+
+
+@both
+def test_a_killed_rollout_has_not_ended_and_another_one_ends_in_its_place(url: str) -> None:
+    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        assert isinstance(queue, FoundRings)
+        with rollouts(url, 2) as [child]:
+            claims = trainer.claim_tickets(2, 30.0)
+            assert claims
+            child.process.send_signal(signal.SIGKILL)
+            child.process.wait()
+            consume(trainer, claims)
+        beginning = "/transport-" + url.removeprefix("rings:")
+
+        def gone() -> bool:
+            trainer.claim_tickets(1, 0.05)
+            return not any(name.startswith(beginning) for name in segments())
+
+        eventually(gone, "the killed rollout's ring is gone")
+        assert not trainer.finished()
+        with rollouts(url, 1) as [child]:
+            assert consume(trainer, trainer.claim_tickets(1, 30.0)) == 1
+            end(child)
+        eventually(lambda: trainer.claim_tickets(1) == [] and trainer._packer.queue.finished(1), "one has ended")
+        assert not trainer.finished()
+
+
+def test_rollouts_at_addresses_are_finished_when_each_has_ended() -> None:
+    ports: list[str] = []
+    with (
+        rollouts(f"rings:end-{os.getpid()}-", 2, 3, ports=ports) as children,
+        open_queue("rings://" + ",".join(f"127.0.0.1:{port}" for port in ports)) as queue,
+        Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+    ):
+        end(children[0])
+        end(children[1])
+        assert consumed(trainer) == 5
+
+
+def test_a_trainer_that_comes_late_learns_the_end_from_the_directory(tmp_path: Path) -> None:
+    url = f"rings+sqlite:///{tmp_path}/store"
+    with open_queue(url) as queue, Rollout(SCHEMA, queue=queue, mode="thread"):
+        pass
+    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        assert consumed(trainer) == 0
+
+
+@both
+def test_a_stream_ends_with_the_rollouts(url: str) -> None:
+    with (
+        open_queue(url) as queue,
+        rollouts(url, 5) as [child],
+        BatchStream(queue, 2, fill_s=0.0, idle_s=None, schemas=[SCHEMA], expected_rollouts=1) as stream,
+    ):
+        end(child)
+        found = []
+        while (batch := stream.next()) is not None:
+            found += [int(payload["number"].item()) for payload in stream.used(batch)]
+            batch.release()
+        assert sorted(found) == [0, 1, 2, 3, 4]
+
+
+def test_a_rollout_that_an_exception_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    end_data = SharedRingBuffer.end_data
+
+    def noted(ring: SharedRingBuffer) -> None:
+        said.append(ring)
+        end_data(ring)
+
+    monkeypatch.setattr(SharedRingBuffer, "end_data", noted)
+    with pytest.raises(ZeroDivisionError), Rollout(SCHEMA, mode="thread"):
+        raise ZeroDivisionError
+    assert said == []
+    with Rollout(SCHEMA, mode="thread"):
+        pass
+    assert len(said) == 1
+
+
+def test_a_ring_that_is_taken_over_has_not_ended() -> None:
+    name = f"end-{os.getpid()}"
+    with SharedRingBuffer.create(SCHEMA, slots=2, name=name) as ring:
+        ring.write({"number": 1})
+        ring.end_data()
+        assert ring.native.ended
+        assert not ring.native.drained
+        ring.close(keep_unread=True)
+        with SharedRingBuffer.create(SCHEMA, slots=2, name=name) as again:
+            assert again.native.taken_over
+            assert not again.native.ended

@@ -1,0 +1,222 @@
+"""Why a trainer gets nothing, in a sentence. One decision over what the places of its rings know; no I/O.
+
+    no ring of this run     ──► the runs whose rings are there
+    rings of other schemas  ──► ring, field, both fingerprints
+    no place answers        ──► the error of each
+    held by who is silent   ──► the process, and until when
+
+Where rings are there and nothing is unread in them, the rollouts are slow: that needs no words.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from transport import _ring
+from transport.errors import SchemaError, TransportError
+from transport.runtime.logs import LogLimit
+from transport.schema import Schema, difference
+
+if TYPE_CHECKING:
+    from transport.ring.buffer import SharedRingBuffer
+
+LOOK_S: Final = 5.0  # without a payload, before it is asked why; and between two looks
+_SAY_AGAIN_S: Final = 600.0
+_NAMED: Final = 3  # rings, runs, holders or places in one sentence
+_MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
+_HEX: Final = 16  # digits at the end of a random ring's name
+
+
+class Why(enum.StrEnum):
+    """The kinds of reasons, as metrics count them."""
+
+    NO_RING = "no_ring"
+    OTHER_SCHEMA = "other_schema"
+    UNREACHABLE = "unreachable"
+    HELD = "held"
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that holds claims of a ring.
+
+    Attributes:
+        pid: of the process as the ring has it; of a listener, which holds claims for trainers elsewhere, its own.
+        port: of the listener; 0: the process itself is the trainer.
+        payloads: how many deliveries it holds.
+        silent_s: seconds since its last sign of life.
+        left_s: seconds until its claims end unless it is heard; None: they last as long as it lives.
+    """
+
+    ring: str
+    pid: int
+    port: int
+    payloads: int
+    silent_s: float
+    left_s: float | None
+
+    def __str__(self) -> str:
+        """As `transport queue` and the log show it."""
+        who = f"process {self.pid}" if not self.port else f"a trainer at port {self.port} (listener {self.pid})"
+        held = f"{who} holds {self.payloads} of ring {self.ring[:8]}"
+        if self.left_s is None:
+            return f"{held} until its connection or process ends"
+        left_s = max(0.0, self.left_s)
+        return f"{held}, silent for {self.silent_s:.0f} s; they come back in {left_s:.0f} s unless it is heard"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been silent for half its lease; a living one is heard every third."""
+        return self.left_s is not None and self.silent_s > self.left_s
+
+
+class Known(NamedTuple):
+    """What the places of a trainer know at one moment.
+
+    Attributes:
+        places: where its rings are looked for, as a person names it.
+        fitting: rings with payloads of its schemas that can be claimed from.
+        unread: payloads of these that nobody holds.
+        foreign: a sentence for each ring of another schema.
+        faults: why places are not connected, by place.
+        holders: of claims in fitting rings.
+        others: where rings of other runs are on this host, as URLs.
+    """
+
+    places: str
+    fitting: int
+    unread: int = 0
+    foreign: Sequence[str] = ()
+    faults: Mapping[str, str] = {}
+    holders: Sequence[Holder] = ()
+    others: Sequence[str] = ()
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Why nothing comes, and what to do about it."""
+
+    why: Why
+    text: str
+
+
+def reason(known: Known) -> Reason | None:
+    """Why a trainer gets nothing; None: it is its turn when the rollouts write."""
+    if known.fitting:
+        stopped = [each for each in known.holders if each.stopped]
+        if not stopped or known.unread:
+            return None
+        return Reason(Why.HELD, f"every unread payload is held: {_few('; ', map(str, stopped))}")
+    if known.foreign:
+        text = _few("; ", known.foreign)
+        return Reason(
+            Why.OTHER_SCHEMA, f"{text}. Give the trainer the rollout's schema, or the two runs different names"
+        )
+    if known.faults:
+        each = (f"{place}: {fault}" for place, fault in known.faults.items())
+        return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {_few('; ', each)}")
+    there = f"; those of this host are found by {_few(', ', known.others)}" if known.others else ""
+    return Reason(Why.NO_RING, f"{known.places} finds no ring{there}")
+
+
+def _few(between: str, texts: Iterable[str]) -> str:
+    listed = list(texts)
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return between.join(listed[:_NAMED]) + more
+
+
+class Waiting:
+    """How long one trainer has waited for a payload: when to look for the reason, and whether to log it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Why] = Counter()  # looks that found it
+        self._look_at: float | None = None
+        self._said = {why: LogLimit(_SAY_AGAIN_S) for why in Why}
+
+    def came(self) -> None:
+        """A payload came."""
+        self._look_at = None
+
+    def due(self, now: float) -> bool:
+        """Nothing came: whether to look for the reason now."""
+        if self._look_at is None:
+            self._look_at = now + LOOK_S
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        return True
+
+    def found(self, found: Reason) -> bool:
+        """Count it. Whether to log it."""
+        self.counts[found.why] += 1
+        return self._said[found.why].due() is not None
+
+
+# --- what rings say -----------------------------------------------------------------------------------
+def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
+    """Who holds claims of this ring, of one rank or of all; this process sees its own, too."""
+    native = ring.native
+    held: Counter[int] = Counter()
+    for slot in range(min(ring.slot_count, _MOST_SLOTS)):
+        info = native.info(slot)
+        if info.state not in (_ring.READY, _ring.READING):
+            continue
+        for each in range(info.readers) if rank is None else [rank]:
+            if not info.done >> each & 1 and (holder := native.claim_word(slot, each)[0]) >= 0:
+                held[holder] += 1
+    if not held:
+        return []
+    now = time.monotonic_ns()
+    found = []
+    for owner in native.owners():
+        if owner.index not in held:
+            continue
+        leased = owner.lease_ns > 0 and not owner.port
+        silent_s = max(0, now - owner.heard_ns) / 1e9 if leased else 0.0
+        found.append(
+            Holder(
+                ring=ring.ring_id,
+                pid=owner.pid,
+                port=owner.port,
+                payloads=held[owner.index],
+                silent_s=silent_s,
+                left_s=owner.lease_ns / 1e9 - silent_s if leased else None,
+            )
+        )
+    return found
+
+
+def unread_of(ring: SharedRingBuffer, rank: int | None = None) -> int:
+    """Deliveries that nobody holds."""
+    ranks = range(_ring.MAX_READERS) if rank is None else [rank]
+    return sum(ring.native.depth(each)["ready"] for each in ranks)
+
+
+def foreign(place: str, fingerprint: str, schema: Schema | None, wanted: Sequence[Schema]) -> str:
+    """A sentence about a ring whose payloads are of none of the schemas that a trainer wants."""
+    ours = ", ".join(each.fingerprint for each in wanted)
+    where = difference(schema, wanted) if schema is not None else ""
+    return f"ring {place} has schema {fingerprint}, this trainer {ours}{f': {where}' if where else ''}"
+
+
+def schema_of(encoded: bytes) -> Schema | None:
+    """The schema that a ring's header or its listener says; None: none, or one of another version."""
+    try:
+        return Schema.decode(encoded) if encoded else None
+    except SchemaError:
+        return None
+
+
+def runs_of(segments: Iterable[str], beginning: str) -> list[str]:
+    """Where the rings of these names would be found, as URLs of `open_queue`; without those that begin so."""
+    names = {each.removeprefix(beginning)[:-_HEX] or each for each in segments}
+    return sorted(f"rings:{name}" for name in names)
+
+
+def texts_of(faults: Mapping[str, TransportError]) -> dict[str, str]:
+    """Without the errors of schemas, which are a reason of their own."""
+    return {place: str(error) for place, error in faults.items() if not isinstance(error, SchemaError)}
