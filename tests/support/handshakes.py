@@ -14,6 +14,7 @@ from transport.errors import (
     LengthMismatchError,
     ProtocolError,
     RankError,
+    RingEndedError,
     StaleSlotError,
     TransportError,
     VersionMismatchError,
@@ -53,4 +54,5 @@ CODES: dict[int, type[TransportError]] = {
     7: LengthMismatchError,
     8: BusyError,
     9: ProtocolError,
+    11: RingEndedError,
 }
