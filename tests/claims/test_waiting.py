@@ -51,7 +51,10 @@ def reason_of(queue: FoundRings, why: Why) -> Reason:
     return found[-1]
 
 
-def test_a_trainer_of_another_run_hears_which_runs_are_there(prefix: str, said: Any) -> None:
+def test_a_trainer_of_another_run_hears_which_runs_are_there(
+    prefix: str, said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_NAMED", 1000)  # also beside the rings of other tests
     with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix), opened("nothing-here") as queue:
         found = reason_of(queue, Why.NO_RING)
         assert f"rings:{prefix}" in found.text
