@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,14 @@ from helpers import Child, eventually
 
 with warnings.catch_warnings():  # of the framework and of what it imports
     warnings.simplefilter("ignore")
+    manager = logging.Logger.manager
     torch = pytest.importorskip("torch")
     pytest.importorskip("areal", reason="areal is not installed", exc_type=ImportError)
     from areal.infra.rpc import rtensor
     from areal.infra.rpc.serialization import deserialize_value, serialize_value
+
+    # What AReaL imports sets another one, whose loggers have a root of their own: pytest has no record of them.
+    logging.Logger.manager = manager
 
 from transport import SharedRingBuffer
 from transport.adapters import areal as adapter
