@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
 
 import pytest
 from helpers import eventually, segment_file
@@ -13,7 +12,6 @@ from interrupted_lines import interrupted
 from transport import SharedRingBuffer, Trainer, UCXXServer
 from transport.client.blocking import BlockingClient
 from transport.queue import open_queue
-from transport.server.running import OneThread
 
 # A coroutine that was made and not begun, and what an interrupted start of anything leaves to the collector.
 pytestmark = [
@@ -90,22 +88,6 @@ def test_an_interrupted_start_of_a_blocking_client_leaves_no_thread() -> None:
         gc.collect()
         eventually(lambda: not threads(), f"no thread is left of a start that was interrupted at line {at}")
     assert at > 10
-
-
-@pytest.mark.ucx
-def test_a_start_that_cannot_write_its_ports_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = OneThread.start
-
-    def start(run: OneThread, wanted: tuple[int, ...]) -> Any:
-        begin(run, wanted)
-        return ("none",)  # refused, as they are where another process was stopped while it wrote ports
-
-    monkeypatch.setattr(OneThread, "start", start)
-    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
-        server = UCXXServer(ring, mode="thread")
-        with pytest.raises(TypeError):
-            server.start()
-        assert (server.ports, threads()) == ((), set())
 
 
 @pytest.mark.ucx
