@@ -135,8 +135,8 @@ redis:
 	  printf '\033[31m%s\033[0m\n' "Redis is not tested: apt-get install redis-server" >&2
 
 # Each worker has a /dev/shm of its own where that is allowed (tests/support/mounts.py), so that it sees only its own leaks. Tests
-# wait more than they compute: one worker more than there are cores.
-PYTEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
+# wait more than they compute: two workers more than there are cores.
+PYTEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 2 : 6)))
 # TRY_AGAIN=1 (CI sets it) runs what failed once more, alone and one after the other, and says so: real processes on a busy machine
 # fail now and then for reasons of the machine. What passes only then is a defect of the test or of the code all the same: the last
 # lines name it.

@@ -319,6 +319,9 @@ class Ring:
     def payload(self, slot: int) -> memoryview:
         """The slot's payload area, slot_capacity bytes; writable only where mapped so. Keeps the mapping alive."""
     def state_counts(self) -> tuple[int, int, int, int]: ...
+    @property
+    def unread(self) -> int:
+        """Payloads that a rank has not consumed; one that all consumed may still be READING, for a view of it."""
     def counters(self) -> dict[str, int]:
         """Sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,

@@ -311,6 +311,7 @@ void bind_ring(nb::module_& module) {
       .def("note", note, "slot"_a, "generation"_a)
       .def("payload", payload, "slot"_a)
       .def("state_counts", state_counts)
+      .def_prop_ro("unread", &Ring::unread)
       .def("counters", counters)
       .def("count", count, "name"_a, "amount"_a)
       .def("own_count", own_count, "name"_a)

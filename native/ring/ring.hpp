@@ -187,6 +187,8 @@ class Ring {
   std::byte* payload(std::uint64_t slot) const;
   const std::shared_ptr<Mapping>& mapping() const { return segment_.mapping; }
   std::array<std::uint64_t, 4> state_counts() const;
+  // Payloads that a rank has not consumed. A slot whose payload every rank consumed may still be READING: a view of it.
+  std::uint64_t unread() const;
   std::array<std::uint64_t, kCounterNames.size()> counters() const;
   void count(Counter which, std::uint64_t amount);
   // By the owners of this place so far, or by all observers.

@@ -67,6 +67,14 @@ std::array<std::uint64_t, 4> Ring::state_counts() const {
   return counts;
 }
 
+std::uint64_t Ring::unread() const {
+  require_open();
+  std::uint64_t count = 0;
+  for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
+    count += Word{control(slot).word.load(std::memory_order_relaxed)}.unread() ? 1 : 0;
+  return count;
+}
+
 std::array<std::uint64_t, kCounterNames.size()> Ring::counters() const {
   require_open();
   std::array<std::uint64_t, kCounterNames.size()> sums{};
@@ -203,9 +211,7 @@ void Ring::end_data() {
 }
 
 bool Ring::drained() const {
-  if (!ended()) return false;
-  const auto counts = state_counts();
-  return counts[1] + counts[2] + counts[3] == 0;
+  return ended() && state_counts()[static_cast<std::size_t>(State::writing)] + unread() == 0;
 }
 
 // --- keeping and removing ------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_many_hosts_find_nothing_either(kind: str, hosts: int, trainers: int) ->
     assert " 0 failed" in simulation(kind, "--seed", "3", *sizes)
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str) -> None:

@@ -75,7 +75,7 @@ def pauses(*arguments: str) -> dict[str, dict[str, str]]:
     return {row[2]: dict(zip(heading, row, strict=False)) for row in rows}
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["loader,shards delta,one phase", "mapped,own,proven,delta,shards"])
@@ -87,6 +87,7 @@ def test_pauses_are_measured_beside_a_copy_and_the_transfer(workers: str) -> Non
         assert sent < 0.1 * size if "delta" in worker else sent >= 0.9 * size
 
 
+@pytest.mark.nightly
 def test_a_model_for_which_there_is_no_memory_is_not_measured() -> None:
     (row,) = pauses("--sizes", "4000GiB", "--workers", "mapped").values()
     assert "memory" in row["changed"]

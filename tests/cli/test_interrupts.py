@@ -83,7 +83,7 @@ def server() -> Iterator[str]:
     process.stdout.close()
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)

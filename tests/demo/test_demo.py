@@ -35,7 +35,7 @@ CONTRACT = {
 
 
 # --- runs -----------------------------------------------------------------------------------------
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["tcp", "mapped"])

@@ -142,6 +142,17 @@ def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(ring: SharedR
 
 
 @both_modes
+def test_close_does_not_wait_for_a_view_of_a_payload_that_was_consumed(ring: SharedRingBuffer, mode: Any) -> None:
+    with SharedRingBuffer.attach(ring.name, role="reader") as reader:
+        with UCXXServer(ring, addresses=LOCAL, mode=mode) as server:
+            ring.write_raw(b"x")
+            [claim] = reader.claim(1)
+            assert reader.consume([claim], keep_memory=True) == [claim]
+            server.close(drain_s=600)
+        assert bytes(claim.view) == b"x"
+
+
+@both_modes
 def test_close_gives_up_unread_payloads_when_its_time_is_over(ring: SharedRingBuffer, mode: Any) -> None:
     server = UCXXServer(ring, addresses=LOCAL, mode=mode).start()
     ticket = ring.write_raw(b"x")

@@ -124,7 +124,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(("who", "place", "after", "versions"), MATRIX)
 @asynchronous
 async def test_whoever_is_killed_wherever_an_engine_serves_one_version_or_none(
@@ -158,7 +158,7 @@ async def test_whoever_is_killed_wherever_an_engine_serves_one_version_or_none(
             assert group.manager.admitted == {f"server {alive}": 3}
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("who", "place", "after"),
     [("trainer 1", "bucket", 9), ("server 0.0", "bucket", 7), ("server 1.1", "bucket", 3), ("server 0.1", "load", 0)],

@@ -93,7 +93,7 @@ async def test_a_replica_killed_while_it_goes_back_to_the_version_before_costs_o
         assert group.manager.admitted == {"replica 1": 2}
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["replica 0", "replica 1"])
 @pytest.mark.parametrize("step", STEPS)
 @asynchronous

@@ -268,8 +268,8 @@ class RingsOfHost:
             return True
         views = self._views.get(ring.ring_id)
         with contextlib.suppress(_ring.RingFault):
-            _, writing, ready, reading = ring.native.state_counts()
-            return not (ring.native.keeper_alive or writing or ready or reading or (views and views[1]))
+            writing = ring.native.state_counts()[_ring.WRITING]
+            return not (ring.native.keeper_alive or writing or ring.native.unread or (views and views[1]))
         return True
 
     def _leave(self, ring: SharedRingBuffer) -> None:

@@ -100,7 +100,7 @@ class MappedRings:
         finished = [
             ring_id
             for ring_id, ring in self._rings.items()
-            if not self._views[ring_id] and not ring.native.keeper_alive and _empty(ring)
+            if not self._views[ring_id] and not ring.native.keeper_alive and ring.native.unread == 0
         ]
         for ring_id in finished:
             del self._views[ring_id]
@@ -118,8 +118,3 @@ class MappedRings:
                 ring.close()
         self._rings.clear()
         self._views.clear()
-
-
-def _empty(ring: SharedRingBuffer) -> bool:
-    _, _, ready, reading = ring.native.state_counts()
-    return ready + reading == 0

@@ -128,7 +128,7 @@ def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.
         made.extend(itertools.starmap(_ring.Ring.create, [(name, slots, slot_bytes, fingerprint)]))
         [native] = made
         if native.taken_over:
-            log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.state_counts()[2])
+            log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.unread)
         return native
     except _ring.RingFault as fault:
         raise named(fault) from None
@@ -172,8 +172,7 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
     If several owners detach at once, each may still see another's owner number in use. So an owner that may remove the
     segment checks again after its own number is free: the last one finds no other.
     """
-    _, _, ready, reading = native.state_counts()
-    removes = not only_empty or ready + reading == 0  # a first look; the removal looks again, when no process can join
+    removes = not only_empty or native.unread == 0  # a first look; the removal looks again, when no process can join
     removed = removes and native.unlink_if_last(
         readers_may_stay=give_up_unread, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL
     )

@@ -129,8 +129,8 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
         if not writer_alive:
             stacks.leave_pipes()
         alive = writer_alive or supervised(ring.name)
-        _, _, ready, reading = ring.native.state_counts()
-        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=ready + reading, sequence=sequence) is Phase.STOP:
+        unread = ring.native.unread
+        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=unread, sequence=sequence) is Phase.STOP:
             stop.set()
             return
         await asyncio.sleep(settings.heartbeat_s)

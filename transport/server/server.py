@@ -203,8 +203,7 @@ class UCXXServer:
         native = self._ring.native
         while not native.closed and (left := min(give_up, hurry.signalled_at() + told_s) - time.monotonic()) > 0:
             seen = native.freed_event()
-            free, writing, _, _ = native.state_counts()
-            unread = self._ring.slot_count - free - writing
+            unread = native.unread
             if not unread and not (native.ended and native.takers):
                 return
             slow.look(f"{unread} unread payloads, {native.takers} takers, at most {left:.1f} s more")

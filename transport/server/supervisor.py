@@ -328,13 +328,13 @@ class Supervisor:
             if not all(served.process for served in self.served_ports):
                 self._ring.reclaim()  # no task watches adopted listeners
             sequence = self._ring.native.sequence
-            _, _, ready, reading = self._ring.native.state_counts()
+            unread = self._ring.native.unread
             alive = self._ring.native.keeper_alive
             if not alive:
                 stacks.leave_pipes()  # before another process inherits them
             self._after_writer.look(writer_alive=alive)
             now = time.monotonic()
-            if self._lifetime.tick(now, writer_alive=alive, unread=ready + reading, sequence=sequence) is Phase.STOP:
+            if self._lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is Phase.STOP:
                 log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
                 break
             if self._succeeded():
