@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from transport import _ring
 from transport.devices.arrays import require_cupy
 from transport.devices.streams import Mark
 from transport.weights.worker import ReferenceWorker
