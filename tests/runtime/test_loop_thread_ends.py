@@ -7,14 +7,13 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 from helpers import Child
 from sleepers import Sleeper
 
-from transport.errors import ClosedError
+from transport.errors import ClosedError, UsageError
 from transport.runtime.loop_thread import Flag, Job, LoopThread
 
 WATCHDOG_S = 30.0  # a bound on a wait that does not happen when the code is right
@@ -36,7 +35,7 @@ def test_close_cancels_what_runs_and_waits_for_it() -> None:
     loop_thread.close()
     assert [sleeper.how for sleeper in sleepers] == ["cancelled"] * 3
     for future in futures:
-        with pytest.raises(CancelledError):
+        with pytest.raises(ClosedError):
             future.result(WATCHDOG_S)
 
 
@@ -101,6 +100,79 @@ def test_close_closes_what_lives_on_the_loop_before_it_cancels_the_last_first_an
     assert order == ["second running", "first running"]
     assert sleeper.how == "cancelled"
     loop_thread.close()
+
+
+def test_a_closing_that_is_cancelled_ends_nothing_but_itself() -> None:
+    closed = []
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async def closing() -> None:
+        closed.append(True)
+
+    loop_thread = LoopThread("test loop")
+    loop_thread.closes(closing)
+    loop_thread.closes(cancelled)
+    loop_thread.close()
+    assert closed == [True]
+
+
+def test_what_comes_after_the_close_is_refused_as_nobody_would_close_it() -> None:
+    async def closing() -> None: ...
+
+    loop_thread = LoopThread("test loop")
+    loop_thread.close()
+    with pytest.raises(ClosedError):
+        loop_thread.closes(closing)
+
+
+@pytest.mark.parametrize("what", [LoopThread.close, lambda thread: thread.submit(asyncio.sleep(0)).result()])
+def test_a_callback_on_the_loop_may_neither_close_it_nor_wait_for_its_jobs(
+    loop_thread: LoopThread, what: Callable[[LoopThread], object]
+) -> None:
+    raised: list[BaseException] = []
+    done = Flag()
+
+    def call() -> None:
+        try:
+            what(loop_thread)
+        except BaseException as error:
+            raised.append(error)
+        done.set()
+
+    loop_thread.post(call)
+    assert done.wait(WATCHDOG_S), "it waits for itself"
+    assert isinstance(raised[0], UsageError)
+
+
+def test_a_job_whose_waiters_loop_is_closed_calls_the_others_all_the_same(loop_thread: LoopThread) -> None:
+    others: list[bool] = []
+    go_on = threading.Event()
+
+    async def slow_to_clean() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(go_on.wait)
+
+    async def wait_for(job: Job[None]) -> None:
+        await job
+
+    async def main() -> Job[None]:
+        job = loop_thread.submit(slow_to_clean())
+        waiting = asyncio.ensure_future(wait_for(job))
+        await asyncio.sleep(0)
+        job.add_done_callback(lambda _: others.append(True))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return job
+
+    job = asyncio.run(main())
+    go_on.set()
+    assert job.wait(WATCHDOG_S)
+    loop_thread.run(asyncio.sleep(0))
+    assert others == [True]
 
 
 def test_close_cancels_what_begins_while_it_cleans_up() -> None:
@@ -206,7 +278,7 @@ def test_a_submit_that_races_with_close_is_refused_or_ends(loop_thread: LoopThre
                 return
             try:
                 future.result(WATCHDOG_S)
-            except CancelledError:
+            except ClosedError:
                 ends.append("cancelled")
 
     thread = threading.Thread(target=submit)
@@ -232,7 +304,7 @@ def test_a_job_that_comes_when_the_loop_has_just_stopped_ends_without_having_beg
 
     monkeypatch.setattr(Flag, "set", set_late)
     loop_thread.close()
-    with pytest.raises(CancelledError):
+    with pytest.raises(ClosedError):
         job.result(WATCHDOG_S)
 
 

@@ -158,13 +158,18 @@ class Job(Generic[T]):
         make, self._make = self._make, None
         if make is not None:
             make().close()  # it would warn that it was never awaited
-            self._end_with(None, CancelledError())
+            self._end_with(None, self._cancelled())
+
+    def _cancelled(self) -> Exception:
+        if self._thread.closed:
+            return ClosedError("it was closed during this call; make a new one")
+        return CancelledError()
 
     def _over(self, task: asyncio.Task[T]) -> None:
         self._task = None
         self._thread.running.discard(self)
         if task.cancelled():
-            self._end_with(None, CancelledError())
+            self._end_with(None, self._cancelled())
         elif (error := task.exception()) is not None:
             self._end_with(None, error)
         else:
@@ -190,13 +195,20 @@ class Job(Generic[T]):
                 function(self)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; False after ``timeout_s``."""
+        """Wait until it is done; False after ``timeout_s``. UsageError on the loop."""
+        if self.outcome is None:
+            self._thread.may_wait()
         return self._ended.wait(timeout_s)
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait for it on another loop; cancelled there, it is cancelled here."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+
+        def tell(_: Job[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # that loop is closed: who waited was cancelled
+                loop.call_soon_threadsafe(ended.set)
+
+        self.add_done_callback(tell)
         try:
             yield from ended.wait().__await__()
         except asyncio.CancelledError:
@@ -205,7 +217,10 @@ class Job(Generic[T]):
         return self.result()
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What the coroutine returned or raised. TimeoutError: it runs still. CancelledError: it was cancelled."""
+        """What the coroutine returned or raised.
+
+        TimeoutError: it runs still. CancelledError: it was cancelled; ClosedError: by the end of the thread.
+        """
         if not self.wait(timeout_s):
             raise TimeoutError(f"not done after {timeout_s} s")
         assert self.outcome is not None
@@ -301,10 +316,12 @@ class LoopThread:
 
         An interrupt (Ctrl-C, timeout) cancels it there, and is raised here once it has ended.
         """
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise UsageError("this call waits for the background loop and was made on it, from one of its callbacks")
         job = Job(self, lambda: coroutine)
+        try:
+            self.may_wait()
+        except UsageError:
+            coroutine.close()
+            raise
         try:
             job.start()
             return job.result(timeout)
@@ -312,18 +329,29 @@ class LoopThread:
             job.end()
             raise
 
+    def may_wait(self) -> None:
+        """UsageError on the loop's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise UsageError("this call waits for the background loop and was made on it, from one of its callbacks")
+
     def closes(self, closing: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Have `close` await this before it cancels what still runs; the last one given is the first."""
+        """Have `close` await this before it cancels what still runs; the last one given is the first.
+
+        ClosedError: nobody would await it any more.
+        """
+        if self.closed or self.ending:
+            raise ClosedError("it was closed before this call; make a new one")
         self._own.closings.append(closing)
 
     def close(self) -> None:
         """Close what lives on the loop, cancel what still runs, wait for it, end the thread.
 
         Idempotent; nothing where the thread does not run. After an interrupt the next call continues. Raises what a
-        closing raised, when all is closed.
+        closing raised, when all is closed; UsageError on the loop.
         """
         if gone(self._pid):
             return
+        self.may_wait()
         self._closed = True
         self.post(self._own.end)
         self._own.stopped.wait()
@@ -355,6 +383,8 @@ class _Own:
         while self.closings:
             try:
                 await self.closings.pop()()
+            except asyncio.CancelledError:
+                continue  # what it waited for was cancelled
             except Exception as error:  # the others are closed all the same
                 self.errors.append(error)
         loop = asyncio.get_running_loop()
