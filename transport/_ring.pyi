@@ -243,8 +243,8 @@ class Ring:
     def abort(self, slot: int, generation: int) -> bool:
         """WRITING, mine → FREE."""
     def pin(self, slot: int, generation: int, rank: int) -> int: ...
-    def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> int:
-        """pin, if key, deadline and length allow it: READ_OK. No pin is left with any other answer."""
+    def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> Loan | int:
+        """pin, if key, deadline and length allow it: a loan, with which the pin goes; else an answer, and no pin."""
     def unpin(self, slot: int, generation: int) -> bool: ...
     def consume(self, slot: int, generation: int, rank: int) -> bool: ...
     def mark_consumed(self, slot: int, generation: int, rank: int) -> bool:

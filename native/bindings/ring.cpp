@@ -81,6 +81,22 @@ class Loan {
 };
 PyType_Slot loan_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Loan::get_buffer)}, {0, nullptr}};
 
+// A loan of the pinned payload, or why it is not pinned. An interrupt drops the loan, and with it the pin.
+nb::object begin_read(nb::handle_t<Ring> self, std::uint64_t slot, std::uint64_t generation, std::uint64_t key,
+                      std::uint64_t length, unsigned rank) {
+  Ring& ring = *nb::inst_ptr<Ring>(self);
+  const ReadAnswer answer = ring.begin_read({slot, generation, key, length, rank});
+  if (answer != ReadAnswer::ok) return nb::int_(static_cast<int>(answer));
+  std::unique_ptr<Loan> loan;
+  try {
+    loan = std::make_unique<Loan>(self, slot, generation);
+  } catch (...) {  // no memory for it
+    ring.unpin(slot, generation);
+    throw;
+  }
+  return nb::cast(std::move(loan));
+}
+
 // An interrupt may come before the caller has what is returned; what it will find is in its list.
 nb::object lease(const std::optional<Lease>& lease, const std::optional<nb::list>& into) {
   if (!lease) return nb::none();
@@ -294,13 +310,7 @@ void bind_ring(nb::module_& module) {
             return static_cast<int>(ring.pin(slot, generation, rank));
           },
           "slot"_a, "generation"_a, "rank"_a)
-      .def(
-          "begin_read",
-          [](Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t key, std::uint64_t length,
-             unsigned rank) {
-            return static_cast<int>(ring.begin_read({slot, generation, key, length, rank}));
-          },
-          "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
+      .def("begin_read", begin_read, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
       .def("unpin", &Ring::unpin, "slot"_a, "generation"_a)
       .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
       .def("mark_consumed", &Ring::mark_consumed, "slot"_a, "generation"_a, "rank"_a)

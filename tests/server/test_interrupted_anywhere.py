@@ -51,6 +51,18 @@ def test_a_ring_whose_close_is_interrupted_for_good_is_closed_when_it_is_forgott
         assert (at, name.exists()) == (at, False)
 
 
+def test_an_interrupted_read_in_place_keeps_no_pin() -> None:
+    at, went_on = 0, True
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
+        ticket = ring.write_raw(b"x")
+        while went_on:
+            at += 1
+            went_on = interrupted(at, lambda: ring.read_raw(ticket).release())
+            gc.collect()
+            assert (at, ring.native.info(ticket.slot).pins) == (at, 0)
+    assert at > 5
+
+
 @pytest.mark.ucx
 def test_a_server_in_a_thread_whose_close_is_interrupted_is_closed_by_the_next() -> None:
     at, went_on = 0, True

@@ -507,13 +507,10 @@ class SharedRingBuffer(Attachment):
             raise WrongRingError(
                 f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
             )
-        answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
-        if answer != _ring.READ_OK:
-            raise self.refusal(answer, ticket, rank)
-        try:
-            return ReadLease(self, ticket, rank)
-        except _ring.RingFault as fault:  # closed by another thread, which has unpinned it
-            raise named(fault) from None
+        loan = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        if isinstance(loan, int):
+            raise self.refusal(loan, ticket, rank)
+        return ReadLease(self, ticket, rank, loan)
 
     def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
         """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""

@@ -212,11 +212,11 @@ class ReadLease:
 
     _open = False
 
-    def __init__(self, ring: Slots, ticket: Ticket, rank: int) -> None:
+    def __init__(self, ring: Slots, ticket: Ticket, rank: int, loan: Loan) -> None:
         self._ring = ring
         self.ticket = ticket
         self.rank = rank
-        self._loan = Loan(ring.native, ticket.slot, ticket.generation)
+        self._loan = loan
         self.view: memoryview = memoryview(self._loan)[: ticket.size].toreadonly()
         self._open = True
 
