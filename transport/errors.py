@@ -21,7 +21,7 @@ and another trainer may succeed. ``status`` is the code of the error in a STATUS
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class TransportError(Exception):
@@ -376,3 +376,7 @@ class InvalidAdmission(WeightsError):
 # --- our own defects ---------------------------------------------------------------------------
 class InternalError(TransportError):
     """A defect of this package. Please report it with the message."""
+
+
+OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
+"""With these nothing can be read until this process is configured otherwise."""

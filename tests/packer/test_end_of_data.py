@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import Child, eventually
+from interrupted_lines import interrupted
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer
 from transport._ring import segments
@@ -45,6 +46,24 @@ with (
 def url(wires: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TRANSPORT_WIRES", wires)
     return f"rings:end-{os.getpid()}-{wires}-"
+
+
+# Serves its ring itself, writes, says the end when it is told to, and lives on.
+WRITER = """
+import sys
+from transport import Rollout, Schema
+from transport.packer.options import ServerOptions
+rollout = Rollout(
+    Schema.of(number=("int64",)), name=sys.argv[1], mode="thread", slots=4,
+    server=ServerOptions(ports=(int(sys.argv[2]),), addresses=("127.0.0.1",)),
+)
+rollout.write_to_buffer({"number": 1})
+print(*rollout.ports, flush=True)
+sys.stdin.readline()
+rollout.ring.end_data()
+sys.stdin.readline()
+rollout.close()
+"""
 
 
 @contextlib.contextmanager
@@ -193,3 +212,55 @@ def test_a_ring_that_is_taken_over_has_not_ended() -> None:
         with SharedRingBuffer.create(SCHEMA, slots=2, name=name) as again:
             assert again.native.taken_over
             assert not again.native.ended
+
+
+def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    name = f"rollout-end-{os.getpid()}"
+    with Child(WRITER, name, 0) as first:
+        port = first.line()
+        with open_queue(f"rings://127.0.0.1:{port}") as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+            assert consume(trainer, trainer.claim_tickets(1, 30.0)) == 1
+            end(first)
+            eventually(lambda: trainer.claim_tickets(1, 0.05) == [] and trainer.finished(), "it is finished")
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait()
+            with Child(WRITER, name, port) as second:
+                assert second.line() == port
+                claims: list[Claim] = []
+                eventually(lambda: claims.extend(trainer.claim_tickets(1, 0.05)) or bool(claims), "its payload comes")
+                assert not trainer.finished()
+                assert consume(trainer, claims) == 1
+                end(second)
+                eventually(lambda: trainer.claim_tickets(1, 0.05) == [] and trainer.finished(), "it is finished again")
+                second.tell("close")
+                second.wait()
+
+
+@both
+def test_the_end_of_a_ring_of_another_schema_is_not_a_rollouts_of_this_trainer(url: str, tmp_path: Path) -> None:
+    other = Schema.of(other=("float32",))
+    for place in (url, f"rings+sqlite:///{tmp_path}/store"):
+        with open_queue(place) as queue, Trainer(queue=queue, schemas=[SCHEMA], expected_rollouts=1) as trainer:
+            with open_queue(place) as written, Rollout(other, queue=written, mode="thread"):
+                assert trainer.claim_tickets(1, 0.5) == []
+            assert trainer.claim_tickets(1, 0.5) == []
+            assert not trainer.finished()
+
+
+@pytest.mark.nightly
+def test_an_interrupt_while_a_ring_ends_does_not_lose_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
+    at, went_on = 0, True
+    while went_on:
+        at += 1
+        prefix = f"end-{os.getpid()}-{at}-"
+        with open_queue(f"rings:{prefix}") as queue:
+            ring = SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix)
+            assert queue.claim(1, consumer="test") == []
+            ring.end_data()
+            ring.close()
+            went_on = interrupted(at, queue.finished)
+            assert (at, queue.finished()) == (at, True)

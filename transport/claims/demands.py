@@ -49,7 +49,8 @@ class Demands:
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
         faults: why a place is not connected, by its name.
-        ended: of the rings that were connected to, whether each has said its end.
+        ended: of the rings that were connected to, whether each said its end in its last answer: a writer that takes
+            over a ring begins anew.
     """
 
     def __init__(
@@ -197,9 +198,6 @@ class Demands:
             if place.ring and link.ring != place.ring:
                 self._all.leave(link)
                 raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
-            if self.ended.get(link.ring):
-                self._all.leave(link)
-                raise RingEndedError(f"ring {link.ring[:8]} has ended")
         except TransportError as error:
             self._tries[name] = tries + 1
             if self.ended.get(self._ring_at.get(name, "")):  # another ring may be served there later
@@ -271,6 +269,7 @@ class Demands:
             self._note(name, error)
             self._lose(name, link)
         else:
+            self.ended[link.ring] = False
             if self._connected.get(name) is link:
                 self.faults.pop(name, None)
                 self._takers.answered(name, len(batch), full=self._full(ask.n, batch))

@@ -188,7 +188,6 @@ class RingsOfHost:
         self._views: dict[str, tuple[SharedRingBuffer, _ring.Views]] = {}  # by ring
         self._refused: dict[tuple[str, frozenset[str]], float] = {}  # by name, and the schemas that were asked for
         self._seen = Observed()
-        self._ends: dict[str, tuple[bytes, bool]] = {}  # of rings that were left: fingerprint, whether it had ended
         self._buffers = BufferPool()
         self._log_limit = LogLimit()
 
@@ -221,8 +220,8 @@ class RingsOfHost:
         with self._lock:
             try:
                 for ring in [ring for ring in self._own.values() if ring.native.closed]:
+                    self._seen.ends[ring.ring_id] = ring.fingerprint, ring.data_ended
                     del self._own[ring.ring_id]
-                    self._ends[ring.ring_id] = ring.fingerprint, ring.data_ended
                 for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
                     self._leave(ring)
                 for ring_id in [ring_id for ring_id, (ring, _) in self._views.items() if ring.native.closed]:
@@ -273,9 +272,9 @@ class RingsOfHost:
         return True
 
     def _leave(self, ring: SharedRingBuffer) -> None:
-        del self._attached[ring.ring_id]
         with contextlib.suppress(_ring.RingFault):
-            self._ends[ring.ring_id] = ring.native.fingerprint, ring.native.ended
+            self._seen.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
+        del self._attached[ring.ring_id]
         views = self._views.pop(ring.ring_id, None)
         if views is None or views[1].close():
             ring.close()
@@ -314,20 +313,30 @@ class RingsOfHost:
                 holders += holders_of(ring, of)
         return fitting, unread, strangers, holders
 
-    def ended(self, schemas: frozenset[str]) -> tuple[dict[str, bool], set[str]]:
-        """Of rings that were left, and of those whose payloads are all done, whether the writer has said its end; and
-        the ids of the others. Those with payloads of these schemas (none: of any)."""
-        self.look(schemas)
+    def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str]]:
+        """Of rings that are gone, and with ``mapped`` of those whose payloads are all done, whether the writer has said
+        its end; and the ids of the others. Those with payloads of these schemas (none: of any)."""
+        if mapped:
+            self.look(schemas)
         fit = _fitting(schemas)
         with self._lock:
-            ended = {ring: said for ring, (fingerprint, said) in self._ends.items() if not fit or fingerprint in fit}
+            self._seen.look(self._places.segments())
+            gone = {ring: (fingerprint, True) for ring, fingerprint in self._places.ended().items()}
+            ended = {
+                ring: said
+                for ring, (fingerprint, said) in {**self._seen.ends, **gone}.items()
+                if not fit or fingerprint in fit
+            }
             living = set()
-            for ring in self.rings(schemas):
-                with contextlib.suppress(_ring.RingFault):  # closed meanwhile
-                    if ring.native.drained:
-                        ended[ring.ring_id] = True
-                    else:
-                        living.add(ring.ring_id)
+            for ring in self.rings(schemas) if mapped else ():
+                try:
+                    drained = ring.native.drained
+                except _ring.RingFault:  # closed meanwhile: the next look sees how
+                    drained = False
+                if drained:
+                    ended[ring.ring_id] = True
+                else:
+                    living.add(ring.ring_id)
             return ended, living
 
     def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
@@ -342,6 +351,12 @@ class RingsOfHost:
             known = {ring.name for ring in ours}
             others = self._seen.look([name for name in self._places.segments() if name not in known])
             return [*ours, *others.values()]
+
+    def elsewhere(self) -> dict[str, RingAddress]:
+        """Where rings are served that are not on this host, by their ids."""
+        with self._lock:
+            seen = {ring.ring_id for ring in self.seen()}
+            return {ring: place for ring, place in self._places.served(seen).items() if ring not in seen}
 
     # --- payloads -------------------------------------------------------------------------------------
     def payload_bytes(self, claim: MappedClaim) -> PayloadBytes | None:

@@ -23,19 +23,11 @@ from transport.claims.connections import ClaimConnections
 from transport.claims.demands import Demands
 from transport.claims.in_place import TakenPayloads
 from transport.claims.places import RingAddress
+from transport.claims.waiting import Reached
 from transport.client.connections.links import Links
 from transport.config import configuration
 from transport.devices.buffers import BufferPool
-from transport.errors import (
-    AuthenticationError,
-    BatchTooLargeError,
-    ClosedError,
-    MissingDependencyError,
-    RankError,
-    TransportError,
-    VersionMismatchError,
-    WireNotAllowedError,
-)
+from transport.errors import ClosedError, TransportError
 from transport.queue.base import Claim, DeliveryState, Failure, PayloadBytes, too_old
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.decoders import hiding
@@ -45,8 +37,6 @@ _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at,
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
 _LOOK_S: Final = 0.25
 MOST_FAILURES: Final = 256
-# With these a place stays unreachable until this process is configured otherwise.
-_OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 _COUNTED: Final = {
     Verdict.CONSUMED: ("done",),
     Verdict.GIVEN_BACK: ("retried",),
@@ -154,6 +144,7 @@ class NetworkSource:
             await self._end()
             claims.close()
             await links.close()
+            await claims.ended()
 
         thread.closes(end)
         return claims
@@ -284,30 +275,17 @@ class NetworkSource:
             self._count(claims, count, "claimed")
             of.demands.given(claims, count)
 
-    def explain(self, rank: int | str, *, known: bool = False) -> None:
-        """Raise why nothing can come, where this process itself keeps it from every place.
-
-        ``known``: another ring has the consumer of this name; those that have not are left out.
-        """
-        demands = self._rank(rank).demands
-        assert demands is not None
-        faults = list(demands.faults.values())
-        known = known or any(_knows(each, rank) for each in demands.connections)
-        for fault in faults:
-            unknown_name = isinstance(fault, RankError) and not known
-            unreachable = not demands.connections and isinstance(fault, _OWN_FAULTS)
-            if unknown_name or unreachable or isinstance(fault, BatchTooLargeError):
-                raise fault
-
-    def reached(self) -> tuple[set[str], dict[str, TransportError]]:
-        """The rings that demands are connected to; and by place why others are not."""
+    def reached(self, rank: int | str | None, *, named: bool) -> Reached:
+        """What demands know of their places, of one rank or of all. ``named``: a ring here has the consumer."""
         rings: set[str] = set()
         faults: dict[str, TransportError] = {}
-        for of in list(self._ranks.values()):
-            if of.demands is not None:
-                rings.update(each.ring for each in of.demands.connections)
+        for asked, of in list(self._ranks.items()):
+            if of.demands is not None and rank in (None, asked):
                 faults.update(of.demands.faults)
-        return rings, faults
+                for each in of.demands.connections:
+                    rings.add(each.ring)
+                    named = named or _knows(each, asked)
+        return Reached(rings, faults, named)
 
     def ended(self) -> tuple[dict[str, bool], set[str]]:
         """Of the rings that demands were connected to, whether each has said its end; and those that are not done."""

@@ -76,8 +76,8 @@ class Discovery(Protocol):
         """Where the others answer; without the rings of these ids."""
         ...
 
-    def ended(self) -> set[str]:
-        """Rings whose writers have said their end, as far as these places know."""
+    def ended(self) -> Mapping[str, bytes]:
+        """Rings whose writers have said their end and are gone, as these places know it; with their fingerprints."""
         ...
 
     def others(self) -> list[str]:
@@ -94,26 +94,26 @@ class Observed:
 
     def __init__(self) -> None:
         self._rings: dict[str, SharedRingBuffer] = {}
-        self.ends: dict[str, bool] = {}  # of rings whose names are gone, whether their writers had said their end
+        self.ends: dict[str, tuple[bytes, bool]] = {}  # of rings that are gone: fingerprint, whether their data ended
 
     def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
-        """An observer of each segment that can be seen."""
-        for gone in self._rings.keys() - set(names):
-            ring = self._rings.pop(gone)
-            with contextlib.suppress(_ring.RingFault):
-                self.ends[ring.ring_id] = ring.native.ended
-            ring.native.close()
+        """An observer of each of these segments that can be seen. Those whose names are gone are left."""
+        for name, ring in list(self._rings.items()):
+            if not ring.native.still_named:
+                with contextlib.suppress(_ring.RingFault):
+                    self.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
+                ring.native.close()
+                del self._rings[name]
         for name in names:
-            if name in self._rings and not self._rings[name].native.still_named:  # a newer ring has its name
-                self._rings.pop(name).native.close()
             if name not in self._rings:
                 with contextlib.suppress(RingError):  # gone again, being made, or another user's
                     self._rings[name] = SharedRingBuffer.attach(name, role="observer")
-        return dict(self._rings)
+        return {name: self._rings[name] for name in names if name in self._rings}
 
     def close(self) -> None:
         """Detach."""
-        self.look(())
+        while self._rings:
+            self._rings.popitem()[1].native.close()
 
 
 class Given:
@@ -133,9 +133,9 @@ class Given:
         """None."""
         return {}
 
-    def ended(self) -> set[str]:
+    def ended(self) -> Mapping[str, bytes]:
         """None but those that say it themselves."""
-        return set()
+        return {}
 
     def others(self) -> list[str]:
         """None."""
@@ -166,9 +166,9 @@ class OnThisHost:
         beginning = _BEGINNING + self.prefix
         return [name for name in _ring.segments() if name.startswith(beginning)]
 
-    def ended(self) -> set[str]:
-        """Those that were seen before their names were gone."""
-        return {ring for ring, said in self._observed.ends.items() if said}
+    def ended(self) -> Mapping[str, bytes]:
+        """None but those that were seen."""
+        return {}
 
     def others(self) -> list[str]:
         """By the names of the other segments."""
@@ -215,9 +215,9 @@ class AtAddresses:
         """All of them."""
         return self._places
 
-    def ended(self) -> set[str]:
+    def ended(self) -> Mapping[str, bytes]:
         """None: their listeners say it."""
-        return set()
+        return {}
 
     def others(self) -> list[str]:
         """None."""
@@ -240,7 +240,7 @@ class InDirectory:
         self._directory = directory
         self._observed = Observed()
         self._known: Mapping[str, Serving] = {}
-        self._ended: set[str] = set()
+        self._ended: Mapping[str, bytes] = {}
         self._here: set[str] = set()
         self._segments: dict[str, str] = {}
         self._due = float("-inf")
@@ -310,7 +310,7 @@ class InDirectory:
             self._made = made_of, served
         return served
 
-    def ended(self) -> set[str]:
+    def ended(self) -> Mapping[str, bytes]:
         """By what they wrote into the directory."""
         return self._ended
 

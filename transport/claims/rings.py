@@ -41,7 +41,7 @@ from transport.claims.looks import depth_of, failures_of, known_of, place_of, un
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, Given, OnThisHost, RingAddress
-from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, reason, texts_of
+from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, RingNotFoundError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
@@ -221,8 +221,8 @@ class FoundRings(TicketQueue):
                 return claims
             self._nothing_came(rank)
             if time.monotonic() >= give_up:
-                if self._elsewhere:
-                    self._network.explain(rank, known=bool(here))
+                if self._elsewhere and (fault := own_fault(self._network.reached(rank, named=bool(here)))) is not None:
+                    raise fault
                 return claims
             if not here and not self._elsewhere:
                 self._closed.wait(slice_s)
@@ -310,7 +310,7 @@ class FoundRings(TicketQueue):
         keeps this False.
         """
         self._check_open()
-        ended, living = self._here.ended(self._schemas) if self._maps else ({}, set[str]())
+        ended, living = self._here.ended(self._schemas, mapped=self._maps)
         if self._carries:
             there, waiting = self._network.ended()
             places = self._served().values()
@@ -320,7 +320,6 @@ class FoundRings(TicketQueue):
                 expected_rollouts = sum(not place.ring for place in places) or None
         if living:
             return False
-        ended |= dict.fromkeys(self.places.ended(), True)
         said = sum(ended.values())
         return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
 
@@ -335,12 +334,12 @@ class FoundRings(TicketQueue):
     def _known(self, rank: int | str | None) -> Known:
         self._check_open()
         here, unread, strangers, holders = self._here.known(self._wanted, rank)
-        reached, faults = self._network.reached()
+        reached = self._network.reached(rank, named=bool(here))
         fitting = set(here) if self._maps else set()
-        fitting |= reached if reached or faults else set(self._served())
-        strangers += [str(each) for each in faults.values() if isinstance(each, SchemaError)]
+        fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
+        strangers += [str(each) for each in reached.faults.values() if isinstance(each, SchemaError)]
         others = self.places.others()
-        return Known(repr(self.places), len(fitting), unread, strangers, texts_of(faults), holders, others)
+        return Known(repr(self.places), len(fitting), unread, strangers, reached, holders, others)
 
     def consume(self, batch: TakenBatch) -> Verdicts:
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.
@@ -456,8 +455,7 @@ class FoundRings(TicketQueue):
     def not_counted(self) -> dict[str, RingAddress]:
         """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
         self._check_open()
-        seen = {ring.ring_id for ring in self._here.seen()}
-        return {ring: place for ring, place in self.places.served(seen).items() if ring not in seen}
+        return self._here.elsewhere()
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

@@ -2,6 +2,7 @@
 
     no ring of this run     ──► the runs whose rings are there
     rings of other schemas  ──► ring, field, both fingerprints
+    this process's fault    ──► its error, which a claim raises
     no place answers        ──► the error of each
     held by who is silent   ──► the process, and until when
 
@@ -13,13 +14,13 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from transport import _ring
-from transport.errors import SchemaError, TransportError
+from transport.errors import OWN_FAULTS, BatchTooLargeError, RankError, SchemaError, TransportError
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema, difference
 
@@ -75,6 +76,20 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         return self.left_s is not None and self.silent_s > self.left_s
 
 
+class Reached(NamedTuple):
+    """What is reached over the network.
+
+    Attributes:
+        rings: ids of the rings that are connected.
+        faults: why places are not, by place.
+        named: whether a ring has the consumer that claims.
+    """
+
+    rings: Set[str] = frozenset()
+    faults: Mapping[str, TransportError] = {}
+    named: bool = False
+
+
 class Known(NamedTuple):
     """What the places of a trainer know at one moment.
 
@@ -83,7 +98,7 @@ class Known(NamedTuple):
         fitting: rings with payloads of its schemas that can be claimed from.
         unread: payloads of these that nobody holds.
         foreign: a sentence for each ring of another schema.
-        faults: why places are not connected, by place.
+        reached: over the network.
         holders: of claims in fitting rings.
         others: where rings of other runs are on this host, as URLs.
     """
@@ -92,7 +107,7 @@ class Known(NamedTuple):
     fitting: int
     unread: int = 0
     foreign: Sequence[str] = ()
-    faults: Mapping[str, str] = {}
+    reached: Reached = Reached()
     holders: Sequence[Holder] = ()
     others: Sequence[str] = ()
 
@@ -104,8 +119,20 @@ class Reason(msgspec.Struct, frozen=True):
     text: str
 
 
+def own_fault(reached: Reached) -> TransportError | None:
+    """What keeps this process itself from every place, until it is configured otherwise or asks for something else."""
+    for fault in reached.faults.values():
+        unknown_name = isinstance(fault, RankError) and not reached.named
+        unreachable = not reached.rings and isinstance(fault, OWN_FAULTS)
+        if unknown_name or unreachable or isinstance(fault, BatchTooLargeError):
+            return fault
+    return None
+
+
 def reason(known: Known) -> Reason | None:
     """Why a trainer gets nothing; None: it is its turn when the rollouts write."""
+    if (fault := own_fault(known.reached)) is not None:
+        return Reason(Why.UNREACHABLE, str(fault))
     if known.fitting:
         stopped = [each for each in known.holders if each.stopped]
         if not stopped or known.unread:
@@ -116,8 +143,8 @@ def reason(known: Known) -> Reason | None:
         return Reason(
             Why.OTHER_SCHEMA, f"{text}. Give the trainer the rollout's schema, or the two runs different names"
         )
-    if known.faults:
-        each = (f"{place}: {fault}" for place, fault in known.faults.items())
+    faults = known.reached.faults
+    if each := [f"{place}: {fault}" for place, fault in faults.items() if not isinstance(fault, SchemaError)]:
         return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {_few('; ', each)}")
     there = f"; those of this host are found by {_few(', ', known.others)}" if known.others else ""
     return Reason(Why.NO_RING, f"{known.places} finds no ring{there}")
@@ -215,8 +242,3 @@ def runs_of(segments: Iterable[str], beginning: str) -> list[str]:
     """Where the rings of these names would be found, as URLs of `open_queue`; without those that begin so."""
     names = {each.removeprefix(beginning)[:-_HEX] or each for each in segments}
     return sorted(f"rings:{name}" for name in names)
-
-
-def texts_of(faults: Mapping[str, TransportError]) -> dict[str, str]:
-    """Without the errors of schemas, which are a reason of their own."""
-    return {place: str(error) for place, error in faults.items() if not isinstance(error, SchemaError)}

@@ -16,22 +16,12 @@ from collections.abc import Sequence
 
 from transport.client.payload import ReceivedPayload
 from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
-from transport.errors import (
-    AuthenticationError,
-    ClosedError,
-    MissingDependencyError,
-    TransportError,
-    VersionMismatchError,
-    WireNotAllowedError,
-)
+from transport.errors import OWN_FAULTS, ClosedError, TransportError
 from transport.packer.joining import join_all
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import PackerSession, TicketLike
 
 log = logging.getLogger(__name__)
-
-# With these errors no payload can be read until this trainer's configuration is changed.
-_OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
 
 class Fetching:
@@ -83,7 +73,7 @@ class Fetching:
                 todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
             if packer.joined:
                 await join_all(packer, fetched, deadline)
-            own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
+            own_fault = next((item.error for item in fetched if isinstance(item.error, OWN_FAULTS)), None)
             if own_fault is not None:
                 raise own_fault
         except asyncio.CancelledError:

@@ -117,13 +117,13 @@ class Directory:
                 log.warning("malformed directory record %s is left out: %s", key, error)
         return found
 
-    def end(self, ring: str) -> None:
+    def end(self, ring: str, fingerprint: bytes) -> None:
         """Say that the writer of this ring writes nothing more."""
-        self._store.put(_ENDED + ring, b"", lease_s=_ENDED_S)
+        self._store.put(_ENDED + ring, fingerprint, lease_s=_ENDED_S)
 
-    def ended(self) -> set[str]:
-        """The rings whose writers have said their end within the last hour."""
-        return {key.removeprefix(_ENDED) for key in self._store.scan(_ENDED)}
+    def ended(self) -> dict[str, bytes]:
+        """The rings whose writers have said their end within the last hour, with the fingerprints of their schemas."""
+        return {key.removeprefix(_ENDED): entry.value for key, entry in self._store.scan(_ENDED).items()}
 
     def next_epoch(self) -> int:
         """The epoch for a server that starts: greater than that of all servers before."""
@@ -207,7 +207,7 @@ class Announcement:
         if self._version is not None:
             try:
                 if self._written.data_ended:  # before it is gone, so that no trainer sees neither
-                    self._directory.end(self._ring)
+                    self._directory.end(self._ring, self._written.fingerprint)
                 self._directory.withdraw(self._ring, self._version)
             except TransportError as error:
                 log.warning(
