@@ -210,7 +210,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
-	@MYPYPATH=.:tests/support $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(filter-out benchmarks/cosmos_rl_%,$(wildcard benchmarks/*.py))
+	@MYPYPATH=.:tests/support $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
 	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
 	@MYPYPATH=.:benchmarks/weights $(WAITING) "mypy benchmarks/weights" 10 $(BIN)/mypy benchmarks/weights
 	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
@@ -306,10 +306,9 @@ misuse: $(VENV)/installed ## public calls cancelled at each await
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
 
 .PHONY: teardown
-teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a process, 20 times in any order of kills, 100 whole jobs
+teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a process, 100 whole jobs with kills
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json
 	@$(BIN)/python benchmarks/teardown --mode process --cycles 90 --warm-up 10 --json build/teardown-served.json
-	@$(BIN)/python benchmarks/soak/ends.py --runs 20
 	@$(BIN)/python benchmarks/teardown --jobs 100 --json build/teardown-jobs.json
 
 .PHONY: house

@@ -1,9 +1,9 @@
 """The ring on one core, from C++ and from Python, and copies against memcpy.
 
-    python benchmarks/ring.py [--device cuda] [--json ring.json]
+    python benchmarks/ring.py [--json ring.json]
 
-The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points. With a
-device the rows are writes from its memory and reads into it instead, beside plain copies from and to pinned memory.
+The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points. Copies
+from and to device memory are measured by benchmarks/gpu.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from transport import _ring
 from transport.bench.machine import machine
@@ -26,22 +25,16 @@ from transport.bench.programs import ROOT, build
 from transport.bench.result import Report, aligned
 from transport.bench.units import show_size
 from transport.cli import run_program
-from transport.cli.bench_options import check_device
 from transport.cli.output import JsonTarget, about, emit
-from transport.devices.arrays import require_cupy
-from transport.devices.libraries import CUPY
-from transport.devices.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
 from transport.ring.attachment import remove_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress, bar_with_time_left
 from transport.schema import Schema
-from transport.ticket import Ticket
 
 _NAME = "ring_bench"
 _SEGMENTS = "test-bench-"
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
-_DEVICE_SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 _MOST_BYTES = 256 << 20
 _TIMEOUT_S = 300.0
 
@@ -63,16 +56,6 @@ def measure(progress: Progress, sizes: Sequence[int] = _SIZES) -> list[Row]:
         progress(number + 2, steps, 0)
         rows.append(python_row(size))
     progress(steps, steps, 0)
-    return rows
-
-
-def measure_device(progress: Progress, sizes: Sequence[int] = _DEVICE_SIZES) -> list[Row]:
-    """The rows of the current device. MissingDependencyError without CuPy or a device."""
-    rows: list[Row] = []
-    for number, size in enumerate(sizes):
-        progress(number, len(sizes), 0)
-        rows.append(device_row(size))
-    progress(len(sizes), len(sizes), 0)
     return rows
 
 
@@ -126,52 +109,6 @@ def python_row(size: int) -> Row:
     }
 
 
-def device_row(size: int) -> Row:
-    """Write from device memory, checksum and all, and copy out of the slot into it; plain copies beside them.
-
-    Medians in microseconds, taken in turn, each until the data are there.
-    """
-    cupy = require_cupy()
-    content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    source, target = cupy.asarray(content), cupy.empty(size, np.uint8)
-    down, up = CUPY.describe(source), CUPY.describe(target)
-    device, stream = up.device, CUPY.stream(up.device)
-    pinned = pinned_memory(size, device)
-    times: dict[str, list[float]] = {"write": [], "to_pinned": [], "read": [], "from_pinned": []}
-
-    def timed(name: str, copy: Callable[[], object]) -> None:
-        begun = time.perf_counter()
-        copy()
-        Mark(stream, device).wait()
-        times[name].append(time.perf_counter() - begun)
-
-    def from_host(memory: Any) -> None:
-        copy_to_device(up.address, address_of(memory), size, device, stream)
-
-    verified = True
-    schema = Schema.of(data=("uint8", size))
-    with SharedRingBuffer.create(schema, slots=2, prefix=segment_prefix("bench")) as ring:
-        tickets: list[Ticket] = []
-        for _ in range(max(10, min(500, _MOST_BYTES // size))):
-            timed("write", lambda: tickets.append(ring.write({"data": source})))
-            timed("to_pinned", lambda: copy_to_host([(address_of(pinned), down.address, size)], device, stream))
-            timed("from_pinned", lambda: from_host(pinned))
-            with ring.read_raw(tickets.pop()) as lease:
-                lease.register(device)
-                timed("read", lambda lease=lease: from_host(lease.view))  # type: ignore[misc]
-                lease.consume()
-            verified &= np.array_equal(cupy.asnumpy(target), content)
-    medians = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
-    return {
-        "case": "device",
-        "bytes": size,
-        **{f"{name}_us": round(median, 2) for name, median in medians.items()},
-        "write_to_copy": round(medians["to_pinned"] / medians["write"], 2),
-        "read_to_copy": round(medians["from_pinned"] / medians["read"], 2),
-        "verified": verified,
-    }
-
-
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, those of a kind together."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
@@ -191,21 +128,11 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def ring(
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cuda", help="Measure between device memory and the ring; needs CuPy. Default: host memory."
-        ),
-    ] = None,
-    json_target: JsonTarget = None,
-) -> None:
+def ring(json_target: JsonTarget = None) -> None:
     """Measure ring operations per second from C++, and writes and copies against memcpy, on one core."""
-    if device is not None:
-        check_device(device)
     where = machine()
     with bar_with_time_left("measuring") as progress:
-        rows = measure(progress) if device is None else measure_device(progress)
+        rows = measure(progress)
     report = Report(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", table(rows)]), json_target)
 

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 import update
-from benchmark_programs import benchmark_module
 from helpers import asynchronous
 from model import Model
 
@@ -21,7 +20,6 @@ from transport.runtime.progress import silent
 from transport.weights.versions.layout import weights_checksum
 
 COMMANDS = (["loopback"], ["fetch", "127.0.0.1:1"])
-ring = benchmark_module("ring")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -40,21 +38,6 @@ def test_where_there_is_no_device_nothing_is_measured(
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert run(["bench", *command, "--device", "cuda"]) == 1
     assert "pip install 'cupy-cuda12x" in capsys.readouterr().err
-
-
-def test_the_ring_is_measured_from_and_to_device_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = ring.measure_device(silent, [4096, 1 << 20])
-    assert [row["bytes"] for row in rows] == [4096, 1 << 20] and all(row["verified"] for row in rows)
-    assert "write µs" in ring.table(rows)
-    write = SharedRingBuffer.write
-
-    def spoilt(self: SharedRingBuffer, values: Any, **options: Any) -> Any:
-        ticket = write(self, values, **options)
-        self.native.payload(ticket.slot)[5:6] = bytes([self.native.payload(ticket.slot)[5] ^ 1])
-        return ticket
-
-    monkeypatch.setattr(SharedRingBuffer, "write", spoilt)
-    assert not ring.device_row(4096)["verified"]
 
 
 def test_the_model_on_a_device_is_the_one_on_the_host(cupy: Any) -> None:

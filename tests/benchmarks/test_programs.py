@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from benchmark_programs import measured_rows, run_benchmark
 
 
@@ -14,16 +13,7 @@ def test_calls_and_records_of_a_round_grow_with_its_members_and_not_faster() -> 
         assert second == 2 * first, what
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments", "said"),
-    [
-        ("rendezvous", ("--members", "0"), "--members 0"),
-        ("ring", ("--device", "rocm"), "--device rocm"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_measured(
-    program: str, arguments: tuple[str, ...], said: str
-) -> None:
-    done = run_benchmark(program, *arguments)
+def test_wrong_arguments_are_refused_before_anything_is_measured() -> None:
+    done = run_benchmark("rendezvous", "--members", "0")
     assert done.returncode == 2
-    assert said in done.stderr and done.stdout == ""
+    assert "--members 0" in done.stderr and done.stdout == ""

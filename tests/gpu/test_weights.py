@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import update as weights_bench
-from benchmark_programs import benchmark_module
 from gpu_payloads import busy, bytes_of, to_device, why_not
 from helpers import asynchronous
 from weights_engines import build, engine, engines, transfer
@@ -183,8 +182,3 @@ def test_updates_between_processes_are_measured_from_device_to_device(device: An
     )
     rows = weights_bench.run(load, [2], silent)
     assert [row.mode for row in rows] == ["full", "delta"] and all(row.verified for row in rows)
-
-
-def test_the_ring_is_measured_from_and_to_device_memory(device: Any) -> None:
-    for row in benchmark_module("ring").measure_device(silent, [1 << 20, 16 << 20]):
-        assert row["verified"] and row["write_us"] > 0 and row["read_us"] > 0

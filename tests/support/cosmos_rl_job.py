@@ -1,8 +1,6 @@
 """A job for cosmos-rl with payload_transfer = "ucxx": the script that each of its processes runs.
 
-    COSMOS_ROLE=Controller|Rollout|Policy python benchmarks/cosmos_rl_job.py OPTIONS
-
-benchmarks/cosmos_rl_ucxx.py starts it.
+    COSMOS_ROLE=Controller|Rollout|Policy python cosmos_rl_job.py OPTIONS
 
 Everything that moves payloads is cosmos-rl's: PayloadContext, its registry, the attachment of a worker (CommMixin), its
 packer with prefetch, its Rollout message and its Redis streams. `--replace` adds the one call of `replace_ucxx`.
