@@ -366,3 +366,30 @@ def test_a_transfer_that_takes_too_long_names_its_rank_and_version(monkeypatch: 
         monkeypatch.setattr(member.engine, "send_weights", for_ever)
         with pytest.raises(WeightsTimeoutError, match=r"sender 0: version 3 was not transferred within 0\.1 s"):
             member.transfer(3, 0.1)
+
+
+def test_a_commit_that_is_interrupted_waits_for_the_stage_again_when_it_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+    asked: list[bool] = []
+
+    def stage() -> None:
+        go_on.wait()
+        member.attempt = meeting_module._Attempt("attempt", 3)
+
+    def interrupted(futures: Any) -> None:
+        asked.append(True)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        go_on.set()
+        waited(futures)
+
+    waited = meeting_module.wait
+    monkeypatch.setattr(meeting_module, "wait", interrupted)
+    with Member(RankShards(0, None, {}), sends=False, address="127.0.0.1") as member:
+        member.begin(3, stage)
+        with pytest.raises(KeyboardInterrupt):
+            member.staged(3)
+        assert member.staged(3)
+    assert len(asked) == 2

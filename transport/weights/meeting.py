@@ -238,9 +238,10 @@ class Member:
 
     def staged(self, version: int) -> bool:
         """Whether this version is staged, once what was begun has ended; raises its error."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
         if begun is not None:
             wait([begun[1]])
+            self._begun = None  # after the wait, which an interrupt may end
             if begun[0] == version:
                 begun[1].result()
         return bool(self.attempt.name) and self.attempt.version == version
