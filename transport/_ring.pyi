@@ -398,6 +398,12 @@ class Loan(Buffer):
     def __init__(self, ring: Ring, slot: int, generation: int) -> None: ...
     def end(self) -> None:
         """The slot was published, given back or let go of. Idempotent."""
+    def release(self) -> bool:
+        """Unpin, and end. False: it had ended."""
+    def consume(self, rank: int) -> bool:
+        """Consume and unpin in one swap, and end. False: it had ended, or the rank was consumed elsewhere."""
+    @property
+    def ended(self) -> bool: ...
 
 @final
 class Views:

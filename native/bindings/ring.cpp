@@ -65,6 +65,22 @@ class Loan {
     if (!std::exchange(ended_, true)) ring_->loan_ended(slot_);
   }
 
+  bool ended() const { return ended_; }
+
+  // The reader is done: its pin goes in the same call. False: it went before, or the rank was consumed elsewhere.
+  bool release() {
+    if (ended_) return false;
+    const Ending ending(*this);
+    return ring_->closed() || ring_->unpin(slot_, generation_);  // a closed ring unpins with its last loan
+  }
+  bool consume(unsigned rank) {
+    if (ended_) return false;
+    const Ending ending(*this);
+    if (ring_->mark_consumed(slot_, generation_, rank)) return true;
+    ring_->unpin(slot_, generation_);
+    return false;
+  }
+
   static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     const auto* loan = nb::inst_ptr<Loan>(self);
     return PyBuffer_FillInfo(view, self, loan->data_, static_cast<Py_ssize_t>(loan->ring_->identity().slot_capacity),
@@ -72,6 +88,13 @@ class Loan {
   }
 
  private:
+  struct Ending {
+    explicit Ending(Loan& loan) : loan(loan) {}
+    Ending(const Ending&) = delete;
+    ~Ending() { loan.end(); }
+    Loan& loan;
+  };
+
   nb::object keep_;  // the Ring
   Ring* ring_;
   std::shared_ptr<Mapping> mapping_;
@@ -237,7 +260,10 @@ void bind_ring(nb::module_& module) {
 
   nb::class_<Loan>(module, "Loan", nb::is_final(), nb::type_slots(loan_slots), "Memory of a slot that is in use.")
       .def(nb::init<nb::handle_t<Ring>, std::uint64_t, std::uint64_t>(), "ring"_a, "slot"_a, "generation"_a)
-      .def("end", &Loan::end);
+      .def("end", &Loan::end)
+      .def("release", &Loan::release)
+      .def("consume", &Loan::consume, "rank"_a)
+      .def_prop_ro("ended", &Loan::ended);
 
   nb::class_<SlotInfo>(module, "SlotInfo", nb::is_final(), "A consistent snapshot of one slot.")
       .def_prop_ro("state", [](const SlotInfo& slot) { return static_cast<int>(slot.state); })

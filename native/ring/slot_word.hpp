@@ -34,6 +34,8 @@
 // or the next owner of its place; its claims end in the same step (`Ring::clear_slot`). Of a reader over the
 // network: the listener, when the connection ends (`Service::end` of ucp/attempts.cpp), which unpins what was
 // read and gives back what was claimed. Of a listener that is killed: its supervisor, by `reclaim`.
+// A slot that a killed writer was writing is FREE by the same calls of `reclaim`: a consumer's that claims, another
+// writer's that waits for a slot, or that of the writer that takes the ring over.
 //
 // Ranks that a payload was not written for start as done, so "every rank is done" is done == all.
 // FREE keeps the done bits of what the slot held last: all set tells a consumed or discarded payload

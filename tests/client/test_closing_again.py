@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import asynchronous, eventually, listener_pids, noise, over_ucx, serving, stalled, until
 from memory_store import MemoryStore
-from packers import SCHEMA, Packer, Worker, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.blocking import BlockingClient
 from transport.errors import ClosedError
-from transport.runtime.loop_thread import LoopThread
 from transport.store.directory import Announcement, Directory
-from transport.testing import MemoryQueue
 
 pytestmark = pytest.mark.ucx
 
@@ -107,32 +102,6 @@ def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(st
         eventually(lambda: descriptors() <= before)
 
 
-def test_a_blocking_client_whose_close_was_interrupted_is_closed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as (ring, _):
-        threads, before = threading.active_count(), descriptors()
-        client = BlockingClient(wire={"tcp"}, ack="manual")
-        client.read(ring.write_raw(noise(100))).ack()
-        interrupting(monkeypatch, client._thread, "close")
-        with pytest.raises(Interrupted):
-            client.close()
-        client.close()
-        assert threading.active_count() == threads
-        assert client._client._links._worker is not None
-        assert client._client._links._worker.closed
-        eventually(lambda: descriptors() <= before)
-
-
-def test_a_loop_thread_whose_close_was_interrupted_is_ended_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = threading.active_count()
-    thread = LoopThread("interrupted")
-    interrupting(monkeypatch, thread._thread, "join")
-    with pytest.raises(Interrupted):
-        thread.close()
-    thread.close()
-    assert threading.active_count() == threads
-    assert thread._own.loop.is_closed()
-
-
 # --- servers ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_server_whose_drain_is_interrupted_stops_then(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,37 +141,3 @@ def test_an_announcement_whose_close_was_interrupted_is_withdrawn_by_the_next(mo
             announcement.close()
         announcement.close()
         assert directory.find(ring.ring_id) is None
-
-
-# --- packers ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "interrupt",
-    [
-        lambda patch, session: interrupting(patch, session.prefetch, "clear"),
-        lambda patch, session: interrupting(patch, session.claims._queue, "retry_many"),
-        lambda patch, session: interrupting(patch, session.thread, "close"),
-    ],
-    ids=["prefetch", "claims", "thread"],
-)
-def test_a_packer_whose_cleanup_was_interrupted_gives_every_claim_back_in_the_next(
-    interrupt: Callable[[pytest.MonkeyPatch, Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with MemoryQueue() as queue:
-        worker, packer = Worker(), Packer()
-        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
-        threads = threading.active_count()
-        try:
-            for seed in range(4):
-                write(worker, seed)
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"})
-            claims = packer.claim_tickets(4, 5.0)
-            packer.start_prefetch(claims[:2])
-            assert packer._ucxx is not None
-            interrupt(monkeypatch, packer._ucxx)
-            with pytest.raises(Interrupted):
-                packer.cleanup_ucxx_packer()
-            packer.cleanup_ucxx_packer()
-            eventually(lambda: threading.active_count() == threads)  # those of its executor have been told
-            assert queue.depth().claimed <= 1  # the one whose call was interrupted; its lease ends
-        finally:
-            worker.cleanup_ucxx()

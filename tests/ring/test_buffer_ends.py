@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import eventually, noise, segment_file, slot_state, states
 
-from transport import Schema, SharedRingBuffer, SlotState, Ticket
+from transport import Schema, SharedRingBuffer, SlotState
 from transport.errors import ClosedError, TransportError
 from transport.server.listener import Listener
 
@@ -305,18 +305,6 @@ def test_one_unreadable_note_hides_no_other_ticket(ring: SharedRingBuffer, caplo
     assert ring.tickets() == [first, last, newest]
     [record] = caplog.records
     assert (record.levelno, f"slot {taken[0]} " in record.getMessage()) == (logging.WARNING, True)
-
-
-@pytest.mark.parametrize("late", ["mark_consumed", "release_reading"])
-def test_refused_finalises_are_logged_but_not_each(
-    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture, late: str
-) -> None:
-    ticket: Ticket = ring.write_raw(b"x")
-    for _ in range(50):
-        assert not getattr(ring, late)(ticket)
-    assert ring.statistics().late_finalises == 50
-    [record] = caplog.records
-    assert (record.levelno, ticket.name in record.getMessage()) == (logging.WARNING, True)
 
 
 def test_a_listener_tells_of_refused_acknowledgements_seldom(

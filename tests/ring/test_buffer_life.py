@@ -124,8 +124,6 @@ USES: dict[str, Callable[[SharedRingBuffer, Ticket], object]] = {
     "reserve": lambda ring, _: ring.reserve(Schema.of(x=("int8", 3))),
     "read": lambda ring, ticket: ring.read_raw(ticket),
     "acknowledge": lambda ring, ticket: ring.acknowledge(ticket),
-    "mark_consumed": lambda ring, ticket: ring.mark_consumed(ticket),
-    "release_reading": lambda ring, ticket: ring.release_reading(ticket),
     "discard": lambda ring, ticket: ring.discard(ticket),
     "count": lambda ring, _: ring.get_ready_count(),
     "statistics": lambda ring, _: ring.statistics(),

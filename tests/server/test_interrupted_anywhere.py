@@ -109,11 +109,14 @@ def test_a_trainer_whose_close_is_interrupted_has_no_connection_after_the_next()
         listening = threads()
         while went_on:
             at += 1
+            ticket = ring.write_raw(b"x")
             with open_queue(f"rings://127.0.0.1:{server.ports[0]}") as queue:
                 trainer = Trainer(queue=queue, wire={"tcp"})
-                assert trainer.claim_tickets(1) == []
+                trainer.start_prefetch(trainer.claim_tickets(1, 30.0))
                 client = trainer._packer.client
                 went_on = interrupted(at, trainer.close)
                 trainer.close()
                 assert (at, client._closed, client._claims._open, threads()) == (at, True, set(), listening)
+                eventually(lambda: not ring.native.depth(0)["claimed"], f"its claims are back at line {at}")
+            assert ring.discard(ticket)
     assert at > 10

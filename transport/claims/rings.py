@@ -13,6 +13,8 @@ There is no second ledger beside the slots. What differs from a queue of its own
 * What ended is remembered as counts, and as the last failures of each ring; ids of payloads whose slot has been written
   anew since are done, unless the failures say otherwise.
 * Rings end with their host, and with them what they held.
+* A writer says the end of its data in the header of its ring (`SharedRingBuffer.end_data`). Who maps the ring looks
+  there (mapped.py), who asks a listener is answered so (demands.py), who comes later has it from the directory.
 * A waiting `claim` sleeps on the event words of the rings that are mapped here, which `publish` advances
   (`Ring.wait_any`, native/ring/futex_any.hpp). For rings elsewhere a thread of the listener sleeps on the word
   (native/ucp/publish_watch.hpp); the answer to the demand rings a bell that ends the same wait.

@@ -47,7 +47,6 @@ from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
-from transport.runtime.logs import LogLimit
 from transport.schema import Schema
 from transport.ticket import Ticket
 
@@ -88,7 +87,6 @@ class SharedRingBuffer(Attachment):
         self._overflowing = Overflowing(native, overflow)
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
-        self._refusals = LogLimit()
         self.data_ended = False
         self.fingerprint = native.fingerprint
         self._named_ranks = 0
@@ -525,39 +523,12 @@ class SharedRingBuffer(Attachment):
         what = "was consumed by this rank" if answer == _ring.READ_DONE else "is no longer in its slot"
         return StaleSlotError(f"payload {ticket.name} {what}")
 
-    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
-        """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "mark_consumed()", _TICKET)
-        ticket.check_rank(rank)
-        marked = self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
-        return marked or self._refused("mark_consumed", ticket)
-
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
         if type(ticket) is not Ticket:
             expect(ticket, Ticket, "acknowledge()", _TICKET)
         ticket.check_rank(rank)
         return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
-
-    def release_reading(self, ticket: Ticket) -> bool:
-        """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "release_reading()", _TICKET)
-        released = self._call(self.native.unpin, ticket.slot, ticket.generation)
-        return released or self._refused("release_reading", ticket)
-
-    def _refused(self, what: str, ticket: Ticket) -> bool:
-        if (before := self._refusals.due()) is not None:
-            log.warning(
-                "%s(%s) had no effect: another call consumed or released the payload before (%d more since the last "
-                "line; statistics().late_finalises counts all)",
-                what,
-                ticket.name,
-                before,
-                extra={"ticket": ticket.name},
-            )
-        return False
 
     def discard(self, ticket: Ticket) -> bool:
         """Free a payload that is not needed, for every rank. False: it was gone."""

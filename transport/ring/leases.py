@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -37,9 +37,7 @@ class Slots(Protocol):
 
     def key(self, slot: int, generation: int) -> int: ...
     def register(self, slot: int, device: int) -> bool: ...
-    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool: ...
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool: ...
-    def release_reading(self, ticket: Ticket) -> bool: ...
     def settle(self) -> None: ...
 
 
@@ -210,18 +208,21 @@ class WriteLease:
 class ReadLease:
     """A pinned payload. Finalised exactly once: `consume`, or `release` (the default at the end of a ``with``)."""
 
-    _open = False
+    _loan: Loan | None = None
 
     def __init__(self, ring: Slots, ticket: Ticket, rank: int, loan: Loan) -> None:
         self._ring = ring
         self.ticket = ticket
         self.rank = rank
+        self.view: memoryview = memoryview(loan)[: ticket.size].toreadonly()
         self._loan = loan
-        self.view: memoryview = memoryview(self._loan)[: ticket.size].toreadonly()
-        self._open = True
 
     def __repr__(self) -> str:
         return f"<ReadLease {self.ticket.name} rank {self.rank} {'open' if self._open else 'ended'}>"
+
+    @property
+    def _open(self) -> bool:
+        return self._loan is not None and not self._loan.ended
 
     def register(self, device: int) -> None:
         """Copies out of the slot to ``device`` are to come: see `SharedRingBuffer.register`."""
@@ -229,13 +230,13 @@ class ReadLease:
 
     def consume(self) -> bool:
         """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
-        return self._finalise(self._consume)
-
-    def _consume(self) -> bool:
-        if self._ring.mark_consumed(self.ticket, self.rank):
-            return True
-        self._ring.release_reading(self.ticket)  # refused: another reader was faster, but we still hold the pin
-        return False
+        assert self._loan is not None
+        try:
+            return self._loan.consume(self.rank)
+        except _ring.RingFault as fault:  # closed: the end of the loan unpins
+            raise named(fault) from None
+        finally:
+            self._settle()
 
     def acknowledge(self) -> bool:
         """Say that this rank has the payload, and keep the memory pinned until `release`. False: said before."""
@@ -243,24 +244,14 @@ class ReadLease:
 
     def release(self) -> bool:
         """Unpin; the payload stays for the next attempt. False: this lease was finalised before."""
-        return self._finalise(self._release)
+        assert self._loan is not None
+        released = self._loan.release()
+        self._settle()
+        return released
 
-    def _release(self) -> bool:
-        try:
-            return self._ring.release_reading(self.ticket)
-        except ClosedError:  # the end of the loan unpins
-            return True
-
-    def _finalise(self, how: Callable[[], bool]) -> bool:
-        if not self._open:
-            return False
-        self._open = False
-        try:
-            return how()
-        finally:
-            self._loan.end()
-            if self._ring.native.closed:
-                self._ring.settle()
+    def _settle(self) -> None:
+        if self._ring.native.closed:
+            self._ring.settle()
 
     def __del__(self) -> None:
         if self._open:

@@ -46,7 +46,7 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pins: int = 0
     unpins: int = 0
     consumes: int = 0
-    late_finalises: int = 0  # mark_consumed / release_reading without effect: another call was faster
+    late_finalises: int = 0  # ends of reads and claims without effect: another call was faster
     discards: int = 0
     reclaimed_writing: int = 0  # slots taken back from dead writers
     reclaimed_reading: int = 0  # pins taken back from dead readers
