@@ -17,7 +17,7 @@ from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
 
 from transport import Schema, SharedRingBuffer, UpTo
-from transport.claims.batch import TakenBatch
+from transport.claims.batch import TAKEN, TakenBatch
 from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.in_place import TakenPart
@@ -48,7 +48,10 @@ def answered(
     rows, notes, payloads = b"", b"", b""
     for at, (note, data, joined) in enumerate(items):
         length = (lengths or {}).get(at, len(data))
-        rows += struct.pack("<IIBBHHHQQQq", at, 7, 0, JOINED if joined else 0, 1, len(note), 0, length, 5, at, 0)
+        row = np.zeros((), TAKEN)
+        row["slot"], row["generation"], row["flags"], row["attempts"] = at, 7, JOINED if joined else 0, 1
+        row["note_bytes"], row["length"], row["checksum"], row["sequence"] = len(note), length, 5, at
+        rows += row.tobytes()
         notes += note
         if joined:
             payloads = payloads.ljust(aligned(len(payloads)), b"\0") + data
