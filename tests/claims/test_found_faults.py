@@ -17,9 +17,12 @@ from found_rings import LONG_S, some
 from helpers import Child, dead_port, eventually, free, listener_pids
 from queue_waits import in_thread
 
+from transport import SharedRingBuffer
 from transport.claims.batch import Verdict
+from transport.claims.looks import depth_of, failures_of, known_of, unfinished_of
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost, RingAddress
+from transport.packer.rollout import queued
 from transport.queue import FoundRings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -229,3 +232,17 @@ def test_claims_of_several_rings_that_do_not_answer_are_given_back_at_once(
         thread.join(LONG_S)
         assert returned == [claims]
         assert {claim.attempts for claim in some(queue, 3)} == {2}
+
+
+def test_a_ring_that_another_thread_closes_meanwhile_counts_nothing_and_disturbs_nothing() -> None:
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as open_,
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as gone,
+    ):
+        ticket = open_.write_raw(b"x")
+        gone.close()
+        rings = [gone, open_]
+        assert depth_of(rings, None).ready == 1
+        assert failures_of(rings, 10) == []
+        assert unfinished_of(rings, 10) == [ticket.encode()]
+        assert known_of(rings, [f"{gone.ring_id}/0/1", queued(ticket).id]).keys() == {queued(ticket).id}

@@ -1,13 +1,15 @@
-"""What rings of this host say of their deliveries, also to an observer."""
+"""What rings of this host say of their deliveries, also to an observer. One that another thread closes says nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, TypeVar
 
 from transport import _ring as _native
+from transport.errors import ClosedError
 from transport.queue.base import Claim, DeliveryState, Failure, QueueDepth
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 
@@ -18,6 +20,7 @@ _ENDINGS: Final = {
 }
 _COUNTED: Final = ("ready", "claimed", "done", "discarded", "dead", "retried", "expired", "aged")
 _ALL: Final = 1 << 30
+T = TypeVar("T")
 SlotOfRing = tuple[SharedRingBuffer, int, int]  # a ring, a slot of it, and the generation
 
 
@@ -36,20 +39,27 @@ def place_of(rings: Mapping[str, SharedRingBuffer], ticket_id: str) -> SlotOfRin
     return (ring, int(slot), int(generation)) if int(slot) < ring.slot_count else None
 
 
+def _of_each(rings: Iterable[SharedRingBuffer], look: Callable[[SharedRingBuffer], T]) -> Iterator[T]:
+    for ring in rings:
+        with contextlib.suppress(_native.RingFault, ClosedError):  # closed meanwhile
+            yield look(ring)
+
+
 def depth_of(rings: Iterable[SharedRingBuffer], rank: int | None, also: Mapping[str, int] | None = None) -> QueueDepth:
     """Of a rank or of all, by what the rings say of themselves; ``also`` is added."""
     sums: Counter[str] = Counter(also)
-    for ring in rings:
-        for each in range(MAX_READERS) if rank is None else [rank]:
-            sums.update(ring.native.depth(each))
+    ranks = range(MAX_READERS) if rank is None else [rank]
+    for depths in _of_each(rings, lambda ring: [ring.native.depth(each) for each in ranks]):
+        for depth in depths:
+            sums.update(depth)
     return QueueDepth(**{name: sums[name] for name in _COUNTED})
 
 
 def failures_of(rings: Iterable[SharedRingBuffer], limit: int) -> list[Failure]:
     """What the rings remember, the latest published first."""
     found = []
-    for ring in rings:
-        for slot, generation, rank, attempts, how, reason, consumer, sequence in ring.native.failures():
+    for ring, failures in _of_each(rings, lambda ring: (ring, ring.native.failures())):
+        for slot, generation, rank, attempts, how, reason, consumer, sequence in failures:
             ticket_id = f"{ring.ring_id}/{slot}/{generation}" if slot < ring.slot_count else ring.ring_id
             failure = Failure(ticket_id, rank, _ENDINGS[how], attempts, consumer, reason)
             found.append((sequence, failure))
@@ -59,7 +69,7 @@ def failures_of(rings: Iterable[SharedRingBuffer], limit: int) -> list[Failure]:
 
 def unfinished_of(rings: Iterable[SharedRingBuffer], n: int) -> list[bytes]:
     """Up to ``n`` encoded tickets, of each ring the latest written first."""
-    tickets = (ticket for ring in rings for ticket in reversed(ring.tickets()))
+    tickets = (ticket for found in _of_each(rings, SharedRingBuffer.tickets) for ticket in reversed(found))
     return [ticket.encode() for ticket in itertools.islice(tickets, n)]
 
 
@@ -73,13 +83,14 @@ def known_of(rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str]) -> di
         if place is None:
             continue
         ring, slot, generation = place
-        info = ring.native.info(slot)
-        if info.generation < generation or (info.generation == generation and info.state == _native.WRITING):
-            continue
-        ranks = info.readers if info.generation == generation else 1
-        states[ticket_id] = tuple(
-            _state(ring, ticket_id, slot, rank, info, generation, endings) for rank in range(ranks)
-        )
+        with contextlib.suppress(_native.RingFault):  # closed meanwhile
+            info = ring.native.info(slot)
+            if info.generation < generation or (info.generation == generation and info.state == _native.WRITING):
+                continue
+            ranks = info.readers if info.generation == generation else 1
+            states[ticket_id] = tuple(
+                _state(ring, ticket_id, slot, rank, info, generation, endings) for rank in range(ranks)
+            )
     return states
 
 
