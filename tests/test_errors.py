@@ -58,7 +58,6 @@ def test_what_may_be_tried_again() -> None:
         "BusyError",
         "RingFullError",
         "QueueFullError",
-        "QueueBusyError",
     }
     assert not retryable & {
         "StaleSlotError",

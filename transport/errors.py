@@ -244,17 +244,11 @@ class InvalidTransition(RingError):
 
 # --- the ticket queue --------------------------------------------------------------------------
 class QueueError(TransportError):
-    """The ticket queue failed; the message contains the error of its file or server."""
+    """The ticket queue failed; the message contains the error of its server."""
 
 
 class QueueFullError(QueueError):
-    """The queue's store has no room: its disk, its quota or its bound is full. Nothing of the call was stored."""
-
-    retryable = True
-
-
-class QueueBusyError(QueueError):
-    """Another process held the queue's store longer than the time limit."""
+    """The queue's server has no room, or its bound is reached. Nothing of the call was stored."""
 
     retryable = True
 
@@ -270,7 +264,7 @@ class GroupBrokenError(QueueError):
 
 
 class QueueUnsuitableError(QueueError, UsageError):
-    """This file or server cannot hold this queue: a network file system, another program's file, an unknown version."""
+    """This server cannot hold this queue, or these places have no notices."""
 
 
 # --- the store of shared records ----------------------------------------------------------------

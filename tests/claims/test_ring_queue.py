@@ -17,7 +17,6 @@ from queue_waits import in_thread
 from ring_queues import RingHarness, some
 
 from transport import SharedRingBuffer
-from transport.claims.looks import ring_of
 from transport.errors import RankError, RingNotFoundError, UsageError
 from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RingQueue
 
@@ -182,7 +181,7 @@ def two_rings_with_a_claim_each(stack: contextlib.ExitStack) -> tuple[RingQueue,
     queue = RingQueue(rings)
     for ring in rings:
         ring.write_raw(b"one")
-    claims = sorted(some(queue, 2), key=lambda claim: ring_of(claim) != rings[0].ring_id)
+    claims = sorted(some(queue, 2), key=lambda claim: not claim.ticket_id.startswith(rings[0].ring_id))
     return queue, rings[1], claims
 
 

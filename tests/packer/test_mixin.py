@@ -14,7 +14,7 @@ from transport.client.retry import Deadline
 from transport.errors import (
     AuthenticationError,
     DeadlineExceededError,
-    QueueBusyError,
+    QueueUnavailableError,
     StaleSlotError,
     UsageError,
 )
@@ -230,15 +230,15 @@ def test_a_queue_that_was_busy_is_asked_again(
     write(worker, 1)
     batch = fetch(packer, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(RedisQueue, "ack_many", raise_busy)
-        with pytest.raises(QueueBusyError):
+        patch.setattr(RedisQueue, "ack_many", raise_away)
+        with pytest.raises(QueueUnavailableError):
             packer.consume(batch)
     assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
     assert queue.depth().done == 1
 
 
-def raise_busy(*_: object, **__: object) -> None:
-    raise QueueBusyError("locked by the test")
+def raise_away(*_: object, **__: object) -> None:
+    raise QueueUnavailableError("away in the test")
 
 
 @pytest.mark.ucx

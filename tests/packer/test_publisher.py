@@ -16,7 +16,6 @@ from ticket_queues import run_of
 
 from transport.errors import (
     ClosedError,
-    QueueBusyError,
     QueueError,
     QueueFullError,
     QueueUnavailableError,
@@ -80,7 +79,7 @@ def test_a_bounded_backlog_makes_the_writer_wait(queue: Scripted) -> None:
 
 
 # --- failures -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("error", [QueueError("disk gone"), QueueBusyError("locked"), QueueUnavailableError("away")])
+@pytest.mark.parametrize("error", [QueueError("disk gone"), QueueUnavailableError("away")])
 def test_a_failure_is_raised_once_at_the_next_write_and_nothing_is_lost(
     queue: Scripted, publisher: Publisher, error: QueueError
 ) -> None:

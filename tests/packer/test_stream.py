@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transport.errors import QueueBusyError
+from transport.errors import QueueUnavailableError
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.packer.stream import BatchStream
@@ -141,7 +141,7 @@ def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(
 
     def failing(*arguments: Any, **named: Any) -> Any:
         if next(calls) == 1:
-            raise QueueBusyError("another process holds the lock")
+            raise QueueUnavailableError("the server is away")
         return claim(*arguments, **named)
 
     monkeypatch.setattr(queue, "claim", failing)

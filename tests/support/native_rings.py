@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,8 +73,3 @@ class Child:
 
     def end(self) -> int:
         return self.process.wait(timeout=PATIENCE_S)
-
-
-def run_to_death(code: str) -> None:
-    with Child(code + Child.DIE) as child:
-        assert child.end() == -signal.SIGKILL

@@ -29,12 +29,6 @@ class Harness(Protocol):
     def close(self) -> None: ...
 
 
-class HolderHarness(Harness, Protocol):
-    """Of a queue whose claims end with their holder."""
-
-    def lose_the_holder(self) -> None: ...
-
-
 def tickets(count: int) -> list[QueuedTicket]:
     return [ticket(number) for number in range(count)]
 

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from transport import _ring as _native
 from transport.errors import ClosedError
-from transport.queue.base import Claim, DeliveryState, Failure, QueueDepth
+from transport.queue.base import DeliveryState, Failure, QueueDepth
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 
 _ENDINGS: Final = {
@@ -22,11 +22,6 @@ _COUNTED: Final = ("ready", "claimed", "done", "discarded", "dead", "retried", "
 _ALL: Final = 1 << 30
 T = TypeVar("T")
 SlotOfRing = tuple[SharedRingBuffer, int, int]  # a ring, a slot of it, and the generation
-
-
-def ring_of(claim: Claim) -> str:
-    """The ring that the payload of a claim is in."""
-    return claim.ticket_id.partition("/")[0]
 
 
 def place_of(rings: Mapping[str, SharedRingBuffer], ticket_id: str) -> SlotOfRing | None:
