@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.epochs.records import Refusal, Report, ReportKind
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
-from transport.errors import DestinationError, UploadCancelledError
+from transport.errors import DestinationDeniedError, DestinationError, UploadCancelledError
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = [
@@ -93,6 +94,28 @@ def report(done: Uploaded) -> Report:
 def test_one_may_join_and_nothing_stays(place: Destination) -> None:
     check_permissions(place)
     assert place.names("") == []
+
+
+def test_credentials_may_be_in_a_file(server: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    encoding = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    account = {
+        "type": "service_account",
+        "client_email": "trainer@project.example",
+        "project_id": "project",
+        "private_key": rsa.generate_private_key(65537, 2048).private_bytes(*encoding).decode(),
+        "token_uri": os.environ["STORAGE_EMULATOR_HOST"] + "/token",
+    }
+    file = tmp_path / "credentials.json"
+    file.write_text(json.dumps(account))
+    server.tell("locked")
+    with open_destination(URL) as place, pytest.raises(DestinationDeniedError, match="cannot list"):
+        check_permissions(place)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    with open_destination(URL) as place:
+        check_permissions(place)
 
 
 def test_an_upload_is_proven_by_the_services_checksums_alone(server: Child, place: Destination, model: Path) -> None:
