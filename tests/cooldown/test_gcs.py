@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.epochs.records import Refusal, Report, ReportKind
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
-from transport.errors import DestinationDeniedError, DestinationError, UploadCancelledError
+from transport.errors import DestinationError, UploadCancelledError
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = [
@@ -96,7 +98,7 @@ def test_one_may_join_and_nothing_stays(place: Destination) -> None:
     assert place.names("") == []
 
 
-def test_credentials_may_be_in_a_file(server: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_may_be_in_a_file(server: Child, tmp_path: Path, model: Path) -> None:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 
@@ -111,11 +113,25 @@ def test_credentials_may_be_in_a_file(server: Child, tmp_path: Path, monkeypatch
     file = tmp_path / "credentials.json"
     file.write_text(json.dumps(account))
     server.tell("locked")
-    with open_destination(URL) as place, pytest.raises(DestinationDeniedError, match="cannot list"):
-        check_permissions(place)
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
-    with open_destination(URL) as place:
-        check_permissions(place)
+    command = [
+        sys.executable,
+        "-m",
+        "transport",
+        "cooldown",
+        "upload",
+        str(model),
+        "--destination",
+        URL,
+        "--run",
+        "run",
+    ]
+    environment = {**os.environ, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}  # no gRPC here
+    said = []
+    for given in ({}, {"GOOGLE_APPLICATION_CREDENTIALS": str(file)}):
+        done = subprocess.run([*command, "--destination", URL], env=environment | given, capture_output=True, text=True)
+        said.append((done.returncode == 0, done.stdout + done.stderr))
+    assert [ok for ok, _ in said] == [False, True], said
+    assert "cannot list" in said[0][1]
 
 
 def test_an_upload_is_proven_by_the_services_checksums_alone(server: Child, place: Destination, model: Path) -> None:
