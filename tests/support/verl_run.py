@@ -190,9 +190,8 @@ def fault(version: int, manager: Any, rollout: Any, folder: Path) -> None:
         rollout.breaks("finalize", 0, None)
     elif version == 7:
         manager.step_s = 5.0
-        rollout.breaks("prepare", 1, folder / "goes on")
+        rollout.breaks("prepare", 1, folder / "over")
     elif version == 8:
-        (folder / "goes on").touch()
         manager.replicas[0].hangs = "resume_kv_cache"
     elif version == 9:
         manager.replicas[0].hangs = ""
@@ -217,8 +216,11 @@ def main() -> None:
                 fault(version, manager, rollout, folder)
             elif version == 3:
                 rollout.fail_at(3, 1)
+            done = update(manager, version, version == 2, folder)
+            if version == 7 and folder is not None:
+                (folder / "over").touch()  # for the worker that hangs
             steps[version] = {
-                **update(manager, version, version == 2, folder),
+                **done,
                 "versions": rollout.versions(),
                 "paused": [replica.replica_rank for replica in replicas if not replica.generating],
                 "without_cache": [replica.replica_rank for replica in replicas if not replica.has_kv_cache],

@@ -74,7 +74,9 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             merged = await self._step("transfer", transfer, "transfer_s")
         except BaseException as error:  # a cancellation, too: the replicas go back to generation first; raised below
             failed.add(error)
-            if rollout is not None and self.backend == BACKEND and not self.fail_job:
+            if self.fail_job:
+                pass  # none is resumed, so none needs a whole version
+            elif rollout is not None and self.backend == BACKEND:
                 stuck = await self._restored(rollout, taken)
             elif taken:  # what the workers have loaded is not known of another engine
                 stuck = list(self.replicas)
