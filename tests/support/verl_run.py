@@ -29,7 +29,7 @@ BACKEND = "payload_transport"
 CONFIG = {
     "backend": BACKEND,
     "update_weights_bucket_megabytes": 1,
-    "custom_backend_module": "transport.adapters.verl",
+    "custom_backend_module": "transport.adapters.verl.engine",
     "engine_kwargs": {BACKEND: {"address": "127.0.0.1", "wires": ["tcp", "mapped"], "rate": "1e9"}},
 }
 

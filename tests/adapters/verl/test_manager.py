@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.filterwarnings("ignore")]  # of what 
 YAML = """
 backend: payload_transport
 update_weights_bucket_megabytes: 1
-custom_backend_module: transport.adapters.verl
+custom_backend_module: transport.adapters.verl.engine
 engine_kwargs:
   payload_transport:
     address: 127.0.0.1

@@ -1,7 +1,7 @@
 """The engine in verl's checkpoint-engine registry; importing this module registers backend "payload_transport".
 
 actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
-actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl
+actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl.engine
 actor_rollout_ref.rollout.checkpoint_manager_class=transport.adapters.verl.manager.Manager
 """
 
@@ -28,7 +28,7 @@ def register() -> type[Any]:
         from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
     except ImportError as error:
         raise MissingDependencyError(
-            f"verl's checkpoint engines cannot be imported ({error}): {install('verl')}"
+            f"verl's checkpoint engines cannot be imported ({error}): {install('verl')}, with the engine that it serves"
         ) from error
     bases = (CheckpointAdapter, CheckpointEngine)
     made = type("PayloadTransportCheckpointEngine", bases, {"__doc__": CheckpointAdapter.__doc__})
