@@ -1,4 +1,4 @@
-"""Our engines in vLLM's own files: its factories, base classes, workers' sessions and layerwise reload.
+"""Our engines in vLLM's own files: its factories, base classes, workers' sessions, layerwise reload and HTTP routes.
 
 No model runner and no device: a worker is vLLM's class with what its methods of weights use, and waiting for the device
 is left out.
@@ -6,6 +6,7 @@ is left out.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -17,7 +18,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +27,20 @@ import pytest
 with warnings.catch_warnings():  # of the framework and of what it imports
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch")
+    uvicorn = pytest.importorskip("uvicorn", reason="vllm is not installed")
     pytest.importorskip("vllm", reason="vllm is not installed", exc_type=ImportError)
+    from fastapi import FastAPI
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, WeightTransferConfig
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferEngineFactory
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory as Factory
+    from vllm.entrypoints.rl.factories import register_rl_api_routers
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
     from vllm.plugins import load_plugins_by_group
     from vllm.v1.worker.gpu_worker import Worker
 
+from helpers import eventually
 from in_modules import HIDDEN, Sliced, Trained, Whole
 
 from transport.adapters import vllm as adapter
@@ -236,41 +240,52 @@ def test_a_version_that_one_worker_cannot_load_is_served_by_none(group: Any, mon
     assert all(model.serves(3) for model in serving)
 
 
+class EngineClient:
+    """What vLLM's routes call. ``before`` is called with the name of each call that comes."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.before: Callable[[str], None] = lambda call: None
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._call("init_weight_transfer_engine", request.init_info)
+
+    async def start_weight_update(self) -> None:
+        await self._call("start_weight_update")
+
+    async def update_weights(self, request: Any) -> None:
+        await self._call("update_weights", request.update_info, name=request.update_info["phase"])
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await self._call("finish_weight_update", weight_version)
+
+    async def _call(self, method: str, *arguments: Any, name: str = "") -> None:
+        def call() -> None:
+            self.before(name or method)
+            getattr(self._client, method)(*arguments)
+
+        await asyncio.to_thread(call)
+
+
 @pytest.fixture
 def server(group: Any) -> Iterator[Any]:
-    """The workers behind vLLM's HTTP routes. ``server.before`` is called with the name of each call that comes."""
-    client = group[2]
-
-    class Routes(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            values = json.loads(body or b"{}") or {}
-            method = self.path.strip("/")
-            here.before((values.get("update_info") or {}).get("phase", method))
-            try:
-                getattr(client, method)(**values)
-            except Exception as error:  # as vLLM answers it
-                self.send_error(500, str(error).splitlines()[0])
-            else:
-                self.send_response(200)
-                self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    here: Any = ThreadingHTTPServer(("127.0.0.1", 0), Routes)
-    here.before = lambda call: None
-    serving = threading.Thread(target=here.serve_forever)
-    serving.start()
-    yield here
-    here.shutdown()
-    serving.join()
-    here.server_close()
+    """The workers behind vLLM's own routes: `engine`, and the port."""
+    app = FastAPI()
+    register_rl_api_routers(app)
+    app.state.engine_client = EngineClient(group[2])
+    serving = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
+    thread = threading.Thread(target=serving.run)
+    thread.start()
+    eventually(lambda: serving.started, "vLLM's routes are served")
+    yield SimpleNamespace(engine=app.state.engine_client, port=serving.servers[0].sockets[0].getsockname()[1])
+    serving.should_exit = True
+    thread.join()
 
 
 @contextlib.contextmanager
 def trainer_process(server: Any, training: Any, fields: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     script = Path(__file__).parents[1] / "support" / "vllm_trainer.py"
-    url = f"http://127.0.0.1:{server.server_port}"
+    url = f"http://127.0.0.1:{server.port}"
     given = json.dumps([url, type(training).__name__, fields])
     command = [sys.executable, str(script), given]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -305,10 +320,10 @@ def test_a_trainer_that_was_killed_and_started_again_goes_on_with_the_same_worke
                 first.kill()
                 first.wait()
 
-        server.before = kill
+        server.engine.before = kill
         assert not sends(first, 2)
         assert first.wait() == -signal.SIGKILL
-    server.before = lambda came: None
+    server.engine.before = lambda came: None
     served = False
     while not served:  # a load that was under way ends within its limit; until then its tensors have no memory
         time.sleep(0.05)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,16 +75,20 @@ def test_read_back_reads_what_the_destination_has_checksums_of(
     model: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    pieces = Folder.pieces
+    pieces, write = Folder.pieces, Folder.write
 
     def proofs(self: Folder, path: str) -> dict[str, str]:
-        return {"sha256": hashlib.sha256((self.root / path).read_bytes()).hexdigest()}
+        return {"md5": hashlib.md5((self.root / path).read_bytes()).hexdigest()}
+
+    def proving(self: Folder, path: str, *arguments: Any) -> dict[str, str]:
+        return write(self, path, *arguments) or proofs(self, path)
 
     def reading(self: Folder, path: str) -> AbstractContextManager[Iterator[bytes]]:
         read.append(path.partition("/files/")[2])
         return pieces(self, path)
 
     monkeypatch.setattr(Folder, "proofs", proofs)
+    monkeypatch.setattr(Folder, "write", proving)
     monkeypatch.setattr(Folder, "pieces", reading)
     upload = ["cooldown", "upload", str(model), *to(model), "--store", store, "--step", "7"]
     assert run(upload) == 0

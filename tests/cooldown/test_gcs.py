@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +96,31 @@ def report(done: Uploaded) -> Report:
 def test_one_may_join_and_nothing_stays(place: Destination) -> None:
     check_permissions(place)
     assert place.names("") == []
+
+
+def test_credentials_may_be_in_a_file(server: Child, tmp_path: Path, model: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    encoding = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    account = {
+        "type": "service_account",
+        "client_email": "trainer@project.example",
+        "project_id": "project",
+        "private_key": rsa.generate_private_key(65537, 2048).private_bytes(*encoding).decode(),
+        "token_uri": os.environ["STORAGE_EMULATOR_HOST"] + "/token",
+    }
+    file = tmp_path / "credentials.json"
+    file.write_text(json.dumps(account))
+    server.tell("locked")
+    command = [sys.executable, "-m", "transport", "cooldown", "upload", str(model), "--run", "run", "--skip-upload"]
+    environment = {**os.environ, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}  # no gRPC here
+    said = []
+    for given in ({}, {"GOOGLE_APPLICATION_CREDENTIALS": str(file)}):
+        done = subprocess.run([*command, "--destination", URL], env=environment | given, capture_output=True, text=True)
+        said.append((done.returncode == 0, done.stdout + done.stderr))
+    assert [ok for ok, _ in said] == [False, True], said
+    assert "cannot list" in said[0][1]
 
 
 def test_an_upload_is_proven_by_the_services_checksums_alone(server: Child, place: Destination, model: Path) -> None:

@@ -102,8 +102,8 @@ def test_what_was_written_is_visible_once_it_is_settled(server: Child, hub: Dest
     with hub.pieces(f"{PLACE}/files/a/large") as pieces:
         assert b"".join(pieces) == large
     assert hub.part(f"{PLACE}/files/a/large", 500, 1000) == large[500:1500]
-    assert hub.proofs(f"{PLACE}/files/small") == proofs["small"]
-    assert set(hub.proofs(f"{PLACE}/files/a/large")) == {"sha256"}
+    for name, kind in (("small", "git"), ("a/large", "sha256")):
+        assert hub.proofs(f"{PLACE}/files/{name}") == {kind: proofs[name][kind]}
     assert hub.proofs(f"{PLACE}/files/other") == {}
     assert "a/large" in branches(server)[f"upload/{PLACE}"]  # at the root
 

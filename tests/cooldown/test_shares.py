@@ -55,7 +55,7 @@ def all_shares(record: EpochRecord, saved: dict[str, Saved]) -> list[Share]:
     for host in sorted(set(record.hosts.values())):
         parts = divided([each for each in saved.values() if each.host == host], shares_of(record, host))
         for number, part in enumerate(parts):
-            files = tuple(File(name=file.name, size=file.size, sha256=DIGEST) for file in part)
+            files = tuple(File(name=file.name, size=file.size, blocks=(DIGEST,)) for file in part)
             client = turns(record, host, number)[0]
             found.append(Share(host=host, number=number, client=client, attempt=f"{number:016x}", files=files))
     return found
@@ -125,7 +125,7 @@ def test_a_share_without_one_of_the_files_is_no_part_of_a_set() -> None:
     record = EpochRecord(run="run", epoch=7, destination="", cooldown_s=1.0, seed=1, hosts={"a": "h"}, clients=("a",))
     saved = {"a": Saved(member="a", host="h", folder="/a", files=(("1", 1), ("2", 2)))}
     share = Share(
-        host="h", number=0, client="a", attempt="0" * 16, files=(File(name="1", size=1, sha256=DIGEST),)
+        host="h", number=0, client="a", attempt="0" * 16, files=(File(name="1", size=1, blocks=(DIGEST,)),)
     )  # fmt: skip
     with pytest.raises(NameConflict, match="not what the members saved"):
         composed(record, [share], saved)
@@ -137,8 +137,8 @@ def test_a_share_without_one_of_the_files_is_no_part_of_a_set() -> None:
 )
 def test_a_manifest_cannot_point_elsewhere(change: str) -> None:
     files = (
-        File(name="1", size=1, sha256=DIGEST, upload="a/" + "0" * 16),
-        File(name="2", size=1, sha256=DIGEST, upload="a/" + "0" * 16),
+        File(name="1", size=1, blocks=(DIGEST,), upload="a/" + "0" * 16),
+        File(name="2", size=1, blocks=(DIGEST,), upload="a/" + "0" * 16),
     )
     manifest = manifests.Manifest(run="run", epoch=7, step=1, client="sharded", attempt="0" * 16, files=files)
     data = manifest.encode()

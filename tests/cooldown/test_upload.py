@@ -187,7 +187,7 @@ def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: 
     "name", ["../../../secret", "/etc/passwd", "a/../../b", "a//b", "", ".", "a\\b", "a\x00b", "C:x"]
 )
 def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) -> None:
-    file = manifests.File(name=name, size=0, sha256=hashlib.sha256().hexdigest())
+    file = manifests.File(name=name, size=0, blocks=(hashlib.sha256().hexdigest(),))
     data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     destination.put(f"{PLACE}/{manifests.NAME}", data)
     with pytest.raises(RefusedUpload, match="invalid entry") as caught:
@@ -195,13 +195,29 @@ def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) 
     assert caught.value.refusal is Refusal.MANIFEST_ALTERED
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(manifests.BLOCK + 1, 1), (manifests.BLOCK, 1), (2 * manifests.BLOCK, 3)])
-def test_a_manifest_has_a_checksum_for_each_block_of_a_large_file(size: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "blocks"), [(0, 0), (manifests.BLOCK + 1, 1), (manifests.BLOCK, 2), (2 * manifests.BLOCK, 3)]
+)
+def test_a_manifest_has_a_checksum_for_each_block_of_a_file(size: int, blocks: int) -> None:
     digest = hashlib.sha256().hexdigest()
-    file = manifests.File(name="large", size=size, sha256=digest, blocks=(digest,) * blocks)
+    file = manifests.File(name="large", size=size, blocks=(digest,) * blocks)
     data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     with pytest.raises(CheckpointDamagedError, match="invalid entry"):
         manifests.decode(data)
+
+
+@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 14, 20])
+@pytest.mark.parametrize("piece", [1, 5, 7, 30])
+def test_a_files_checksums_are_those_of_its_blocks_however_its_bytes_come(
+    size: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "BLOCK", 7)
+    data = secrets.token_bytes(size)
+    found = manifests.Blocks()
+    for start in range(0, size, piece):
+        found.update(data[start : start + piece])
+    blocks = [data[start : start + 7] for start in range(0, max(size, 1), 7)]
+    assert (found.size, found.checksums()) == (size, tuple(hashlib.sha256(each).hexdigest() for each in blocks))
 
 
 @pytest.mark.parametrize("attempt", ["", "..", "../../..", "0123456789ABCDEF", "0" * 15])

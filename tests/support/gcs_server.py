@@ -2,7 +2,8 @@
 
 ``python -m gcs_server PORT``: prints its URL and serves until its standard input ends. One bucket, "checkpoints", in
 memory. The line "throttle N" answers the next N pieces of an upload "503"; "die" ends the process in the middle of the
-next one; "said" prints how many were throttled and how many bytes were read back.
+next one; "said" prints how many were throttled and how many bytes were read back. After "locked" a request without the
+token that /token gives is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 OBJECTS: dict[str, bytes] = {}
 UPLOADS: dict[str, tuple[str, bytearray]] = {}  # begun ones: name, bytes so far
 LOCK = threading.RLock()
-STATE = {"throttle": 0, "throttled": 0, "die": 0, "read": 0}
+STATE = {"throttle": 0, "throttled": 0, "die": 0, "read": 0, "locked": 0}
+TOKEN = "of-the-run"
 
 
 def about(name: str) -> dict[str, Any]:
@@ -38,6 +40,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if STATE["locked"] and self.path != "/token" and self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self.close_connection = True
+            self.say(403, {"error": {"code": 403, "message": "Forbidden"}})
+            return False
+        return True
 
     def say(self, status: int, content: Any = b"", **headers: str) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -91,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
         if url.path.startswith("/resumable/"):
             return self.piece(url.path.rpartition("/")[2])
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if url.path == "/token":
+            return self.say(200, {"access_token": TOKEN, "token_type": "Bearer", "expires_in": 3600})
         with LOCK:
             if url.path == "/upload/storage/v1/b/checkpoints/o" and query["uploadType"] == "resumable":
                 key = f"{len(UPLOADS):032d}"

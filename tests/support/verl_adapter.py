@@ -1,4 +1,4 @@
-"""`transport.adapters.verl` for tests: what verl imports warns, which is an error here."""
+"""`transport.adapters.verl.engine` for tests: what verl imports warns, which is an error here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transport.adapters import verl
+    from transport.adapters.verl import engine as verl
 
 __all__ = ["verl"]

@@ -1,8 +1,9 @@
 """verl's own workers, worker groups and managers around our engine, in a Ray cluster without a GPU.
 
-For tests/adapters/verl/test_manager.py, which gives the manager's class, and a folder where the manager must leave its
-loop free: workers that load version 2 wait there for a coroutine of that loop. Prints one JSON object. As verl's tests
-do it (tests/checkpoint_engine/test_utils.py of its wheel), with a trainer and a loader that need no model.
+For tests/adapters/verl/test_manager.py, which gives the manager's class, and a folder for our own manager: workers that
+load version 2 wait there for a coroutine of its loop, and later versions meet faults (`fault`). Prints one JSON object.
+As verl's tests do it (tests/checkpoint_engine/test_utils.py of its wheel), with a trainer and a loader that need no
+model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ BACKEND = "payload_transport"
 CONFIG = {
     "backend": BACKEND,
     "update_weights_bucket_megabytes": 1,
-    "custom_backend_module": "transport.adapters.verl",
+    "custom_backend_module": "transport.adapters.verl.engine",
     "engine_kwargs": {BACKEND: {"address": "127.0.0.1", "wires": ["tcp", "mapped"], "rate": "1e9"}},
 }
 
@@ -105,33 +107,56 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
             self.server_adapter.fails_at = version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def breaks(self, method: str, rank: int, until: Path | None) -> None:
+        """The engine's next call of a method raises, or hangs until a file is there."""
+        engine = self.checkpoint_engine
+        if self.rank != rank:
+            return
+
+        def broken() -> Any:
+            delattr(engine, method)
+            if until is None:
+                raise RuntimeError(f"{method} failed")
+            while not until.exists():
+                time.sleep(0.02)
+            return getattr(engine, method)()
+
+        setattr(engine, method, broken)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def versions(self) -> list[int]:
         """The versions of which its weights are whole; -1 for a weight that is of none."""
         found = []
         for name, tensor in self.server_adapter.loaded.items():
-            of = [version for version in range(1, 6) if torch.equal(tensor, dict(weights_of(version))[name])]
+            of = [version for version in range(1, 10) if torch.equal(tensor, dict(weights_of(version))[name])]
             found.append(of[0] if of else -1)
         return sorted(set(found))
 
 
 class Replica:
-    """What a manager calls of verl's RolloutReplica; counts its pauses."""
+    """What a manager calls of verl's RolloutReplica; ``hangs`` is the call that does not return."""
 
     def __init__(self, rank: int, workers: list[Any]) -> None:
         self.replica_rank, self.workers = rank, workers
         self.generating = self.has_kv_cache = True
+        self.hangs = ""
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        self.generating = False
+        await self._now("abort_all_requests", generating=False)
 
     async def resume_generation(self) -> None:
-        self.generating = True
+        await self._now("resume_generation", generating=True)
 
     async def release_kv_cache(self) -> None:
-        self.has_kv_cache = False
+        await self._now("release_kv_cache", has_kv_cache=False)
 
     async def resume_kv_cache(self) -> None:
-        self.has_kv_cache = True
+        await self._now("resume_kv_cache", has_kv_cache=True)
+
+    async def _now(self, call: str, **state: bool) -> None:
+        if call == self.hangs:
+            await asyncio.Event().wait()
+        vars(self).update(state)
 
 
 def group(cls: type, size: int, config: Any) -> Any:
@@ -152,8 +177,26 @@ def update(manager: Any, version: int, with_await: bool, folder: Path | None) ->
     try:
         metrics = asyncio.run(awaited()) if with_await else manager.update_weights(global_steps=version)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}".splitlines()[0], "text": str(error)}
+        notes = getattr(error.__cause__ or error, "__notes__", [])
+        return {"text": f"{type(error).__name__}: {error}", "cause": str(error.__cause__), "notes": notes}
     return {"metrics": metrics}
+
+
+def fault(version: int, manager: Any, rollout: Any, folder: Path) -> None:
+    """What goes wrong in the update to a version."""
+    if version == 3:
+        rollout.fail_at(3, 1)
+    elif version in (4, 6):  # in 4 the trainer fails, too
+        rollout.breaks("finalize", 0, None)
+    elif version == 7:
+        manager.step_s = 5.0
+        rollout.breaks("prepare", 1, folder / "over")
+    elif version == 8:
+        manager.replicas[0].hangs = "resume_kv_cache"
+    elif version == 9:
+        manager.replicas[0].hangs = ""
+        manager.fail_job = True
+        rollout.fail_at(9, 1)
 
 
 def main() -> None:
@@ -168,17 +211,20 @@ def main() -> None:
         if folder is not None:
             rollout.meet(folder)
         steps = {}
-        for version, with_await in ((1, False), (2, True), (3, False), (4, False), (5, False)):
-            if version == 3:
+        for version in range(1, 4 if folder is None else 10):
+            if folder is not None:
+                fault(version, manager, rollout, folder)
+            elif version == 3:
                 rollout.fail_at(3, 1)
+            done = update(manager, version, version == 2, folder)
+            if version == 7 and folder is not None:
+                (folder / "over").touch()  # for the worker that hangs
             steps[version] = {
-                **update(manager, version, with_await, folder),
+                **done,
                 "versions": rollout.versions(),
                 "paused": [replica.replica_rank for replica in replicas if not replica.generating],
                 "without_cache": [replica.replica_rank for replica in replicas if not replica.has_kv_cache],
             }
-            if steps[version]["paused"] and version == 3:
-                break  # nothing after this is defined
         for members in (trainer, rollout):  # verl ends its workers instead, whose memory then stays
             ray.get(members.execute_checkpoint_engine(["close"] * members.world_size))
     finally:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import shard_members
 from helpers import asynchronous, noise
-from verl_adapter import verl
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
+from transport.adapters.engines.checkpoint import CheckpointAdapter
 from transport.devices.copies import _RUN, _SMALL_BYTES
 from transport.errors import (
     BufferUnsuitableError,
@@ -94,17 +94,13 @@ async def test_a_version_has_what_the_stream_of_the_iterator_was_to_write(cupy: 
 
 @pytest.mark.parametrize("per_thread", [False, True])
 def test_verls_engine_takes_tensors_from_the_stream_of_the_thread_that_makes_them(cupy: Any, per_thread: bool) -> None:
-    class Base:
-        """The registry's."""
-
-    kind = verl.engine_class(Base)
     made = [
-        kind(BUCKET, is_master=not at, address="127.0.0.1", tensors="numpy", specs=specs_of(version_of(0)))
+        CheckpointAdapter(BUCKET, is_master=not at, address="127.0.0.1", tensors="numpy", specs=specs_of(version_of(0)))
         for at in range(2)
     ]
     try:
         metadata = [each.prepare() for each in made]
-        actor, rollout = kind.build_topology(1, 1, metadata)
+        actor, rollout = CheckpointAdapter.build_topology(1, 1, metadata)
 
         async def update() -> int:
             await asyncio.gather(

@@ -6,6 +6,6 @@ ray            rings find each other within a Ray cluster; tickets are objects l
 torchft        a checkpoint transport: a replica heals from the memory of another one
 areal          a backend for AReaL's tensors between workers
 cosmos_rl      a payload transport for cosmos-rl's registry
-verl           the engine in verl's registry of checkpoint engines; its manager is ``verl_manager.Manager``
+verl           the engine in verl's registry of checkpoint engines; its manager is ``verl.manager.Manager``
 transferqueue  a storage backend for TransferQueue, which verl finds by ``transferqueue_plugin``
 """

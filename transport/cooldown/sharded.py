@@ -9,7 +9,6 @@ training that follows.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import shutil
@@ -19,7 +18,7 @@ from typing import Final, Unpack
 
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.manifest import File
+from transport.cooldown.epochs.manifest import Blocks, File
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, upload_folder
 from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
 from transport.cooldown.epochs.stop import Stop
@@ -239,7 +238,7 @@ class ShardedClient(EpochClient):
                 if copy.size != file.size:
                     raise UsageError(f"{file.name} has changed since it was saved: {file.size} bytes, now {copy.size}")
                 for folder in file.folders[1:]:
-                    _check_same(Path(folder) / file.name, Path(file.folders[0]) / file.name, copy.sha256, stop)
+                    _check_same(Path(folder) / file.name, Path(file.folders[0]) / file.name, copy, stop)
         return sent
 
     async def _beat(self, record: EpochRecord, host: str, number: int, moved: _Moved) -> None:
@@ -284,12 +283,12 @@ class _Moved:
         self._progress(done, files, size)
 
 
-def _check_same(copy: Path, first: Path, sha256: str, stop: Stop) -> None:
+def _check_same(copy: Path, first: Path, sent: File, stop: Stop) -> None:
     """Raise UsageError unless both members saved the same under one name."""
-    digest = hashlib.sha256()
+    found = Blocks()
     with copy.open("rb") as file:
         while piece := file.read(1 << 20):
             stop.check()
-            digest.update(piece)
-    if digest.hexdigest() != sha256:
+            found.update(piece)
+    if found.checksums() != sent.blocks:
         raise UsageError(f"two members saved different files under one name: {first} and {copy}; give each its own")

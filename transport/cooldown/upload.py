@@ -13,7 +13,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.manifest import Blocks, File, Manifest
 from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import DestinationError, UsageError
@@ -139,12 +139,9 @@ class Moving:
 
 
 def _copy(source: Path, name: str, destination: Destination, target: str, moving: Moving) -> File:
-    digest, block = hashlib.sha256(), hashlib.sha256()
-    blocks: list[str] = []
-    size = 0
+    blocks = Blocks()
 
     def pieces(file: BinaryIO) -> Iterator[bytes]:
-        nonlocal size, block
         while True:
             with _reading(source):
                 piece = file.read(PIECE)
@@ -152,12 +149,7 @@ def _copy(source: Path, name: str, destination: Destination, target: str, moving
                 break
             moving.stop.check()
             yield piece
-            if size and not size % manifests.BLOCK:  # a whole number of pieces
-                blocks.append(block.hexdigest())
-                block = hashlib.sha256()
-            digest.update(piece)
-            block.update(piece)
-            size += len(piece)
+            blocks.update(piece)
             moving.moved(len(piece))
         moving.stop.check()
 
@@ -167,8 +159,7 @@ def _copy(source: Path, name: str, destination: Destination, target: str, moving
     with file:
         proofs = destination.write(target, source.stat().st_size, pieces(file))
     moving.moved(0, done=1)
-    blocks = [*blocks, block.hexdigest()] if blocks else []
-    return File(name=name, size=size, sha256=digest.hexdigest(), blocks=tuple(blocks), proofs=proofs)
+    return File(name=name, size=blocks.size, blocks=blocks.checksums(), proofs=proofs)
 
 
 @contextlib.contextmanager

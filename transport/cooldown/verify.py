@@ -15,7 +15,7 @@ from typing import Final
 
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.manifest import Blocks, File, Manifest
 from transport.cooldown.epochs.records import (
     Checkpoint,
     EpochRecord,
@@ -29,7 +29,6 @@ from transport.errors import CheckpointDamagedError, DestinationError
 from transport.runtime.blocking_calls import in_parallel
 
 FILES_AT_ONCE: Final = 4
-SHA256: Final = "sha256"  # the kind of proof that every manifest has
 
 
 class Proof(enum.Enum):
@@ -95,8 +94,7 @@ def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, f
     stop.check()
     if proof is Proof.STORED:
         stored = destination.proofs(path)
-        computed = {SHA256: file.sha256, **file.proofs}
-        if any(computed.get(kind) == value for kind, value in stored.items()):
+        if any(file.proofs.get(kind) == value for kind, value in stored.items()):
             return
     for _ in checked_pieces(destination, path, file):
         stop.check()
@@ -137,28 +135,26 @@ def checked_block(destination: Destination, path: str, file: File, number: int) 
         raise RefusedUpload(
             Refusal.WRONG_SIZE, f"{file.name}: size mismatch: bytes are missing from byte {start + len(data)} on"
         )
-    if hashlib.sha256(data).hexdigest() != (file.blocks or (file.sha256,))[number]:
+    if hashlib.sha256(data).hexdigest() != file.blocks[number]:
         raise RefusedUpload(Refusal.WRONG_CHECKSUM, f"{file.name}: checksum mismatch in {size} bytes from {start} on")
     return data
 
 
 def checked_pieces(destination: Destination, path: str, file: File) -> Iterator[bytes]:
     """A file's bytes. Raises RefusedUpload for a wrong size, as soon as it is known, or a wrong checksum."""
-    digest = hashlib.sha256()
-    size = 0
+    found = Blocks()
     with destination.pieces(path) as pieces:
         for piece in pieces:
-            size += len(piece)
-            if size > file.size:
+            found.update(piece)
+            if found.size > file.size:
                 break
-            digest.update(piece)
             yield piece
-    if size != file.size:
+    if found.size != file.size:
         raise RefusedUpload(
-            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: read {size} bytes, the manifest says {file.size}"
+            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: read {found.size} bytes, the manifest says {file.size}"
         )
-    if digest.hexdigest() != file.sha256:
+    wrong = [number for number, pair in enumerate(zip(found.checksums(), file.blocks, strict=True)) if len({*pair}) > 1]
+    if wrong:
         raise RefusedUpload(
-            Refusal.WRONG_CHECKSUM,
-            f"{file.name}: checksum mismatch: received {digest.hexdigest()}, the manifest says {file.sha256}",
+            Refusal.WRONG_CHECKSUM, f"{file.name}: checksum mismatch in blocks of {manifests.BLOCK} bytes: {wrong[:9]}"
         )

@@ -1,8 +1,7 @@
-"""The adapter in verl's registry: upon verl's own base class where that is installed, else upon its documented one."""
+"""Our checkpoint engine by itself, and as verl's registry makes it where verl is installed."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import importlib.util
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from helpers import asynchronous
 from verl_adapter import verl
 from weights_members import checksum_of, version_of
 
+from transport.adapters.engines.checkpoint import CheckpointAdapter
 from transport.errors import MissingDependencyError, RingError
 from transport.weights.versions.layout import weights_checksum
 
@@ -22,43 +22,17 @@ pytestmark = [pytest.mark.ucx, pytest.mark.adapters("verl")]
 HAS_VERL = importlib.util.find_spec("verl") is not None
 
 
-class Documented(abc.ABC):
-    """verl 0.9's CheckpointEngine and CheckpointEngineWithCache: names and arguments."""
-
-    @abc.abstractmethod
-    def prepare(self) -> dict[str, Any]: ...
-
-    @classmethod
-    @abc.abstractmethod
-    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]) -> Any: ...
-
-    @abc.abstractmethod
-    def init_process_group(self, **kwargs: Any) -> None: ...
-
-    @abc.abstractmethod
-    def finalize(self) -> None: ...
-
-    @abc.abstractmethod
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> Any: ...
-
-    @abc.abstractmethod
-    async def receive_weights(self, global_steps: int | None = None) -> Any: ...
-
-    @abc.abstractmethod
-    async def get_weights(self) -> Any: ...
-
-
 def made_by(base: str, **options: Any) -> Any:
     options = {"bucket_size": 16384, "address": "127.0.0.1", "tensors": "numpy", **options}
-    if base == "documented":
-        return verl.engine_class(Documented)(**options)
+    if base == "alone":
+        return CheckpointAdapter(**options)
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
     return CheckpointEngineRegistry.new(verl.BACKEND, **options)
 
 
 @pytest.fixture(
-    params=["documented", pytest.param("verl", marks=pytest.mark.skipif(not HAS_VERL, reason="verl is not installed"))]
+    params=["alone", pytest.param("verl", marks=pytest.mark.skipif(not HAS_VERL, reason="verl is not installed"))]
 )
 def engines(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     """A sender, a trainer that does not send, and two replicas of one host."""

@@ -1,10 +1,8 @@
 """The engine in verl's checkpoint-engine registry; importing this module registers backend "payload_transport".
 
-    actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl
-    actor_rollout_ref.rollout.checkpoint_manager_class=transport.adapters.verl_manager.Manager
-
-Without verl, `engine_class` makes the same class from any base class with these methods.
+actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
+actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl.engine
+actor_rollout_ref.rollout.checkpoint_manager_class=transport.adapters.verl.manager.Manager
 """
 
 from __future__ import annotations
@@ -20,11 +18,6 @@ from transport.runtime.releases import require_fitting
 BACKEND = "payload_transport"
 
 
-def engine_class(base: type[Any]) -> type[Any]:
-    """The engine as a subclass of verl's `CheckpointEngine`, or of what has its methods."""
-    return type("PayloadTransportCheckpointEngine", (CheckpointAdapter, base), {"__doc__": CheckpointAdapter.__doc__})
-
-
 def register() -> type[Any]:
     """Register the engine with verl.
 
@@ -35,10 +28,12 @@ def register() -> type[Any]:
         from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
     except ImportError as error:
         raise MissingDependencyError(
-            f"verl's checkpoint engines cannot be imported ({error}): {install('verl')}"
+            f"verl's checkpoint engines cannot be imported ({error}): {install('verl')}, with the engine that it serves"
         ) from error
-    made: type[Any] = CheckpointEngineRegistry.register(BACKEND)(engine_class(CheckpointEngine))
-    return made
+    bases = (CheckpointAdapter, CheckpointEngine)
+    made = type("PayloadTransportCheckpointEngine", bases, {"__doc__": CheckpointAdapter.__doc__})
+    registered: type[Any] = CheckpointEngineRegistry.register(BACKEND)(made)
+    return registered
 
 
 if importlib.util.find_spec("verl") is not None:

@@ -1,10 +1,11 @@
 """verl's checkpoint-engine manager, which leaves no replica paused after a failed update.
 
-    actor_rollout_ref.rollout.checkpoint_manager_class=transport.adapters.verl_manager.Manager
+    actor_rollout_ref.rollout.checkpoint_manager_class=transport.adapters.verl.manager.Manager
 
 verl's own update runs its steps one after the other: a failure in any of them leaves every replica aborted and without
 its KV cache. `Manager` undoes each step that it began. Replicas whose workers differ, or have loaded only a part of the
-new version, load the one before. One that cannot is not resumed, and the error names it.
+new version, load the one before. One that cannot is not resumed, and the error names it. A job that is to end with the
+first failure sets `fail_job` in a subclass.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
     Attributes:
         transfer_s, step_s: limits of the transfer, and of each other step of replicas and workers, also of one that
             undoes another. A worker that is stopped, or hangs, fails the update, and does not keep the other replicas.
+        fail_job: after a failure no replica is resumed: nothing generates until the job ends.
         version: of the last update that succeeded; -1 before the first.
     """
 
     transfer_s: float = TRANSFER_S
     step_s: float = STEP_S
+    fail_job: bool = False
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
@@ -71,14 +74,16 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             merged = await self._step("transfer", transfer, "transfer_s")
         except BaseException as error:  # a cancellation, too: the replicas go back to generation first; raised below
             failed.add(error)
-            if rollout is not None and self.backend == BACKEND:
+            if self.fail_job:
+                pass  # none is resumed, so none needs a whole version
+            elif rollout is not None and self.backend == BACKEND:
                 stuck = await self._restored(rollout, taken)
             elif taken:  # what the workers have loaded is not known of another engine
                 stuck = list(self.replicas)
         for group in (self.actor_wg, rollout):
             if group is not None:
                 failed.add_all((await self._each(group, "finalize"))[1])
-        ready = [replica for replica in self.replicas if replica not in stuck]
+        ready = [replica for replica in self.replicas if replica not in stuck and not (failed and self.fail_job)]
         if released:
             await failed.gather(self._step("return of the KV cache", each.resume_kv_cache()) for each in ready)
         await failed.gather(self._step("return to generation", each.resume_generation()) for each in ready)
@@ -171,6 +176,9 @@ class _Errors:
 
     def __init__(self) -> None:
         self._first: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return self._first is not None
 
     def add(self, error: BaseException) -> None:
         if self._first is None:

@@ -137,7 +137,8 @@ class Hub(Destination):
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
         """See `Destination`. Visible after `settle`. From a copy: the service gets a file's checksum before its bytes.
 
-        The checksum is git's, of the file as a small one; the package computes that of a large one for the service.
+        The service has git's checksum of a small file, which is computed here, or SHA-256 of a large one, which its
+        package computes for it.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -158,7 +159,7 @@ class Hub(Destination):
                 raise
             with self._lock:
                 self._pending.setdefault(branch, []).append((operation, Path(name)))
-        return {GIT: digest.hexdigest()}
+        return {GIT: digest.hexdigest(), SHA256: operation.upload_info.sha256.hex()}
 
     def settle(self, place: str) -> None:
         """See `Destination`."""

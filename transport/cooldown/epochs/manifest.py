@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -17,7 +18,7 @@ NAME: Final = "manifest.json"
 FILES: Final = "files"  # the folder beside it
 LAYOUT: Final = 1
 MOST_BYTES: Final = 64 << 20
-BLOCK: Final = 16 << 20  # bytes with a checksum of their own, in a file that is larger
+BLOCK: Final = 16 << 20  # bytes of a file with a checksum of their own
 MOST_NAME: Final = 512
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -28,8 +29,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: str
     size: int
-    sha256: str
-    blocks: tuple[str, ...] = ()  # SHA-256 of each `BLOCK` bytes and of the rest; none of a file of one block
+    blocks: tuple[str, ...]  # SHA-256 of each `BLOCK` bytes and of the rest; of an empty file, of no bytes
     proofs: dict[str, str] = {}  # by kind, checksums as the destination computes them; these the uploader computed
     upload: str = ""  # whose folder has it, "CLIENT/ATTEMPT"; empty: that of the manifest
 
@@ -68,6 +68,31 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 ready(Manifest)
 
 
+class Blocks:
+    """The checksums of a file's blocks, as its bytes come, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._block = hashlib.sha256()
+        self._complete: list[str] = []
+
+    def update(self, piece: bytes) -> None:
+        """These bytes are the next ones."""
+        rest = memoryview(piece)
+        while rest:
+            if self.size == (len(self._complete) + 1) * BLOCK:
+                self._complete.append(self._block.hexdigest())
+                self._block = hashlib.sha256()
+            part = rest[: BLOCK - self.size % BLOCK]
+            self._block.update(part)
+            self.size += len(part)
+            rest = rest[len(part) :]
+
+    def checksums(self) -> tuple[str, ...]:
+        """As `File.blocks`, of the bytes that have come."""
+        return (*self._complete, self._block.hexdigest())
+
+
 def decode(data: bytes) -> Manifest:
     """The manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
     try:
@@ -83,8 +108,7 @@ def decode(data: bytes) -> Manifest:
         raise CheckpointDamagedError(f"the manifest lists {both} as a file and as a folder")
     for file in manifest.files:
         other = not file.upload or is_upload(file.upload)
-        digests = len(file.blocks) == (-(-file.size // BLOCK) if file.size > BLOCK else 0)
-        digests = digests and all(map(_DIGEST.fullmatch, (file.sha256, *file.blocks)))
+        digests = len(file.blocks) == max(1, -(-file.size // BLOCK)) and all(map(_DIGEST.fullmatch, file.blocks))
         if not (is_safe(file.name) and other and digests) or file.size < 0:
             raise CheckpointDamagedError(
                 f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"

@@ -129,7 +129,7 @@ def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, S
         for file in share.files:
             file = msgspec.structs.replace(file, upload=share.upload)
             known = files.setdefault(file.name, file)
-            if (known.size, known.sha256) != (file.size, file.sha256):
+            if (known.size, known.blocks) != (file.size, file.blocks):
                 raise NameConflict(
                     f"two members saved different files named {file.name}: {known.size} and {file.size} bytes, in "
                     f"{known.upload} and {file.upload}; give each its own name"
