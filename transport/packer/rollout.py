@@ -184,7 +184,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         """Port of this worker's metrics; None: ``metrics_port`` is not configured."""
         return None if self._ucxx_exporter is None else self._ucxx_exporter.port
 
-    def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
+    def cleanup_ucxx(self, drain_s: float = 0.0, *, ends: bool = True) -> None:
         """Publish what waits for it, stop serving, and close the ring. Any state; idempotent.
 
         Trainers learn that this rollout writes nothing more (`FoundRings.finished`), unless an exception ends its
@@ -195,6 +195,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         Args:
             drain_s: wait this long for unread payloads to be consumed first, and for connected trainers to hear the
                 end.
+            ends: False: another process continues in its place, so that this is no end of data.
         """
         if self._ucxx_unsure and drain_s > 0:
             with contextlib.suppress(TransportError):
@@ -210,7 +211,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
                 stack.callback(ring.close)
-                if self._ucxx_ends and not ring.native.closed:
+                if ends and self._ucxx_ends and not ring.native.closed:
                     ring.end_data()
             if announcement is not None:
                 stack.callback(announcement.close)  # readers look it up until the last payload is read
