@@ -140,10 +140,9 @@ def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> Renderable
 
     text = Text(_title(snapshot), style="italic")
     for view in snapshot.rings:
-        text.append(f"\n{view.name}", style="bold not italic")
         if view.statistics is None:
-            text.append(f"\n  {view.unreadable}", style="not italic")
             continue
+        text.append(f"\n{view.name}", style="bold not italic")
         slots, writes, reads, speeds, unwell = _values(view, rates.get(view.name))
         for line in (
             f"slots free/writing/ready/reading {slots}".replace("\n", " "),
@@ -172,11 +171,9 @@ def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
     for name in ("writes/s", "reads/s", "MB/s by wire", "drops/\nstale/full"):
         table.add_column(name, justify="right")
     for view in snapshot.rings:
-        name = view.name.removeprefix(_BEGINNING)
-        if view.statistics is None:
-            table.add_row(escape(name), escape(view.unreadable))
-        else:
+        if view.statistics is not None:
             values = _values(view, rates.get(view.name))
+            name = view.name.removeprefix(_BEGINNING)
             table.add_row(escape(f"{name}\n{_processes(view, chr(10))}"), *map(escape, values))
     return table
 
@@ -220,6 +217,7 @@ def _caption(snapshot: Snapshot, hint: str) -> str:
         f"quarantined ports: {few(snapshot.quarantined) or 'none'}",
         *(f"{each.program} (process {each.pid}) gets nothing: {each.nothing}" for each in clients if each.nothing),
         *(f"{holder}" for view in snapshot.rings for holder in view.stopped),
+        *(f"{view.name}: {view.unreadable}" for view in snapshot.rings if view.unreadable),
         hint,
     ]
     return "\n".join(filter(None, lines))
