@@ -201,7 +201,11 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
             Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
         ):
             assert holder.line() == "holds"
-            assert trainer.claim_tickets(1, 0.5) == []  # its demand waits
+            connected = trainer._packer.queue
+            assert isinstance(connected, FoundRings)
+            eventually(
+                lambda: trainer.claim_tickets(1, 0.05) == [] and bool(connected._network.reached()[0]), "connected"
+            )
             end(rollout)
             assert consumed(trainer) == 0
             holder.tell()
