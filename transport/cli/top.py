@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: transport top --once --json -"
 
 _BEGINNING: Final = "/transport-"  # of every segment
+_NAME_WIDTH: Final = 24  # of the name that a ring gets by itself
 _WIDE: Final = 120  # columns where the output is no terminal
 _UNLIMITED: Final = 10_000
 
@@ -128,11 +129,12 @@ def _picture(snapshot: Snapshot, rates: dict[str, Rates], width: int, hint: str 
     from rich.console import Console, Group
     from rich.text import Text
 
-    table = _table(snapshot, rates)
     console = Console(width=_UNLIMITED)
-    if width < table.__rich_measure__(console, console.options).maximum:
-        return _lines(snapshot, rates, hint)
-    return Group(table, Text(_caption(snapshot, hint)))
+    for name_width in (_UNLIMITED, _NAME_WIDTH):
+        table = _table(snapshot, rates, name_width)
+        if width >= table.__rich_measure__(console, console.options).maximum:
+            return Group(table, Text(_caption(snapshot, hint)))
+    return _lines(snapshot, rates, hint)
 
 
 def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> RenderableType:
@@ -159,21 +161,23 @@ def _title(snapshot: Snapshot) -> str:
     return f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host"
 
 
-def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
+def _table(snapshot: Snapshot, rates: dict[str, Rates], name_width: int) -> Table:
+    """Names are whole, since `transport top SEGMENT` takes them: long ones go on in further lines."""
+    import textwrap
+
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=_title(snapshot), box=box.SIMPLE_HEAD, padding=(0, 1))
-    # whole, since `transport top SEGMENT` takes it
-    table.add_column("ring\nand its processes", no_wrap=True, overflow="fold")
-    table.add_column("free/writing/\nready/reading")
+    table.add_column("ring\nand its processes", no_wrap=True)
+    table.add_column("free/writing/\nready/reading", no_wrap=True)
     for name in ("writes/s", "reads/s", "MB/s by wire", "drops/\nstale/full"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for view in snapshot.rings:
         if view.statistics is not None:
             values = _values(view, rates.get(view.name))
-            name = view.name.removeprefix(_BEGINNING)
+            name = "\n".join(textwrap.wrap(view.name.removeprefix(_BEGINNING), name_width))
             table.add_row(escape(f"{name}\n{_processes(view, chr(10))}"), *map(escape, values))
     return table
 
