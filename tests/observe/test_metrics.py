@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import Child
+from helpers import Child, eventually
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXDataPackerMixin, UCXXRolloutMixin, UCXXServer
+from transport import (
+    BlockingClient,
+    Rollout,
+    Schema,
+    SharedRingBuffer,
+    UCXXDataPackerMixin,
+    UCXXRolloutMixin,
+    UCXXServer,
+)
 from transport.config import Configuration
 from transport.errors import BusyPortError
 from transport.observe.metrics import (
@@ -178,6 +187,25 @@ def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) 
             packer.cleanup_ucxx_packer()
             worker.cleanup_ucxx()
     assert worker.metrics_port is None
+
+
+@pytest.mark.ucx
+def test_a_rollout_that_waits_for_its_trainers_at_its_end_has_metrics_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRANSPORT_METRICS_PORT", "0")
+    rollout = Rollout(Schema.of(x="int64"), slots=2, mode="thread")
+    ring, port = rollout.ring, rollout.metrics_port
+    assert port is not None
+    rollout.write_to_buffer({"x": 1})
+    ending = threading.Thread(target=rollout.close, args=(30.0,))
+    ending.start()
+    try:
+        eventually(lambda: ring.native.ended, "it says its end, and waits")
+        assert value(scrape(port), "transport_ring_slots", state="ready") == 1
+    finally:
+        assert ring.consume(ring.claim(1))
+        ending.join()
 
 
 def test_the_dashboard_names_only_metrics_and_labels_that_exist() -> None:

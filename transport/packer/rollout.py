@@ -215,10 +215,10 @@ class UCXXRolloutMixin(Writing, WithBlock):
                     ring.end_data()
             if announcement is not None:
                 stack.callback(announcement.close)  # readers look it up until the last payload is read
+            if exporter is not None:  # what waits for its trainers can be looked at
+                stack.callback(exporter.close)
             if server is not None:
                 stack.callback(server.close, drain_s, told_s=self._ucxx_told_s)
-            if exporter is not None:
-                stack.callback(exporter.close)
             if publisher is not None:
                 stack.callback(publisher.abort)
                 stack.callback(publisher.close)  # first: what is drained has to be published
