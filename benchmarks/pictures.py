@@ -38,11 +38,12 @@ COLOURS = {
 }
 SHOWN = 6  # reads of the trace
 PAYLOAD_BYTES = 16 << 20
+_COLUMNS = 100  # of the terminal that shows `top`
 
 
 def run_of_the_demo() -> Console:
     """A console that has the look at the demo with the most reads a second."""
-    most, best = -1.0, Console(record=True, width=132, file=sys.stderr)
+    most, best = -1.0, Console(record=True, width=_COLUMNS, file=sys.stderr)
     with subprocess.Popen([*TRANSPORT, *DEMO], stdout=subprocess.DEVNULL) as demo:
         before = overview.look()
         while demo.poll() is None:
@@ -51,9 +52,9 @@ def run_of_the_demo() -> Console:
             rates = overview.rates(before, now)
             reads = sum(rate.reads for rate in rates.values()) if now.clients else 0.0
             if reads > most:
-                most, best = reads, Console(record=True, width=132, file=sys.stderr)
+                most, best = reads, Console(record=True, width=_COLUMNS, file=sys.stderr)
                 best.print(Text("$ transport top --once"))
-                best.print(top._table(now, rates, ""))
+                best.print(top._picture(now, rates, _COLUMNS))
             before = now
     if demo.returncode:
         raise SystemExit(f"the demo ended with {demo.returncode}")

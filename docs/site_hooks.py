@@ -29,6 +29,7 @@ DOCUMENTED = (
     "transport.settings",
 )
 """Modules of which everything public is described; of others what docs/API.md names."""
+_WIDE = "---\nhide: [navigation, toc]\n---\n"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -74,6 +75,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that stand outside of docs/."""
     for source, page in PAGES.items():
         text = _relinked((ROOT / source).read_text("utf-8"), str(PurePosixPath(source).parent))
+        text = f"{_WIDE}{text}" if page == "index.md" else text
         files.append(File.generated(config, page, content=text))
     names = "\n\n".join(f"::: {name}" for name in (*DOCUMENTED, *_further_names()))
     files.append(File.generated(config, "reference.md", content=f"# From the docstrings\n\n{names}\n"))

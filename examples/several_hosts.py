@@ -1,13 +1,16 @@
 """A job of several hosts: one task trains, the others play. `deploy/` has it for Slurm and Kubernetes.
 
 On each host of a rollout:  python examples/several_hosts.py rollout --number N --port 7450
-On the trainer's host:      python examples/several_hosts.py trainer --servers host1:7450,host2:7450 --rollouts 2
+On the trainer's host:      python examples/several_hosts.py trainer --rings rings://host1:7450,host2:7450 --rollouts 2
 All of it on this host:     python examples/several_hosts.py
+
+With a directory, all of them get --rings rings+redis://host/0?run=NAME, and no host has to be known.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import subprocess
 import sys
@@ -21,16 +24,19 @@ from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)), log_probabilities=("float32", UpTo(4096)))
 BATCH = 16
-CLAIM_S = 5.0
+CLAIM_S = 2.0
 BAD_NEWS_S = 600.0  # without a payload for so long, the trainer gives up
+TOLD_TO_STOP = 128 + signal.SIGTERM  # exit status: it is to be started again
 
 
-def play(number: int, port: int, episodes: int, drain_s: float, leave_s: float) -> None:
+def play(number: int, port: int, rings: str, episodes: int, drain_s: float, leave_s: float) -> None:
     """Write the episodes, then stay until the trainer has them, or `drain_s` is over; after SIGTERM, `leave_s`."""
     rng = np.random.default_rng(number)
-    server = ServerOptions(ports=[port])
-    # SIGTERM, which schedulers send some time before SIGKILL, only sets `stopped`
-    with until_stopped() as stopped, Rollout(SCHEMA, slots=64, server=server, drain_s=drain_s) as rollout:
+    with contextlib.ExitStack() as stack:
+        stopped = stack.enter_context(until_stopped())  # SIGTERM, which schedulers send before SIGKILL, only sets it
+        queue = stack.enter_context(open_queue(rings)) if rings else None
+        server = ServerOptions(ports=[port])
+        rollout = stack.enter_context(Rollout(SCHEMA, slots=64, queue=queue, server=server, drain_s=drain_s))
         print(f"rollout {number} serves at port {rollout.ports[0]}", flush=True)
         for episode in range(episodes):
             length = int(rng.integers(1, 4097))
@@ -43,11 +49,11 @@ def play(number: int, port: int, episodes: int, drain_s: float, leave_s: float) 
                     continue
             else:
                 print(f"rollout {number} was asked to stop after {episode} episodes", flush=True)
-                rollout.close(leave_s)
-                return
+                rollout.close(leave_s, ends=False)  # another one goes on in its place
+                raise SystemExit(TOLD_TO_STOP)
 
 
-def train(servers: str, rollouts: int, episodes: int) -> None:
+def train(rings: str, rollouts: int, episodes: int) -> None:
     """Train on each episode of each rollout once; a rollout that was started again plays some a second time.
 
     After SIGTERM it goes on while payloads come: rollouts wait for it, and have been asked to stop as well.
@@ -56,11 +62,11 @@ def train(servers: str, rollouts: int, episodes: int) -> None:
     waited_s = 0.0
     with (
         until_stopped() as stopped,
-        open_queue(f"rings://{servers}") as queue,
-        Trainer(schemas=[SCHEMA], queue=queue) as trainer,
+        open_queue(rings) as queue,
+        Trainer(schemas=[SCHEMA], queue=queue, expected_rollouts=rollouts) as trainer,
     ):
-        print(f"waiting for {rollouts} rollouts at {servers}", flush=True)
-        while len(seen) < rollouts * episodes:
+        print(f"waiting for {rollouts} rollouts of {queue!r}", flush=True)
+        while not trainer.finished():
             tickets = trainer.claim_tickets(BATCH, timeout_s=CLAIM_S)
             if not tickets:
                 waited_s += CLAIM_S
@@ -75,6 +81,7 @@ def train(servers: str, rollouts: int, episodes: int) -> None:
                 which = (int(payload.metadata["rollout"]), int(payload.metadata["episode"]))
                 assert int(payload["tokens"][0]) == which[1]
                 seen.add(which)
+            batch.release()
     print(f"trained on {len(seen)} episodes of {rollouts} rollouts", flush=True)
 
 
@@ -89,13 +96,13 @@ def here() -> None:
     ]
     try:
         ports = [rollout.stdout.readline().split()[-1] for rollout in rollouts if rollout.stdout is not None]
-        train(",".join(f"127.0.0.1:{port}" for port in ports), rollouts=2, episodes=20)
+        train("rings://" + ",".join(f"127.0.0.1:{port}" for port in ports), rollouts=2, episodes=20)
     finally:
         for rollout in rollouts:
             rollout.terminate()  # where it still plays
             rollout.communicate(timeout=60)
         statuses = [rollout.returncode for rollout in rollouts]
-    assert all(status in (0, -signal.SIGTERM) for status in statuses), statuses
+    assert all(status in (0, TOLD_TO_STOP) for status in statuses), statuses
 
 
 def main(arguments: list[str]) -> None:
@@ -103,7 +110,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("role", nargs="?", choices=("rollout", "trainer"))
     parser.add_argument("--number", type=int, default=0, help="of this rollout, from 0")
     parser.add_argument("--port", type=int, default=7450, help="of this rollout's listener")
-    parser.add_argument("--servers", default="", help="of all rollouts, for the trainer: host:port,…")
+    parser.add_argument("--rings", default="", help="for the trainer rings://host:port,…; or for all rings+redis://…")
     parser.add_argument("--rollouts", type=int, default=1, help="how many there are, for the trainer")
     parser.add_argument("--episodes", type=int, default=200, help="of each rollout")
     parser.add_argument("--drain", type=float, default=300.0, help="seconds that a rollout waits at its end")
@@ -112,11 +119,11 @@ def main(arguments: list[str]) -> None:
     if given.role is None:
         here()
     elif given.role == "rollout":
-        play(given.number, given.port, given.episodes, given.drain, given.leave)
-    elif not given.servers:
-        parser.error("the trainer needs --servers host:port,…")
+        play(given.number, given.port, given.rings, given.episodes, given.drain, given.leave)
+    elif not given.rings:
+        parser.error("the trainer needs --rings rings://host:port,… or rings+redis://…")
     else:
-        train(given.servers, given.rollouts, given.episodes)
+        train(given.rings, given.rollouts, given.episodes)
 
 
 if __name__ == "__main__":

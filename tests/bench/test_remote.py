@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from two_hosts import two_hosts, why_not
 
 from transport.bench.reads.remote import MOST_BYTES, RemoteWriter, Wanted, cases, measure
 from transport.cli import run
+from transport.doctor import infiniband
 from transport.errors import LinkError, UnreachableError
 
 PATIENCE_S = 60.0
@@ -62,6 +64,28 @@ def test_fetch_measures_and_verifies(port: int, tmp_path: Path, capsys: pytest.C
     assert report["rails"] == {}
 
 
+@pytest.mark.slow
+def test_fetch_measures_between_two_hosts(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(f"two hosts are not tested: {reason}")
+    transport = [sys.executable, "-m", "transport", "bench"]
+    few = ["--sizes", "64KiB", "--concurrency", "1", "--seconds", "0.01", "--repetitions", "1", "--json", "-"]
+    with (
+        two_hosts(tmp_path) as (here, there),
+        subprocess.Popen(here.command(*transport, "serve"), stdout=subprocess.PIPE, text=True) as serving,
+    ):
+        assert serving.stdout is not None
+        at = int(serving.stdout.readline().split()[-1])
+        fetch = subprocess.run(
+            there.command(*transport, "fetch", f"{here.address}:{at}", *few), capture_output=True, text=True
+        )
+        serving.terminate()
+        assert serving.wait(PATIENCE_S) == 0
+    assert fetch.returncode == 0, fetch.stderr
+    (row,) = json.loads(fetch.stdout)["rows"]
+    assert (row["wire"], row["verified"], row["gb_per_s"] > 0) == ("tcp", True, True)
+
+
 @pytest.mark.nightly
 def test_another_wire_than_the_one_asked_for_has_no_figure(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader is told to take shared memory, which leads to a listener that has TCP only."""
@@ -72,12 +96,10 @@ def test_another_wire_than_the_one_asked_for_has_no_figure(port: int, monkeypatc
 
 
 def test_rdma_without_a_device_is_wrong_usage(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    from transport.wire.addresses import rdma_interfaces
-
-    if rdma_interfaces():
+    if infiniband.ports():
         pytest.skip("this host has one")
     assert run(["bench", "fetch", f"127.0.0.1:{port}", "--wire", "rdma"]) == 2
-    assert "no InfiniBand or RoCE device; choose tcp\n" in capsys.readouterr().err
+    assert "no InfiniBand or RoCE device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["host:port"], ["127.0.0.1:1", "--wire", "mapped"]])

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ from found_rings import ring_of
 from helpers import Child, dead_port, eventually
 from packers import Packer
 
-from transport import Schema, SharedRingBuffer, UpTo
-from transport.claims import waiting
+from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport.claims import places, waiting
 from transport.claims.waiting import Reason, Why
+from transport.cli import run
+from transport.client.status_socket import clients
+from transport.observe import overview
 from transport.queue import FoundRings, open_queue
+from transport.store import SQLiteStore
+from transport.store.directory import Announcement, Directory
 
 pytestmark = pytest.mark.ucx
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
@@ -81,7 +87,9 @@ def test_a_trainer_with_another_schema_hears_ring_field_and_fingerprints(
         assert ring.statistics().ready == 1
 
 
-def test_a_trainer_with_another_schema_at_an_address_hears_the_same(said: Any) -> None:
+def test_a_trainer_with_another_schema_at_an_address_hears_the_same_and_top_shows_it(
+    said: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ring_of("rings-", schema=ROLLOUTS) as ring:
         [port] = ring.native.ports()
         with open_queue(f"rings://127.0.0.1:{port}") as queue, Packer() as trainer:
@@ -94,6 +102,10 @@ def test_a_trainer_with_another_schema_at_an_address_hears_the_same(said: Any) -
             eventually(heard, "it is said")
             for each in (ring.ring_id[:8], "tokens int32", "tokens int64", ROLLOUTS.fingerprint, TRAINERS.fingerprint):
                 assert each in said()[0]
+            monkeypatch.setattr(waiting, "LOOK_S", 60.0)  # so long is the last look's reason shown
+            assert [each.nothing for each in clients() if each.pid == os.getpid()] == [said()[0].partition(" s: ")[2]]
+            assert run(["top", "--once", "--interval", "0.1"]) == 0
+            assert f"(process {os.getpid()}) gets nothing: " in capsys.readouterr().out
 
 
 def test_a_place_that_does_not_answer_is_named() -> None:
@@ -115,8 +127,28 @@ def test_a_stopped_trainer_that_holds_everything_is_named_until_its_claims_end(
             os.kill(trainer.process.pid, signal.SIGSTOP)
             try:
                 assert f"process {trainer.process.pid}" in reason_of(queue, Why.HELD).text
+                [view] = overview.look([ring.name]).rings
+                assert [each.pid for each in view.stopped] == [trainer.process.pid]
             finally:
                 os.kill(trainer.process.pid, signal.SIGCONT)
+
+
+def test_a_ring_of_another_host_that_names_loopback_is_not_looked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listener of this host may have the same port, and another ring."""
+    with (
+        SQLiteStore(tmp_path / "store.db") as store,
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as ring,
+        UCXXServer(ring, mode="thread", addresses=("127.0.0.1",)) as server,
+        Announcement(Directory(store), ring, server),
+        open_queue(f"rings+sqlite://{tmp_path}/store.db") as queue,
+    ):
+        assert isinstance(queue, FoundRings)
+        monkeypatch.setattr(places, "host_identity", lambda: "another host")
+        found = reason_of(queue, Why.UNREACHABLE).text
+        assert ring.ring_id[:8] in found
+        assert "TRANSPORT_ADDRESSES" in found
 
 
 def test_rings_without_unread_payloads_are_no_reason(prefix: str) -> None:

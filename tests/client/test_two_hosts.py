@@ -194,3 +194,37 @@ def test_an_unreachable_address_is_an_error_that_names_it(hosts: tuple[Host, Hos
         assert "Error" in said
         writer.tell("stop")
         assert (writer.wait(), asker.wait()) == (0, 0)
+
+
+# Publishes itself in the directory; says why it cannot.
+ROLLOUT = """
+import sys
+from transport import Rollout, Schema
+from transport.errors import ConfigurationError
+from transport.queue import open_queue
+with open_queue(sys.argv[1]) as queue:
+    try:
+        with Rollout(Schema.of(x="int64"), queue=queue, mode="thread"):
+            print("published", flush=True)
+    except ConfigurationError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_directory_on_another_host_takes_no_server_that_names_loopback_alone(
+    hosts: tuple[Host, Host], queue: str
+) -> None:
+    _, there = hosts
+    route = ["ip", "-n", there.name, "route"]
+    subprocess.run([*route, "delete", "default"], check=True)
+    try:
+        with there.python(ROLLOUT, f"rings+{queue}") as rollout:
+            said = rollout.line()
+            assert "TRANSPORT_ADDRESSES" in said
+            assert there.address in said
+            assert rollout.wait() == 0
+    finally:
+        subprocess.run([*route, "add", "default", "dev", "cable0"], check=True)
+    with there.python(ROLLOUT, f"rings+{queue}") as rollout:
+        assert rollout.line() == "published"
+        assert rollout.wait() == 0

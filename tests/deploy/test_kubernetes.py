@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
-OLDEST = "1.28"  # the first that labels the pods of a StatefulSet with their number
+OLDEST = "1.28"  # of podFailurePolicy by default, and of all else here
 UNITS = {"Gi": 1 << 30, "Mi": 1 << 20}
+RUN = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 
 
 def objects(name: str) -> list[dict[str, Any]]:
@@ -24,10 +27,16 @@ def one(name: str, kind: str, called: str) -> dict[str, Any]:
     return found
 
 
+def pod(name: str, called: str) -> dict[str, Any]:
+    """Of a Job."""
+    found: dict[str, Any] = one(name, "Job", called)["spec"]["template"]["spec"]
+    return found
+
+
 def every_object() -> list[Any]:
     return [
         pytest.param(each, id=f"{name}-{each['kind']}-{each['metadata']['name']}")
-        for name in ("job.yaml", "trainers.yaml")
+        for name in (*RUN["resources"], "trainers.yaml")
         for each in objects(name)
     ]
 
@@ -54,42 +63,85 @@ def test_every_object_is_one_of_kubernetes(wanted: dict[str, Any], version: str)
 
 
 def test_an_unknown_key_would_be_found() -> None:
-    wrong = one("job.yaml", "StatefulSet", "rollout")
+    wrong = one("rollouts.yaml", "Job", "rollout")
     wrong["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, OLDEST, strict=True)
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_what_kubectl_makes_of_the_values_is_valid(tmp_path: Path) -> None:
+    folder = shutil.copytree(FOLDER, tmp_path / "run")
+    (folder / "secret").write_bytes(bytes(32))
+    made = subprocess.run(["kubectl", "kustomize", str(folder)], check=True, capture_output=True, text=True).stdout
+    found = list(yaml.safe_load_all(made))
+    for each in found:
+        kubernetes_validate.validate(each, OLDEST, strict=True)
+    kinds = sorted((each["kind"], each["metadata"]["name"].partition("-")[0]) for each in found)
+    assert kinds == [
+        ("ConfigMap", "run"),
+        ("Deployment", "directory"),
+        ("Job", "rollout"),
+        ("Job", "trainer"),
+        ("Secret", "transport"),
+        ("Service", "directory"),
+    ]
+    images = {each["spec"]["template"]["spec"]["containers"][0]["image"] for each in found if each["kind"] == "Job"}
+    assert images == {f"{RUN['images'][0]['newName']}:{RUN['images'][0]['newTag']}"}
+
+
+def test_the_values_of_a_run_are_those_that_its_objects_use() -> None:
+    (values,) = RUN["configMapGenerator"]
+    given = dict(line.split("=", 1) for line in values["literals"])
+    (secret,) = RUN["secretGenerator"]
+    (patch,) = RUN["patches"]
+    replaced = {each["path"]: each["value"] for each in yaml.safe_load(patch["patch"])}
+    assert replaced == {"/spec/completions": int(given["ROLLOUTS"]), "/spec/parallelism": int(given["ROLLOUTS"])}
+    (service,) = (each for each in objects("directory.yaml") if each["kind"] == "Service")
+    assert f"//{service['metadata']['name']}:{service['spec']['ports'][0]['port']}/" in given["RINGS"]
+    for each in (pod("rollouts.yaml", "rollout"), pod("trainer.yaml", "trainer")):
+        (container,) = each["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": values["name"]}}]
+        assert container["image"] == RUN["images"][0]["name"]
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) - {"JOB_COMPLETION_INDEX"}
+        assert used <= given.keys()
+        (of_secret,) = (volume["secret"] for volume in each["volumes"] if "secret" in volume)
+        assert of_secret["secretName"] == secret["name"]
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "secret")
+        path = next(entry["value"] for entry in container["env"] if entry["name"] == "TRANSPORT_SECRET_FILE")
+        assert path == f"{mount['mountPath']}/{secret['files'][0]}"
+
+
+@pytest.mark.parametrize(("name", "called"), [("rollouts.yaml", "rollout"), ("trainer.yaml", "trainer")])
+def test_probes_and_annotations_name_the_ports_that_the_program_has(name: str, called: str) -> None:
+    template = one(name, "Job", called)["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert container["livenessProbe"]["httpGet"]["port"] in ports
+    assert f"TRANSPORT_METRICS_PORT={ports['metrics']}" in RUN["configMapGenerator"][0]["literals"]
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    if called == "rollout":
+        assert container["readinessProbe"]["tcpSocket"]["port"] in ports
+        assert f"--port={ports['listener']}" in container["args"]
+
+
 def test_the_patch_for_infiniband_makes_a_valid_rollout() -> None:
     (patch,) = objects("infiniband.yaml")
-    patched = with_patch(one("job.yaml", "StatefulSet", "rollout"), patch)
+    patched = with_patch(one("rollouts.yaml", "Job", "rollout"), patch)
     kubernetes_validate.validate(patched, OLDEST, strict=True)
-    pod = patched["spec"]["template"]["spec"]
-    assert pod["hostNetwork"] is True
-    assert {each["name"] for each in pod["containers"][0]["volumeMounts"]} == {"shm", "secret"}  # nothing went
-    (rule,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert rule["labelSelector"] == one("job.yaml", "StatefulSet", "rollout")["spec"]["selector"]
-
-
-def test_the_trainer_asks_every_rollout_by_its_name_and_port() -> None:
-    rollout = one("job.yaml", "StatefulSet", "rollout")
-    service = one("job.yaml", "Service", rollout["spec"]["serviceName"])
-    port = service["spec"]["ports"][0]["port"]
-    (container,) = one("job.yaml", "Job", "trainer")["spec"]["template"]["spec"]["containers"]
-    servers = next(word for word in container["args"] if word.startswith("--servers="))
-    count = rollout["spec"]["replicas"]
-    expected = [f"rollout-{number}.{service['metadata']['name']}:{port}" for number in range(count)]
-    assert servers == f"--servers={','.join(expected)}"
-    assert f"--rollouts={count}" in container["args"]
-    assert f"--port={port}" in rollout["spec"]["template"]["spec"]["containers"][0]["args"]
+    rollout = patched["spec"]["template"]
+    assert rollout["spec"]["hostNetwork"] is True
+    assert {each["name"] for each in rollout["spec"]["containers"][0]["volumeMounts"]} == {"shm", "secret"}
+    (rule,) = rollout["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["labelSelector"]["matchLabels"] == rollout["metadata"]["labels"]
 
 
 def test_a_rollout_has_time_to_leave_and_memory_for_its_ring() -> None:
-    pod = one("job.yaml", "StatefulSet", "rollout")["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
+    rollout = pod("rollouts.yaml", "rollout")
+    (container,) = rollout["containers"]
     leave = next(float(word.removeprefix("--leave=")) for word in container["args"] if word.startswith("--leave="))
-    assert leave < pod["terminationGracePeriodSeconds"]
-    (shm,) = (each["emptyDir"] for each in pod["volumes"] if each["name"] == "shm")
+    assert leave < rollout["terminationGracePeriodSeconds"]
+    (shm,) = (each["emptyDir"] for each in rollout["volumes"] if "emptyDir" in each)
     assert shm["medium"] == "Memory"
     assert bytes_of(shm["sizeLimit"]) < bytes_of(container["resources"]["limits"]["memory"])  # which it counts towards
 

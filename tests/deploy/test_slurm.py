@@ -234,5 +234,5 @@ def test_a_job_that_is_asked_to_end_leaves_in_order(cluster: Cluster, folder: Pa
     cluster.run("scancel", str(job))  # SIGTERM to all steps, and SIGKILL half a minute later
     assert ended(cluster, job) == "CANCELLED"
     assert len(re.findall(r"rollout \d was asked to stop after \d+ episodes", said.read_text())) == 2
-    assert re.search(r"no payload for 5 s; \d+ episodes were trained on", said.read_text())
+    assert re.search(r"no payload for \d+ s; \d+ episodes were trained on", said.read_text())
     eventually(lambda: not secrets(folder), "the secret is gone")

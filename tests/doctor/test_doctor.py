@@ -7,10 +7,13 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import Child
+from two_hosts import why_not
 
 from transport import config
 from transport.cli import run
@@ -18,6 +21,7 @@ from transport.doctor import host, infiniband, library, loopback, network, repor
 from transport.doctor.finding import Check
 from transport.doctor.report import settings, ucx_settings
 from transport.errors import RingError
+from transport.wire import library as ucx
 
 GIB = 1 << 30
 
@@ -89,8 +93,8 @@ def test_one_core_is_few_and_memory_nodes_are_named() -> None:
 
 # --- InfiniBand --------------------------------------------------------------------------------------------
 def test_no_card_is_fine_unless_rdma_is_asked_for(tmp_path: Path) -> None:
-    (quiet,) = infiniband.checks(asked=False, verbs=False, root=tmp_path)
-    (asked,) = infiniband.checks(asked=True, verbs=False, root=tmp_path)
+    (quiet,) = infiniband.checks(asked=False, root=tmp_path)
+    (asked,) = infiniband.checks(asked=True, root=tmp_path)
     assert (quiet.status, asked.status) == ("ok", "fail")
     assert every_bad_one_has_a_remedy([quiet, asked])
 
@@ -115,25 +119,70 @@ def test_a_counter_that_cannot_be_read_is_zero(tmp_path: Path) -> None:
     assert infiniband.ports(tmp_path)[0].sent_bytes == 0
 
 
-def test_ports_permissions_and_plug_in_are_findings_of_their_own(tmp_path: Path) -> None:
+def test_ports_and_permissions_are_findings_of_their_own(tmp_path: Path) -> None:
     root, devices = tmp_path / "sys", tmp_path / "dev"
     card(root, "mlx5_0", 1)
     card(root, "mlx5_1", 1, state="1: DOWN", layer="Ethernet")
     devices.mkdir()
-    found = list(infiniband.checks(asked=True, verbs=False, root=root, devices=devices))
+    found = list(infiniband.checks(asked=True, root=root, devices=devices))
     assert statuses(found) == {
         "infiniband mlx5_0:1": "ok",
         "infiniband mlx5_1:1": "warn",
         "infiniband permissions": "fail",
-        "infiniband plug-in": "fail",
     }
     assert "ip link set" in found[1].remedy
     assert every_bad_one_has_a_remedy(found)
     (devices / "uverbs0").touch()
-    assert set(statuses(list(infiniband.checks(asked=True, verbs=True, root=root, devices=devices))).values()) == {
+    assert set(statuses(list(infiniband.checks(asked=True, root=root, devices=devices))).values()) == {
         "ok",
         "warn",
     }
+
+
+def test_rdma_takes_an_active_port_that_ucx_lists_and_no_interface_of_it(tmp_path: Path) -> None:
+    def why(*listed: tuple[str, str]) -> str:
+        return infiniband.refusal(lambda: listed, tmp_path)
+
+    assert "no InfiniBand or RoCE device" in why(("rc_mlx5", "mlx5_0:1"))
+    card(tmp_path, "mlx5_0", 1, state="1: DOWN")
+    assert "mlx5_0:1 is DOWN" in why(("rc_mlx5", "mlx5_0:1"))
+    card(tmp_path, "mlx5_0", 1)
+    assert "does not list mlx5_0:1" in why(("tcp", "eth0"), ("posix", "memory"))
+    assert why(("tcp", "eth0"), ("rc_mlx5", "mlx5_0:1")) == ""
+    assert not list(tmp_path.glob("*/device/net"))
+
+
+# A made-up card where the kernel shows one, and nothing else of the machine changed.
+_WITH_CARD = """
+set -e
+mount -t tmpfs tmpfs "$1" && mkdir "$1/net" && cp -a /sys/class/net/. "$1/net/" && cp -r "$2" "$1/infiniband"
+mount --bind "$1" /sys/class
+shift 2
+exec "$@"
+"""
+
+
+@pytest.mark.ucx
+@pytest.mark.skipif(bool(why_not()), reason="a made-up card needs root and mount namespaces")
+def test_where_a_port_is_active_the_lack_of_infiniband_in_the_loaded_ucx_comes_first(tmp_path: Path) -> None:
+    if "verbs" in library.plugins(ucx.library_path()):
+        pytest.skip("this UCX has InfiniBand")
+    card(tmp_path / "sys", "mlx5_0", 1)
+    (tmp_path / "class").mkdir()
+
+    def there(*words: str) -> subprocess.CompletedProcess[str]:
+        within = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _WITH_CARD, "sh"]
+        folders = [str(tmp_path / "class"), str(tmp_path / "sys")]
+        command = [*within, *folders, sys.executable, "-m", "transport", *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    doctor = there("doctor", "--no-transfer", "--ring", "1MiB", "--json", "-")
+    first = json.loads(doctor.stdout)["checks"][0]
+    assert (doctor.returncode, first["name"], first["status"]) == (1, "infiniband plug-in", "fail")
+    assert "mlx5_0:1" in first["detail"]
+    fetch = there("bench", "fetch", "127.0.0.1:1", "--wire", "rdma")
+    assert fetch.returncode == 2
+    assert "does not list mlx5_0:1" in fetch.stderr
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may open everything")
@@ -247,8 +296,6 @@ print(ucx.library_path())
 @pytest.mark.ucx
 def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Path) -> None:
     """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/INFINIBAND.md says what to set."""
-    from transport.wire import library as ucx
-
     wheel = ucx.library_path()
     assert wheel is not None
     own = tmp_path / "lib"

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Child
+import yaml
+from helpers import Child, eventually
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXDataPackerMixin, UCXXRolloutMixin, UCXXServer
+from transport import (
+    BlockingClient,
+    Rollout,
+    Schema,
+    SharedRingBuffer,
+    UCXXDataPackerMixin,
+    UCXXRolloutMixin,
+    UCXXServer,
+)
+from transport.config import Configuration
 from transport.errors import BusyPortError
-from transport.observe.metrics import FAMILIES, Exporter, Sample, client_samples, ring_samples
+from transport.observe.metrics import (
+    FAMILIES,
+    Exporter,
+    Sample,
+    client_samples,
+    configured_exporter,
+    ring_samples,
+)
 from transport.testing import MemoryQueue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,17 +110,51 @@ def test_what_was_closed_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None
         assert not any(name.startswith("transport_") for name, _ in scrape(exporter.port))
 
 
-def test_a_port_in_use_means_the_next_one() -> None:
+def test_exporters_of_one_process_share_a_port_until_the_last_one_closes() -> None:
+    with (
+        SharedRingBuffer.create(slots=2, slot_bytes=64) as first,
+        SharedRingBuffer.create(slots=3, slot_bytes=64) as last,
+    ):
+        with Exporter(0) as exporter:
+            exporter.add_ring(first)
+            with Exporter(exporter.port) as other:
+                other.add_ring(last)
+                seen = scrape(exporter.port)
+                assert value(seen, "transport_ring_slots", segment=first.name, state="free") == 2
+                assert value(seen, "transport_ring_slots", segment=last.name, state="free") == 3
+            seen = scrape(exporter.port)
+            assert value(seen, "transport_ring_slots", state="free") == 2
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", exporter.port))
+
+
+def test_a_port_of_another_process_is_refused_and_a_rollout_goes_on_without_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with Exporter(port) as exporter:
-            assert port < exporter.port < port + 64
+        with pytest.raises(BusyPortError, match="metrics_port of its own"):
+            Exporter(port)
+        assert configured_exporter(Configuration(metrics_port=port)) is None
+    assert f"no metrics on port {port}" in caplog.text
+
+
+def test_a_launchers_number_of_the_process_is_added_to_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    exporter = configured_exporter(Configuration(metrics_port=port - 2))
+    assert exporter is not None
+    with exporter:
+        assert exporter.port == port
 
 
 def test_an_address_of_another_host_is_refused() -> None:
-    with pytest.raises(BusyPortError, match="not an address"):
+    with pytest.raises(BusyPortError, match="metrics_bind of this host"):
         Exporter(0, "192.0.2.77")
 
 
@@ -136,6 +189,25 @@ def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) 
     assert worker.metrics_port is None
 
 
+@pytest.mark.ucx
+def test_a_rollout_that_waits_for_its_trainers_at_its_end_has_metrics_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRANSPORT_METRICS_PORT", "0")
+    rollout = Rollout(Schema.of(x="int64"), slots=2, mode="thread")
+    ring, port = rollout.ring, rollout.metrics_port
+    assert port is not None
+    rollout.write_to_buffer({"x": 1})
+    ending = threading.Thread(target=rollout.close, args=(30.0,))
+    ending.start()
+    try:
+        eventually(lambda: ring.native.ended, "it says its end, and waits")
+        assert value(scrape(port), "transport_ring_slots", state="ready") == 1
+    finally:
+        assert ring.consume(ring.claim(1))
+        ending.join()
+
+
 def test_the_dashboard_names_only_metrics_and_labels_that_exist() -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -148,6 +220,33 @@ def test_the_dashboard_names_only_metrics_and_labels_that_exist() -> None:
         assert by is None or by[1] in FAMILIES[name].labels, expression
         assert ("rate(" in expression) == (FAMILIES[name].kind == "counter"), expression
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_alerts_name_only_metrics_labels_and_values_that_exist() -> None:
+    rules = [
+        rule
+        for group in yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    assert len({rule["alert"] for rule in rules}) == len(rules) > 5
+    for rule in rules:
+        names = set(re.findall(r"transport_\w+", rule["expr"]))
+        assert names
+        assert names <= FAMILIES.keys(), rule["alert"]
+        for name, labels in re.findall(r"(transport_\w+)\{(.*?)\}", rule["expr"]):
+            assert set(re.findall(r"(\w+)=", labels)) <= set(FAMILIES[name].labels), rule["alert"]
+        for name in names:
+            counted = re.search(rf"(increase|rate)\({name}", rule["expr"]) is not None
+            assert counted == (FAMILIES[name].kind == "counter"), rule["alert"]
+        told = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert told <= {label for name in names for label in FAMILIES[name].labels} | {"instance", "job"}, rule["alert"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
+def test_prometheus_takes_the_alerts_and_the_scrape_configuration(tmp_path: Path) -> None:
+    folder = ROOT / "deploy" / "prometheus"
+    subprocess.run(["promtool", "check", "rules", str(folder / "alerts.yml")], check=True)
+    subprocess.run(["promtool", "check", "config", "--syntax-only", str(folder / "prometheus.yml")], check=True)
 
 
 def test_a_client_that_does_nothing_has_zeros(ring: SharedRingBuffer) -> None:

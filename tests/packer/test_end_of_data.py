@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(number=("int64",))
 both = pytest.mark.parametrize("wires", ["mapped", "tcp"])
 
-# Writes, says so, and closes cleanly when it is told to; its end waits for the trainers.
+# Writes, says so, and closes cleanly when it is told to; its end waits for the trainers, for so long.
 ROLLOUT = """
 import sys
 from transport import Rollout, Schema
@@ -31,7 +31,7 @@ from transport.settings import Settings
 with (
     open_queue(sys.argv[1]) as queue,
     Rollout(
-        Schema.of(number=("int64",)), queue=queue, drain_s=30, settings=Settings(linger_s=1.0),
+        Schema.of(number=("int64",)), queue=queue, drain_s=float(sys.argv[3]), settings=Settings(linger_s=1.0),
         server=ServerOptions(addresses=("127.0.0.1",)),
     ) as rollout,
 ):
@@ -39,6 +39,24 @@ with (
         rollout.write_to_buffer({"number": number})
     print(*rollout.ports, flush=True)
     sys.stdin.readline()
+"""
+
+# Claims at addresses, and keeps its claims.
+HOLDER = """
+import sys
+from transport import Schema, Trainer
+from transport.queue import open_queue
+with open_queue(sys.argv[1]) as queue, Trainer(queue=queue, schemas=[Schema.of(number=("int64",))]) as trainer:
+    claims = []
+    while len(claims) < int(sys.argv[2]):
+        claims += trainer.claim_tickets(int(sys.argv[2]) - len(claims), 30.0)
+    print("holds", flush=True)
+    sys.stdin.readline()
+    trainer.start_prefetch(claims)
+    batch = trainer.collect_prefetch()
+    print(len(trainer.consume(batch)), len(batch.in_question), flush=True)
+    while not trainer.finished():
+        trainer.claim_tickets(1, 0.05)
 """
 
 
@@ -67,9 +85,9 @@ rollout.close()
 
 
 @contextlib.contextmanager
-def rollouts(url: str, *counts: int, ports: list[str] | None = None) -> Iterator[list[Child]]:
+def rollouts(url: str, *counts: int, ports: list[str] | None = None, drain_s: float = 30.0) -> Iterator[list[Child]]:
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(ROLLOUT, url, count)) for count in counts]
+        children = [stack.enter_context(Child(ROLLOUT, url, count, drain_s)) for count in counts]
         for child in children:
             (ports if ports is not None else []).append(child.line())
         yield children
@@ -161,6 +179,72 @@ def test_rollouts_at_addresses_are_finished_when_each_has_ended() -> None:
         assert consumed(trainer) == 5
 
 
+@pytest.fixture
+def addresses() -> Iterator[tuple[str, Child]]:
+    """A rollout with three payloads that waits 30 s at its end, and where it is served."""
+    ports: list[str] = []
+    with rollouts(f"rings:end-{os.getpid()}-", 3, ports=ports) as [rollout]:
+        yield f"rings://127.0.0.1:{ports[0]}", rollout
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_at_addresses_nobody_is_finished_while_another_trainer_holds_claims(
+    addresses: tuple[str, Child], killed: bool
+) -> None:
+    url, rollout = addresses
+    with Child(HOLDER, url, 3) as holder:
+        assert holder.line() == "holds"
+        with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+            assert trainer.claim_tickets(3, 0.2) == []
+            end(rollout)
+            for _ in range(5):
+                assert trainer.claim_tickets(1, 0.2) == []
+                assert not trainer.finished()
+            if killed:
+                holder.kill()
+                assert consumed(trainer) == 3
+            else:
+                holder.tell()
+                assert holder.line() == "3 0"
+                assert consumed(trainer) == 0
+                assert holder.wait() == 0
+
+
+def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed() -> None:
+    ports: list[str] = []
+    with rollouts(f"rings:end-{os.getpid()}-", 3, ports=ports, drain_s=0.0) as [rollout]:
+        url = f"rings://127.0.0.1:{ports[0]}"
+        with (
+            Child(HOLDER, url, 3) as holder,
+            open_queue(url) as queue,
+            Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+        ):
+            assert holder.line() == "holds"
+            connected = trainer._packer.queue
+            assert isinstance(connected, FoundRings)
+            eventually(
+                lambda: trainer.claim_tickets(1, 0.05) == [] and bool(connected._network.reached()[0]), "connected"
+            )
+            end(rollout)
+            assert consumed(trainer) == 0
+            holder.tell()
+            assert holder.line().startswith("0 ")
+            assert holder.wait() == 0
+
+
+@both
+def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> None:
+    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
+        trainer.start_prefetch(trainer.claim_tickets(1, 30.0))
+        batch = trainer.collect_prefetch()
+        assert batch is not None
+        [payload] = trainer.consume(batch)
+        number = payload["number"]
+        end(child)
+        eventually(lambda: trainer.claim_tickets(1) == [] and trainer.finished(), "it is finished")
+        assert int(number.item()) == 0
+
+
 def test_a_trainer_that_comes_late_learns_the_end_from_the_directory(tmp_path: Path) -> None:
     url = f"rings+sqlite:///{tmp_path}/store"
     with open_queue(url) as queue, Rollout(SCHEMA, queue=queue, mode="thread"):
@@ -199,6 +283,19 @@ def test_a_rollout_that_an_exception_ends_says_nothing(monkeypatch: pytest.Monke
     with Rollout(SCHEMA, mode="thread"):
         pass
     assert len(said) == 1
+
+
+def test_a_rollout_that_another_one_replaces_has_not_ended(tmp_path: Path) -> None:
+    url = f"rings+sqlite:///{tmp_path}/store"
+    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        with Rollout(SCHEMA, queue=queue, mode="thread") as rollout:
+            assert trainer.claim_tickets(1) == []
+            rollout.close(0.0, ends=False)
+        assert trainer.claim_tickets(1, 0.5) == []
+        assert not trainer.finished()
+        with Rollout(SCHEMA, queue=queue, mode="thread"):
+            pass
+        eventually(lambda: trainer.claim_tickets(1) == [] and queue.finished(1), "one has ended")
 
 
 def test_a_ring_that_is_taken_over_has_not_ended() -> None:

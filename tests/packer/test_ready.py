@@ -15,6 +15,8 @@ import pytest
 
 from transport import Rollout, Schema, Trainer, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
 from transport.errors import ClosedError, UsageError
+from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.prefetch import FetchedBatch
 from transport.queue import RedisQueue
 from transport.queue.base import DeliveryState
 from transport.runtime.signals import until_stopped
@@ -59,6 +61,39 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RedisQueue) -> None:
     assert repr(trainer) == "<Trainer closed>"
     with pytest.raises(ClosedError, match="setup_ucxx_packer"):
         trainer.claim_tickets(1)
+
+
+@pytest.mark.ucx
+def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_RUN", f"accepted-{os.getpid()}")
+
+    def fetched(trainer: Trainer) -> FetchedBatch:
+        trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=20))
+        batch = trainer.collect_prefetch(timeout=20)
+        assert batch is not None
+        return batch
+
+    with Rollout(SCHEMA, slots=4, mode="thread") as rollout:
+        rollout.write_many_to_buffer([VALUES, VALUES])
+        with Trainer(schemas=[SCHEMA]) as trainer:
+            batch = fetched(trainer)
+            accepted = trainer.accept(batch)
+            assert len(accepted) == 2
+            assert trainer.accept(batch) == accepted
+            stored = trainer.consumed_record().to_bytes()
+            del accepted
+            batch.release()
+        assert rollout.ring_statistics().ready == 2  # its end gave the claims back
+        with Trainer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored)) as again:
+            rollout.write_to_buffer(VALUES)
+            batch = fetched(again)
+            assert len(again.accept(batch)) == 1
+            assert len(again.consume(batch)) == 1
+            assert again.ucxx_statistics().duplicates == 2
+            with pytest.raises(UsageError, match="already consumed"):
+                again.accept(batch)
+            batch.release()
+        assert rollout.ring_statistics().free == 4
 
 
 @pytest.mark.ucx

@@ -31,7 +31,7 @@ class HereAndElsewhere(OnThisHost):
 
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """The others."""
-        return {name: place._replace(segment=None) for name, place in self._others.served(mapped).items()}
+        return {name: place._replace(segment="") for name, place in self._others.served(mapped).items()}
 
     def close(self) -> None:
         self._others.close()

@@ -29,13 +29,11 @@ def steps(text: str) -> Iterator[tuple[str, str]]:
 
 
 class Image:
-    """A root directory that is becoming one."""
+    """A root directory that is becoming one, and those of the stages before it; each is made in ``folder``."""
 
-    def __init__(self, root: Path) -> None:
-        self._debian = Debian(SUITE, root)
-        self._folder = "/"
-        self._user = "root"
-        self._environment = {**passed_on(), "PATH": PATH, "HOME": "/root"}
+    def __init__(self, folder: Path) -> None:
+        self._all = folder
+        self._stages: dict[str, Debian] = {}
 
     def take(self, instruction: str, rest: str) -> None:
         known = {
@@ -54,6 +52,11 @@ class Image:
     def _base(self, base: str) -> None:
         if not base.startswith("debian:12"):
             raise SystemExit(f"FROM {base}: only Debian 12 can be made here")
+        name = base.partition(" AS ")[2] or "image"
+        self._debian = self._stages[name] = Debian(SUITE, self._all / name)
+        self._folder = "/"
+        self._user = "root"
+        self._environment = {**passed_on(), "PATH": PATH, "HOME": "/root"}
 
     def _go_to(self, folder: str) -> None:
         self._folder = folder
@@ -61,6 +64,10 @@ class Image:
 
     def _copy(self, rest: str) -> None:
         *sources, target = rest.split()
+        if sources[0].startswith("--from="):
+            stage, source = self._stages[sources[0].removeprefix("--from=")], Path(sources[1])
+            shutil.copytree(stage.within(source), self._debian.within(Path(target)), symlinks=True)
+            return
         to = self._debian.within(Path(self._folder, target))
         for source in sources:
             to.parent.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any, Final
 from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
 from transport.claims.outcomes import Served
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
-from transport.errors import BusyError, InternalError, RingEndedError, TransportError, WrongRingError
+from transport.errors import (
+    BusyError,
+    InternalError,
+    RingEndedError,
+    TransportError,
+    UnreachableError,
+    WrongRingError,
+)
 from transport.runtime.logs import LogLimit
+from transport.wire.addresses import is_loopback
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
@@ -192,7 +200,13 @@ class Demands:
         try:
             if place is None or not place.ports:
                 raise WrongRingError(f"ring {name[:8]} is not served any more")
-            address = place.addresses[tries // len(place.ports) % len(place.addresses)]
+            addresses = [each for each in place.addresses if place.segment is not None or not is_loopback(each)]
+            if not addresses:
+                raise UnreachableError(
+                    f"ring {name[:8]} is on another host, which names {', '.join(place.addresses)}: set "
+                    "TRANSPORT_ADDRESSES for its rollout to an address that other hosts reach"
+                )
+            address = addresses[tries // len(place.ports) % len(addresses)]
             port = place.ports[(self._spread + tries) % len(place.ports)]
             link = await self._all.open((address, port), place.segment)
             if place.ring and link.ring != place.ring:

@@ -162,6 +162,7 @@ class FoundRings(TicketQueue):
             own._served, self._max_deliveries, self._mapped_source.bell.ring, thread, client.claims
         )
         own._begin()
+        client.why_nothing = own._waiting.text
         return own
 
     def disconnect(self, client: Carrier) -> None:
@@ -298,7 +299,7 @@ class FoundRings(TicketQueue):
             return
         with contextlib.suppress(TransportError):  # the caller meets it
             found = self.why_nothing(rank)
-            if found is not None and self._waiting.found(found):
+            if self._waiting.found(found) and found is not None:
                 log.warning("no payload has come for %.0f s: %s", LOOK_S, found.text)
 
     def why_nothing(self, rank: int | str | None = None) -> Reason | None:
@@ -536,4 +537,5 @@ class RingQueue(FoundRings):
 
     def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> FoundRings:
         """The queue itself: its rings are at hand, whatever wires the client uses."""
+        client.why_nothing = self._waiting.text
         return self

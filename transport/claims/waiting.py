@@ -162,11 +162,17 @@ class Waiting:
     def __init__(self) -> None:
         self.counts: Counter[Why] = Counter()  # looks that found it
         self._look_at: float | None = None
+        self._found: Reason | None = None  # by the last look
         self._said = {why: LogLimit(_SAY_AGAIN_S) for why in Why}
+
+    def text(self) -> str:
+        """Why nothing comes, as `transport top` shows it; empty where payloads come, or nobody asks for any."""
+        recent = self._look_at is not None and time.monotonic() < self._look_at + LOOK_S
+        return self._found.text if recent and self._found is not None else ""
 
     def came(self) -> None:
         """A payload came."""
-        self._look_at = None
+        self._look_at = self._found = None
 
     def due(self, now: float) -> bool:
         """Nothing came: whether to look for the reason now."""
@@ -177,8 +183,11 @@ class Waiting:
         self._look_at = now + LOOK_S
         return True
 
-    def found(self, found: Reason) -> bool:
-        """Count it. Whether to log it."""
+    def found(self, found: Reason | None) -> bool:
+        """Note what a look has found, and count it. Whether to log it."""
+        self._found = found
+        if found is None:
+            return False
         self.counts[found.why] += 1
         return self._said[found.why].due() is not None
 

@@ -222,11 +222,9 @@ def wires_of(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:
     if not wanted <= set(among):
         raise UsageError(f"--wire {names}: choose some of {', '.join(among)}, separated by commas")
     if "rdma" in wanted:
-        from transport.wire.addresses import rdma_interfaces
+        from transport.doctor import infiniband
 
-        if not rdma_interfaces():
-            others = " or ".join(each for each in among if each != "rdma")
-            raise UsageError(f"--wire rdma: this host has no InfiniBand or RoCE device; choose {others}")
+        infiniband.require()
     return [name for name in among if name in wanted]
 
 

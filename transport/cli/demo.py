@@ -173,10 +173,9 @@ def _wires(names: str) -> tuple[Wire, ...]:
     if not wanted <= set(_DEMO_WIRES):
         raise UsageError(f"--wire {names}: choose auto, or some of {', '.join(_DEMO_WIRES)}, separated by commas")
     if wanted == {"rdma"}:
-        from transport.wire.addresses import rdma_interfaces
+        from transport.doctor import infiniband
 
-        if not rdma_interfaces():
-            raise UsageError("--wire rdma: this host has no InfiniBand or RoCE device; choose auto, shm or tcp")
+        infiniband.require()
     return tuple(wire for wire in WIRES if wire in wanted)
 
 

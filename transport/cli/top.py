@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport top --once --json -"
 
-_WIDE: Final = 160  # columns where the output is no terminal
+_BEGINNING: Final = "/transport-"  # of every segment
+_NAME_WIDTH: Final = 24  # of the name that a ring gets by itself
+_WIDE: Final = 120  # columns where the output is no terminal
 _UNLIMITED: Final = 10_000
 
 
@@ -37,7 +39,7 @@ def top(
 ) -> None:
     """Show a live view of the rings on this host: slots by state, rates by wire, reads, drops, stale, and clients.
 
-    The key q ends it.
+    Below stand trainers that get nothing, and why. The key q ends it.
 
     Retries and quarantined ports are those of the clients on this host only.
     """
@@ -124,12 +126,15 @@ def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
 
 def _picture(snapshot: Snapshot, rates: dict[str, Rates], width: int, hint: str = "") -> RenderableType:
     """A table where the terminal has room for every value on its line, otherwise a few lines for each ring."""
-    from rich.console import Console
+    from rich.console import Console, Group
+    from rich.text import Text
 
-    table = _table(snapshot, rates, hint)
     console = Console(width=_UNLIMITED)
-    needed = table.__rich_measure__(console, console.options).maximum
-    return table if width >= needed else _lines(snapshot, rates, hint)
+    for name_width in (_UNLIMITED, _NAME_WIDTH):
+        table = _table(snapshot, rates, name_width)
+        if width >= table.__rich_measure__(console, console.options).maximum:
+            return Group(table, Text(_caption(snapshot, hint)))
+    return _lines(snapshot, rates, hint)
 
 
 def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> RenderableType:
@@ -137,23 +142,18 @@ def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> Renderable
 
     text = Text(_title(snapshot), style="italic")
     for view in snapshot.rings:
-        text.append(f"\n{view.name}", style="bold not italic")
-        values = _row(view, rates.get(view.name))
         if view.statistics is None:
-            text.append(f"\n  {values[1]}", style="not italic")
             continue
-        _, slots, processes, writes, reads, speeds, drops, stale, full = (
-            value.replace("\n", ", ").replace(", of", " of") for value in values
-        )
+        text.append(f"\n{view.name}", style="bold not italic")
+        slots, writes, reads, speeds, unwell = _values(view, rates.get(view.name))
         for line in (
-            f"slots free/writing/ready/reading {slots}",
-            processes,
-            f"{writes or '-'} writes/s, {reads or '-'} reads/s, MB/s: {speeds}",
-            f"{drops} drops, {stale} stale, {full} waits for a free slot",
+            f"slots free/writing/ready/reading {slots}".replace("\n", " "),
+            _processes(view, ", "),
+            f"{writes or '-'} writes/s, {reads or '-'} reads/s, MB/s: {speeds}".replace("\n", ", "),
+            f"drops/stale/full {unwell}",
         ):
             text.append(f"\n  {line}", style="not italic")
-    text.append(f"\n{_caption(snapshot)}")
-    text.append(f"\n{hint}" if hint else "")
+    text.append(f"\n{_caption(snapshot, hint)}", style="not italic")
     return text
 
 
@@ -161,48 +161,46 @@ def _title(snapshot: Snapshot) -> str:
     return f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host"
 
 
-def _table(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> Table:
+def _table(snapshot: Snapshot, rates: dict[str, Rates], name_width: int) -> Table:
+    """Names are whole, since `transport top SEGMENT` takes them: long ones go on in further lines."""
+    import textwrap
+
+    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(
-        title=_title(snapshot),
-        caption=escape("\n".join(filter(None, [_caption(snapshot), hint]))),
-    )
-    table.add_column("ring", no_wrap=True, overflow="fold")  # whole, since `transport top SEGMENT` takes it
-    table.add_column("slots free/writing/\nready/reading")
-    table.add_column("processes")
-    for name in ("writes/s", "reads/s", "MB/s by wire", "drops", "stale", "full"):
-        table.add_column(name, justify="right")
+    table = Table(title=_title(snapshot), box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("ring\nand its processes", no_wrap=True)
+    table.add_column("free/writing/\nready/reading", no_wrap=True)
+    for name in ("writes/s", "reads/s", "MB/s by wire", "drops/\nstale/full"):
+        table.add_column(name, justify="right", no_wrap=True)
     for view in snapshot.rings:
-        table.add_row(*map(escape, _row(view, rates.get(view.name))))
+        if view.statistics is not None:
+            values = _values(view, rates.get(view.name))
+            name = "\n".join(textwrap.wrap(view.name.removeprefix(_BEGINNING), name_width))
+            table.add_row(escape(f"{name}\n{_processes(view, chr(10))}"), *map(escape, values))
     return table
 
 
-def _row(view: RingView, rate: Rates | None) -> tuple[str, ...]:
+def _values(view: RingView, rate: Rates | None) -> tuple[str, str, str, str, str]:
+    """Slots, writes, reads, speeds, and what went wrong."""
     seen = view.statistics
-    if seen is None:
-        return view.name, view.unreadable, "", "", "", "", "", "", ""
+    assert seen is not None
     speeds = [
         f"{wire} {rate.bytes_by_wire.get(wire, 0.0) / 1e6:.1f}" if rate is not None else f"{wire} {size / 1e6:.1f} MB"
         for wire, size in view.bytes_by_wire.items()
         if size
     ]
-    states = f"{seen.free}/{seen.writing}/{seen.ready}/{seen.reading}"
     return (
-        view.name,
-        f"{states}\nof {seen.slots}×{shown(seen.slot_capacity_bytes)}",
-        _processes(view),
+        f"{seen.free}/{seen.writing}/{seen.ready}/{seen.reading}\nof {seen.slots}×{shown(seen.slot_capacity_bytes)}",
         f"{rate.published:.0f}" if rate is not None else "",
         f"{rate.reads:.0f}" if rate is not None else "",
-        ", ".join(speeds) or "-",
-        str(seen.overwrites + seen.discards),
-        str(seen.stale_pins),
-        str(seen.full_waits),
+        "\n".join(speeds) or "-",
+        f"{seen.overwrites + seen.discards}/{seen.stale_pins}/{seen.full_waits}",
     )
 
 
-def _processes(view: RingView) -> str:
+def _processes(view: RingView, between: str) -> str:
     parts = [f"writer {view.writer}" if view.writer else "no writer"]
     if view.listeners:
         parts.append("ports " + few([str(listener.port) for listener in view.listeners], ","))
@@ -211,14 +209,19 @@ def _processes(view: RingView) -> str:
         parts.append(f"no heartbeat: {','.join(late)}")
     if view.readers:
         parts.append(count(len(view.readers), "mapped reader"))
-    return "\n".join(parts)
+    return between.join(parts)
 
 
-def _caption(snapshot: Snapshot) -> str:
+def _caption(snapshot: Snapshot, hint: str) -> str:
     clients = snapshot.clients
     acks = sum(client.statistics.acks_pending + client.statistics.acks_unconfirmed for client in clients)
-    return (
+    lines = [
         f"clients: {sum(client.statistics.reads for client in clients)} reads, {snapshot.retries} retries, "
         f"{sum(client.statistics.stale for client in clients)} stale, {acks} acknowledgements not confirmed; "
-        f"quarantined ports: {few(snapshot.quarantined) or 'none'}"
-    )
+        f"quarantined ports: {few(snapshot.quarantined) or 'none'}",
+        *(f"{each.program} (process {each.pid}) gets nothing: {each.nothing}" for each in clients if each.nothing),
+        *(f"{holder}" for view in snapshot.rings for holder in view.stopped),
+        *(f"{view.name}: {view.unreadable}" for view in snapshot.rings if view.unreadable),
+        hint,
+    ]
+    return "\n".join(filter(None, lines))

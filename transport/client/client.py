@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from transport.claims.batch import TakenBatch
@@ -142,7 +142,8 @@ class UCXXClient:
         self._closed = False
         self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
-        self._status = StatusSocket(self._loop, self.statistics)
+        self.why_nothing: Callable[[], str] = str
+        self._status = StatusSocket(self._loop, self.statistics, lambda: self.why_nothing())
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""

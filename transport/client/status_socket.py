@@ -37,11 +37,12 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One client of this host."""
+    """One client of this host. ``nothing``: why its queue has no payload for it; empty: it has, or there is none."""
 
     pid: int
     program: str
     statistics: ClientStatistics
+    nothing: str = ""
 
 
 ready(ClientStatus)
@@ -50,9 +51,15 @@ ready(ClientStatus)
 class StatusSocket:
     """Answers for one client, on its loop. Without a socket the client works, but `transport top` does not show it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, statistics: Callable[[], ClientStatistics]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        statistics: Callable[[], ClientStatistics],
+        why_nothing: Callable[[], str],
+    ) -> None:
         self._loop = loop
         self._statistics = statistics
+        self._why_nothing = why_nothing
         self._listening: socket.socket | None = None
         listening = None
         try:
@@ -79,7 +86,10 @@ class StatusSocket:
                     asking.send(msgspec.json.encode(self._status())[:_MOST_BYTES])
 
     def _status(self) -> ClientStatus:
-        return ClientStatus(pid=os.getpid(), program=Path(sys.argv[0] or "python").name, statistics=self._statistics())
+        program = Path(sys.argv[0] or "python").name
+        return ClientStatus(
+            pid=os.getpid(), program=program, statistics=self._statistics(), nothing=self._why_nothing()
+        )
 
     def close_in_child(self) -> None:
         """Close the socket in a forked child: client and loop belong to the parent."""

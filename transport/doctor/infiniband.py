@@ -6,13 +6,16 @@ The root can be another folder, so that all of it is tested on machines without 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from transport.doctor.finding import Check, fail, ok, warn
+from transport.errors import UsageError
+from transport.wire.library import transports_here
+from transport.wires import settings_for
 
 SYSFS: Final = Path("/sys/class/infiniband")
 DEVICES: Final = Path("/dev/infiniband")
@@ -58,12 +61,50 @@ def _port(path: Path) -> PortView:
     )
 
 
-def checks(*, asked: bool, verbs: bool, root: Path = SYSFS, devices: Path = DEVICES) -> Iterator[Check]:
+def refusal(listed: Callable[[], Iterable[tuple[str, str]]], root: Path = SYSFS) -> str:
+    """Why the wire rdma cannot be used on this host; empty where it can. No interface with an IP address is needed.
+
+    Args:
+        listed: (transport, device) of all that the loaded UCX can use, as `transports_here` gives them.
+    """
+    found = ports(root)
+    if not found:
+        return "this host has no InfiniBand or RoCE device"
+    active = [port.name for port in found if port.state == "ACTIVE"]
+    if not active:
+        return f"no port is ACTIVE: {', '.join(f'{port.name} is {port.state}' for port in found)}"
+    if not {device for _, device in listed()} & set(active):
+        return f"the loaded UCX does not list {', '.join(active)}; transport doctor says what it lacks"
+    return ""
+
+
+def require() -> None:
+    """Raise UsageError where `--wire rdma` cannot be had on this host."""
+    if why := refusal(lambda: transports_here(settings_for())):
+        raise UsageError(f"--wire rdma: {why}")
+
+
+def lacking(*, verbs: bool, root: Path = SYSFS) -> Iterator[Check]:
+    """A fault of the installed UCX, on hosts whose ports it could use: before all else, since it costs the most.
+
+    Args:
+        verbs: the loaded UCX has its InfiniBand plug-in.
+    """
+    active = [port.name for port in ports(root) if port.state == "ACTIVE"]
+    if active and not verbs:
+        yield fail(
+            "infiniband plug-in",
+            f"ACTIVE: {', '.join(active)}; but the loaded UCX has no libuct_ib (no build of PyPI has): payloads "
+            "would go over tcp",
+            "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/INFINIBAND.md",
+        )
+
+
+def checks(*, asked: bool, root: Path = SYSFS, devices: Path = DEVICES) -> Iterator[Check]:
     """What can be said before anything is sent.
 
     Args:
         asked: the configuration names the wire rdma.
-        verbs: the loaded UCX has its InfiniBand plug-in.
     """
     found = ports(root)
     if not found:
@@ -80,14 +121,6 @@ def checks(*, asked: bool, verbs: bool, root: Path = SYSFS, devices: Path = DEVI
     for port in found:
         yield _state(port)
     yield _permissions(devices)
-    if not verbs:
-        yield fail(
-            "infiniband plug-in",
-            f"{len(found)} ports found, but the loaded UCX has no libuct_ib; payloads would go over tcp",
-            "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/INFINIBAND.md",
-        )
-    else:
-        yield ok("infiniband plug-in", "the loaded UCX has libuct_ib")
 
 
 def _state(port: PortView) -> Check:

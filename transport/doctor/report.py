@@ -14,7 +14,7 @@ from transport.errors import MissingDependencyError
 from transport.runtime.progress import Progress, silent
 from transport.wires import settings_for, user_settings
 
-_LIBRARY, _TRANSFERS = 1, 6  # places of these groups
+_LIBRARY, _TRANSFERS = 2, 7  # places of these groups
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,17 +48,19 @@ def examine(
     configuration = loaded.configuration
     rdma = "rdma" in configuration.wires or bool(infiniband.ports())
     plugins = _plugins()
+    verbs = "verbs" in (plugins or ())
     groups: list[Iterable[Check]] = [
+        infiniband.lacking(verbs=verbs) if plugins is not None else (),
         (check for check in (settings(loaded), ucx_settings())),
         library.checks(gpu=cuda.present()),
-        infiniband.checks(asked="rdma" in configuration.wires, verbs="verbs" in (plugins or ())),
+        infiniband.checks(asked="rdma" in configuration.wires),
         host.checks(ring_bytes, connections, rdma=rdma),
         network.checks(configuration, ports),
         cuda.checks(),
     ]
     total = len(groups)
     if transfer and plugins is not None:
-        wires = loopback.wires(rdma=rdma and "verbs" in plugins)
+        wires = loopback.wires(rdma=rdma and verbs)
         before, total = total, total + 1 + len(wires)  # a listener, and a transfer by each
         groups.append(loopback.checks(configuration, wires, lambda done: progress(before + done, total, 0)))
     bad = False

@@ -10,7 +10,6 @@ looked at (closed meanwhile) is left out of that scrape.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PORTS_TRIED: Final = 64  # processes of one host that are given the same port
+# With these a launcher numbers the processes of a host (torchrun, Slurm, Open MPI).
+_NUMBERS: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 Kind = Literal["counter", "gauge"]
 
@@ -229,52 +229,98 @@ class Collector:
         yield from families.values()
 
 
-class Exporter:
-    """An HTTP port that serves the metrics of the sources added to it.
+class _Port:
+    """An HTTP port of this process, with what all of its exporters show."""
 
-    Args:
-        port: 0: assigned by the system. One that is in use: the next free one of the 64 from there, so that the
-            processes of a host can be given the same number.
-        bind: local address.
-
-    Raises:
-        MissingDependencyError: prometheus-client is not installed.
-        BusyPortError: all of those ports are in use.
-    """
-
-    def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, bind: str) -> None:
         prometheus, _ = _prometheus()
         registry = prometheus.CollectorRegistry()
         self.collector = Collector()
         registry.register(self.collector)
-        self._server, self._thread = _serve(prometheus, registry, port, bind)
-        self._process = os.getpid()
-        self.port: int = self._server.server_port
-        log.info("metrics on http://%s:%d/metrics", bind, self.port)
+        try:
+            self._server, self._thread = prometheus.start_http_server(port, bind, registry)
+        except (OSError, OverflowError) as error:
+            raise BusyPortError(
+                f"metrics on {bind}:{port}: {error}; give each process a metrics_port of its own (0: any free one), "
+                "and a metrics_bind of this host"
+            ) from error
+        self.process = os.getpid()
+        self.users = 0
+        self.number: int = self._server.server_port
+        log.info("metrics on http://%s:%d/metrics", bind, self.number)
+
+    def close(self) -> None:
+        """In a forked child, which has no thread that serves, close the descriptor alone."""
+        if self.process == os.getpid():
+            self._server.shutdown()
+        self._server.server_close()
+        if self.process == os.getpid():
+            self._thread.join()
+
+
+_ports: dict[tuple[str, int], _Port] = {}
+_using = threading.RLock()  # guards `_ports` and their users
+
+
+class Exporter:
+    """An HTTP port that serves the metrics of the sources added to it. Exporters of one process share a port.
+
+    Args:
+        port: 0: assigned by the system, and not shared.
+        bind: local address.
+
+    Raises:
+        MissingDependencyError: prometheus-client is not installed.
+        BusyPortError: another process has the port, or the address is none of this host.
+    """
+
+    def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
+        with _using:
+            shared = _ports.get((bind, port))
+            if shared is None or shared.process != os.getpid():
+                shared = _Port(port, bind)
+                _ports[bind, shared.number] = shared
+            shared.users += 1
+        self._shared: _Port | None = shared
+        self._key = bind, shared.number
+        self._sources: list[object] = []
+        self.collector = shared.collector
+        self.port: int = shared.number
+
+    def _add(self, key: object, source: Callable[[], Iterator[Sample]]) -> None:
+        self._sources.append(key)
+        self.collector.add(key, source)
 
     def add_ring(self, ring: SharedRingBuffer) -> None:
         """Its states and counters."""
-        self.collector.add(ring, lambda: ring_samples(ring, time.monotonic_ns()))
+        self._add(ring, lambda: ring_samples(ring, time.monotonic_ns()))
 
     def add_client(self, name: str, statistics: Callable[[], ClientStatistics]) -> None:
         """``statistics`` is called from the exporter's thread: `BlockingClient.statistics` may be."""
-        self.collector.add(("client", name), lambda: client_samples(name, statistics()))
+        self._add(("client", name), lambda: client_samples(name, statistics()))
 
     def add_packer(self, name: str, statistics: Callable[[], PackerStatistics]) -> None:
         """A data packer and its client."""
-        self.collector.add(("packer", name), lambda: packer_samples(name, statistics()))
+        self._add(("packer", name), lambda: packer_samples(name, statistics()))
 
     def add_queue(self, name: str, queue: TicketQueue) -> None:
         """A ticket queue, which is asked from the exporter's thread."""
-        self.collector.add(("queue", name), lambda: queue_samples(name, queue.depth(), queue.reasons()))
+        self._add(("queue", name), lambda: queue_samples(name, queue.depth(), queue.reasons()))
 
     def close(self) -> None:
-        """Close the port. Idempotent. In a forked child, which has no thread that serves, its descriptor alone."""
-        if self._process == os.getpid():
-            self._server.shutdown()
-        self._server.server_close()
-        if self._process == os.getpid():
-            self._thread.join()
+        """Show its sources no more; the last one of a port closes it. Idempotent."""
+        shared = self._shared
+        if shared is None:
+            return
+        for key in self._sources:
+            self.collector.remove(key)
+        with _using:
+            shared.users -= 1
+            self._shared = None
+            if not shared.users:
+                _ports.pop(self._key, None)
+        if not shared.users:
+            shared.close()
 
     def __enter__(self) -> Self:
         return self
@@ -284,25 +330,21 @@ class Exporter:
 
 
 def configured_exporter(configuration: Configuration) -> Exporter | None:
-    """An exporter where ``metrics_port`` is set; None, with a warning, without prometheus-client. BusyPortError."""
-    if configuration.metrics_port is None:
+    """An exporter where ``metrics_port`` is set. None, with a warning, where there can be none.
+
+    Processes that a launcher numbers on their host (``LOCAL_RANK`` …) have the port behind it that their number says.
+    """
+    port = configuration.metrics_port
+    if port is None:
         return None
+    numbers = (os.environ.get(name, "") for name in _NUMBERS)
+    if port:
+        port += next((int(number) for number in numbers if number.isdecimal()), 0)
     try:
-        return Exporter(configuration.metrics_port, configuration.metrics_bind)
-    except MissingDependencyError as error:  # the run is worth more than its metrics
-        log.warning("no metrics on port %d: %s", configuration.metrics_port, error)
+        return Exporter(port, configuration.metrics_bind)
+    except (MissingDependencyError, BusyPortError) as error:  # the run is worth more than its metrics
+        log.warning("no metrics on port %d: %s", port, error)
         return None
-
-
-def _serve(prometheus: Any, registry: Any, port: int, bind: str) -> tuple[Any, threading.Thread]:
-    for tried in [port] if port == 0 else range(port, min(port + _PORTS_TRIED, 65536)):
-        with contextlib.suppress(OSError):
-            server, thread = prometheus.start_http_server(tried, bind, registry)
-            return server, thread
-    raise BusyPortError(
-        f"metrics on {bind}:{port}: this port and the next {_PORTS_TRIED - 1} are in use, or {bind} is not an address "
-        "of this host; set metrics_port=0 for any free port"
-    )
 
 
 def _prometheus() -> tuple[Any, Any]:

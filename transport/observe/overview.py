@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from transport import _ring as _native
+from transport.claims.waiting import Holder, holders_of
 from transport.client import status_socket
 from transport.errors import RingError, RingNotFoundError
 from transport.ring.buffer import SharedRingBuffer
@@ -42,6 +43,7 @@ class RingView(msgspec.Struct, frozen=True, kw_only=True):
     supervised: bool = False
     statistics: RingStatistics | None = None
     bytes_by_wire: dict[str, int] = {}
+    stopped: tuple[Holder, ...] = ()  # that hold claims, and are silent
     unreadable: str = ""
 
 
@@ -153,4 +155,5 @@ def _view(ring: SharedRingBuffer, size: int) -> RingView:
         supervised=supervised(ring.name),
         statistics=statistics,
         bytes_by_wire=statistics.bytes_by_wire,
+        stopped=tuple(each for each in holders_of(ring) if each.stopped),
     )

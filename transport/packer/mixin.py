@@ -160,6 +160,17 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """
         return self._packer.queue.finished(self._expected_rollouts)
 
+    def accept(self, batch: FetchedBatch) -> list[ReceivedPayload]:
+        """The payloads of a batch to train on before it is consumed, each once. `consumed_record` has them then.
+
+        For checkpoints: accept, learn, store weights and record, and only then `consume`. A trainer that is killed
+        before the checkpoint is stored gets the payloads again; one that is killed behind it drops them.
+        """
+        expect(batch, FetchedBatch, "accept()", _BATCH)
+        if batch.consumed:
+            raise UsageError("this batch was already consumed")
+        return self._packer.accept([item for item in batch.items if item.payload is not None])
+
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.
 

@@ -83,9 +83,12 @@ class Rollout(UCXXRolloutMixin):
     def __repr__(self) -> str:
         return "<Rollout closed>" if self._ucxx_ring is None else f"<Rollout {self._ucxx_ring!r}>"
 
-    def close(self, drain_s: float = 0.0) -> None:
+    def close(self, drain_s: float = 0.0, *, ends: bool = True) -> None:
         """The same as `cleanup_ucxx`."""
-        self.cleanup_ucxx(drain_s)
+        if ends:
+            self.cleanup_ucxx(drain_s)
+        else:
+            self.cleanup_ucxx(drain_s, ends=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

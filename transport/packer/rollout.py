@@ -184,7 +184,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         """Port of this worker's metrics; None: ``metrics_port`` is not configured."""
         return None if self._ucxx_exporter is None else self._ucxx_exporter.port
 
-    def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
+    def cleanup_ucxx(self, drain_s: float = 0.0, *, ends: bool = True) -> None:
         """Publish what waits for it, stop serving, and close the ring. Any state; idempotent.
 
         Trainers learn that this rollout writes nothing more (`FoundRings.finished`), unless an exception ends its
@@ -195,6 +195,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         Args:
             drain_s: wait this long for unread payloads to be consumed first, and for connected trainers to hear the
                 end.
+            ends: False: another process continues in its place, so that this is no end of data.
         """
         if self._ucxx_unsure and drain_s > 0:
             with contextlib.suppress(TransportError):
@@ -210,14 +211,14 @@ class UCXXRolloutMixin(Writing, WithBlock):
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
                 stack.callback(ring.close)
-                if self._ucxx_ends and not ring.native.closed:
+                if ends and self._ucxx_ends and not ring.native.closed:
                     ring.end_data()
             if announcement is not None:
                 stack.callback(announcement.close)  # readers look it up until the last payload is read
+            if exporter is not None:  # what waits for its trainers can be looked at
+                stack.callback(exporter.close)
             if server is not None:
                 stack.callback(server.close, drain_s, told_s=self._ucxx_told_s)
-            if exporter is not None:
-                stack.callback(exporter.close)
             if publisher is not None:
                 stack.callback(publisher.abort)
                 stack.callback(publisher.close)  # first: what is drained has to be published

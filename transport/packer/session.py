@@ -156,14 +156,7 @@ class PackerSession:
         call returns the same.
         """
         accepted, unsure = self.claims.settle(items)
-        seen = set()
-        for item in (*accepted, *unsure):  # also what is unsure: later payloads of its slots may be recorded before it
-            identity = (*item.ticket.identity, self.rank_of(item))
-            if item.fresh is None:
-                item.fresh = identity not in seen and not self.record.contains(*identity)
-                self.claims.counts["duplicates"] += not item.fresh
-                self.consumed += item.fresh
-            seen.add(identity)
+        self._judge([*accepted, *unsure])  # what is unsure, too: later payloads of its slots may be recorded before it
         trainable = []
         for item in accepted:
             assert item.payload is not None
@@ -173,6 +166,24 @@ class PackerSession:
                 self.trained[item.ticket.identity] = item.payload
             item.payload.ack()
         return trainable, unsure
+
+    def accept(self, items: Sequence[FetchedItem]) -> list[ReceivedPayload]:
+        """Record items that are consumed later; returns the payloads to train on. Asked again, it returns the same."""
+        self._judge(items)
+        for item in items:
+            self.record.accept(*item.ticket.identity, self.rank_of(item))
+        return [item.payload for item in items if item.fresh and item.payload is not None]
+
+    def _judge(self, items: Sequence[FetchedItem]) -> None:
+        """Decide, once for each item, whether it is to be trained on."""
+        seen = set()
+        for item in items:
+            identity = (*item.ticket.identity, self.rank_of(item))
+            if item.fresh is None:
+                item.fresh = identity not in seen and not self.record.contains(*identity)
+                self.claims.counts["duplicates"] += not item.fresh
+                self.consumed += item.fresh
+            seen.add(identity)
 
     def collect(self, timeout_s: float | None) -> FetchedBatch | None:
         """The prefetched batch; None: nothing was started. TimeoutError: it is not complete."""

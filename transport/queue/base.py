@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -118,6 +118,8 @@ class PayloadBytes(NamedTuple):
 
 class Carrier(Protocol):
     """What a queue uses of a packer's client (`UCXXClient`)."""
+
+    why_nothing: Callable[[], str]  # the queue says it, for `transport top`
 
     @property
     def claims(self) -> Any: ...

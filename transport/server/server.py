@@ -210,14 +210,15 @@ class UCXXServer:
             native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
 
     def _give_up_unread(self) -> None:
-        """Behind `end_data`, what nobody has claimed ends here, so that the listeners can still tell the end."""
+        """Behind `end_data`, what is not consumed ends before the ring does, so that the listeners can tell of both."""
         native = self._ring.native
         if native.closed or not native.ended:
             return
         infos = [(slot, native.info(slot)) for slot in range(self._ring.slot_count)]
-        given_up = sum(native.discard(slot, info.generation) for slot, info in infos if info.state == _ring.READY)
+        published = (_ring.READY, _ring.READING)
+        given_up = sum(native.discard(slot, info.generation) for slot, info in infos if info.state in published)
         if given_up:
-            log.info("ring %s ends with %d payloads unread", self._ring.ring_id[:8], given_up)
+            log.info("ring %s ends with %d payloads that are not consumed", self._ring.ring_id[:8], given_up)
 
     def __enter__(self) -> Self:
         return self if self._run is not None else self.start()

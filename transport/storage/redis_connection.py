@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from transport.errors import ClosedError, ConfigurationError, TransportError
 from transport.runtime import hurry
@@ -110,6 +111,12 @@ class RedisConnection:
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._closed
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Host and port."""
+        parts = urlsplit(self._url.url)
+        return parts.hostname or "localhost", parts.port or 6379
 
     @property
     def name(self) -> str:

@@ -55,6 +55,10 @@ class Store(abc.ABC):
     of bounds, and ClosedError after `close`.
     """
 
+    def reached_from(self) -> str | None:
+        """The address from which this host reaches the store; None: the store is on this host, or it is not known."""
+        return None
+
     @abc.abstractmethod
     def get(self, key: str) -> Entry | None:
         """The record, or None."""

@@ -28,6 +28,7 @@ import msgspec
 
 from transport.errors import (
     ClosedError,
+    ConfigurationError,
     LinkError,
     PayloadLostError,
     StoreError,
@@ -38,6 +39,7 @@ from transport.errors import (
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
 from transport.ticket import Ticket, host_identity
+from transport.wire.addresses import is_loopback
 
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
@@ -130,7 +132,15 @@ class Directory:
         return self._store.add(_EPOCHS)
 
     def publish(self, serving: Serving) -> int | None:
-        """Publish with a new lease; the record's version. None: a server of a later epoch serves this ring."""
+        """Publish with a new lease; the record's version. None: a server of a later epoch serves this ring.
+
+        ConfigurationError: the store is on another host, and would tell others of loopback alone.
+        """
+        if all(map(is_loopback, serving.addresses)) and (own := self._store.reached_from()) is not None:
+            raise ConfigurationError(
+                f"ring {serving.ring[:8]} would be found at {', '.join(serving.addresses)}, where other hosts reach "
+                f"themselves: set TRANSPORT_ADDRESSES to an address that they reach, such as {own}"
+            )
         key, value = _PREFIX + serving.ring, msgspec.msgpack.encode(serving)
         while True:
             entry = self._store.get(key)

@@ -38,6 +38,7 @@ from transport.store.base import (
     check_prefix,
 )
 from transport.store.redis_reads import MANY, RedisReads
+from transport.wire.addresses import address_towards
 
 _WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _KEYS = ("values", "versions", "index", "leases", "revision", "calls")
@@ -187,6 +188,10 @@ class RedisStore(Store):
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The records stay."""
         self._connection.close()
+
+    def reached_from(self) -> str | None:
+        """See `Store.reached_from`."""
+        return address_towards(*self._connection.server)
 
     def _now_ms(self) -> int | None:
         return None if self._clock is None else round(self._clock() * 1000)

@@ -22,6 +22,22 @@ def interface_address(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+def is_loopback(address: str) -> bool:
+    """Whether the address leads to the host that uses it."""
+    return address.startswith("127.") or address in ("localhost", "::1")
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """The IPv4 address from which this host reaches another one. None: it is this host, or there is no way to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # nothing is sent
+        except OSError:
+            return None
+        own, other = probe.getsockname()[0], probe.getpeername()[0]
+    return None if own == other or is_loopback(other) else str(own)
+
+
 def rdma_interfaces(root: Path = Path("/sys/class/infiniband")) -> list[str]:
     """Network interfaces that belong to InfiniBand or RoCE devices."""
     return sorted({path.name for path in root.glob("*/device/net/*")})
