@@ -146,7 +146,7 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
         number, _ = await side.asked()
         await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
         batch = await taking
-        ending = asyncio.create_task(batch.claims.end(batch.positions, end))
+        ending = batch.claims.end(batch.positions, end)
         number, records = await side.asked()
         assert len(records) == 2
         await side.status(number, *(Answer(0, at) for at in range(codes)))

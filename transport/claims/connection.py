@@ -27,7 +27,6 @@ from transport import _ring
 from transport.claims.batch import (
     ACCEPTED,
     JOINED,
-    TAKEN,
     ClaimedRows,
     Codes,
     End,
@@ -66,6 +65,8 @@ MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says
 _LONGEST_WAIT_S: Final = 3600.0
 _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _REFUSED: Final = 1
+# Before Python 3.12 each look at a member of an enumeration is a call.
+_CONSUMED, _GIVEN_BACK, _FINISH = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
 
 
@@ -361,16 +362,16 @@ class ClaimConnection:
         """Have the ring end claims so: a code for each row. ``again``: they were in question, and the ring is asked."""
         if again:
             return await self._outcomes_elsewhere(rows, again=True)
-        if end.verdict is Verdict.GIVEN_BACK:
+        if end.verdict is _GIVEN_BACK:
             return await self._give_back(rows, end.delay_s)
-        consumed = end.verdict is Verdict.CONSUMED
+        consumed = end.verdict is _CONSUMED
         size = frames.MAX_RECORDS if consumed else 1  # an END has reason and consumer, and a message of its own
         asked: list[tuple[int, asyncio.Future[Any]]] = []
         for begin in range(0, len(rows), size):
             some = rows[begin : begin + size]
             if not await self._room_for(len(some)):
                 break
-            asked.append((begin, self._settle(Kind.FINISH, some) if consumed else self._end(some, end)))
+            asked.append((begin, self._settle(_FINISH, some) if consumed else self._end(some, end)))
         codes = [_REFUSED] * len(rows)
         unanswered: list[int] = []
         for begin, future in asked:
@@ -412,16 +413,14 @@ class ClaimConnection:
     def _settle(self, kind: Kind, rows: Rows, delay_ms: int = 0, in_vain: bool = True) -> asyncio.Future[Any]:
         """Send the end of up to 63 claims; the future of their answer."""
         future = self.loop.create_future()
-        view = np.ascontiguousarray(rows, TAKEN).view(np.uint8)
-        self.link.native.settle(future, kind, view, delay_ms, unread=not in_vain)
-        return self._sent(future, len(rows) if kind is Kind.FINISH else 0)
+        self.link.native.settle(future, kind, rows, delay_ms, unread=not in_vain)
+        return self._sent(future, len(rows) if kind is _FINISH else 0)
 
     def _end(self, row: Rows, end: End) -> asyncio.Future[Any]:
         """Send the END of one claim; the future of its answer."""
         future = self.loop.create_future()
-        view = np.ascontiguousarray(row, TAKEN).view(np.uint8)
         reason, consumer = (text.encode("utf-8", "replace").decode() for text in (end.reason, end.consumer))
-        self.link.native.end(future, view, _ENDINGS[end.verdict], reason, consumer)
+        self.link.native.end(future, row, _ENDINGS[end.verdict], reason, consumer)
         return self._sent(future, 1)
 
     def _sent(self, future: asyncio.Future[Any], count: int) -> asyncio.Future[Any]:
