@@ -29,6 +29,9 @@ _CHOSEN = {
     "MEMTYPE_CACHE": "n",
 }
 _RDMA = {"RNDV_THRESH": "8192"}
+# Where TCP alone carries payloads. An answer to TAKE (up to 8 MiB and its tickets) is sent in pieces, from the slots.
+# UCX would copy the pieces of a rendezvous before it sends them, and by default those of a long eager message as well.
+_TCP = {"RNDV_THRESH": "9m", "ZCOPY_THRESH": "1"}
 # While it is loaded, UCX writes hooks into mmap, munmap and others, to learn which memory is unmapped. For each it
 # would wait 50 ms, in which other threads that call the function spin, and it waits by the wall clock: a process that
 # starts while that is set back by a day hangs for a day. Without the hooks (MEM_MMAP_HOOK_MODE=none) UCX has no
@@ -101,8 +104,12 @@ def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = 
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in remote for name in _TRANSPORTS[wire]))
         if "rdma" in wires:
             chosen.update(_RDMA)
+        elif not wires & {"shm", "cuda"}:
+            chosen.update(_TCP)
     elif Path("/sys/class/infiniband").is_dir():
         chosen.update(_RDMA)
+    elif not Path("/dev/nvidiactl").exists():
+        chosen.update(_TCP)
     return {name: value for name, value in chosen.items() if name not in user_settings()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import members
 import numpy as np
 from plans import Plan
 
-from transport.claims import batch
 from transport.claims.batch import OUT_OF_REACH, ClaimedRows
 from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
@@ -177,12 +175,20 @@ def _ended_again() -> None:
 
 
 def _question_cancelled() -> None:
-    async def at_once(future: Any) -> Any:
-        return await future
+    original = ClaimedRows.end
 
-    batch.asyncio = types.SimpleNamespace(  # type: ignore[assignment]
-        shield=at_once, gather=asyncio.gather, get_running_loop=asyncio.get_running_loop, Task=asyncio.Task
-    )
+    def end(self: Any, positions: Any, end: Any) -> Any:
+        answered = original(self, positions, end)
+        asked = list(self.asking)
+
+        def over(_: Any) -> None:
+            for task in asked * answered.cancelled():
+                task.cancel()
+
+        answered.add_done_callback(over)
+        return answered
+
+    ClaimedRows.end = end  # type: ignore[method-assign]
 
 
 def _asked_anew() -> None:

@@ -35,7 +35,7 @@ def test_the_program_gets_the_case_and_the_settings_of_the_wire(monkeypatch: pyt
     ((command, environment),) = seen
     assert command == ["/floor", "1048576", "32", "0.5", "128", "8", "1"]  # not more connections than a client has
     assert environment["UCX_TLS"] == "tcp,self"
-    assert environment["UCX_RNDV_THRESH"] == "1m"
+    assert environment["UCX_RNDV_THRESH"] == "9m"
 
 
 def test_a_program_that_prints_nothing_useful_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

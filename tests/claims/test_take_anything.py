@@ -17,17 +17,19 @@ from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
 
 from transport import Schema, SharedRingBuffer, UpTo
-from transport.claims.batch import TAKEN, TakenBatch
+from transport.claims.batch import CONSUME, TAKEN, End, TakenBatch, Verdict
 from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.in_place import TakenPart
+from transport.claims.outcomes import Outcomes
+from transport.client.connections.connection import Link
 from transport.devices.buffers import BufferPool
-from transport.errors import LinkError, ProtocolError, TicketError
+from transport.errors import LinkError, ProtocolError, TicketError, UnreachableError
 from transport.ring.batch_shape import fields_of
 from transport.settings import DEFAULTS
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Kind, Record
+from transport.wire.frames import Answer, Kind, Record
 
 pytestmark = pytest.mark.ucx
 
@@ -119,6 +121,42 @@ async def test_a_payload_to_be_read_apart_whose_ticket_cannot_be_decoded_has_no_
         with pytest.raises(TicketError):
             _ = batch[1].ticket
         assert 1 in TakenPart(batch).measure(fields_of(SCHEMA), np.empty((2, 1), np.int64))  # not in a batch in place
+
+
+class OnlyPort(ScriptedListener):
+    """No other port of its ring can be asked."""
+
+    async def open_apart(self, port: object, ring: str) -> Link:
+        raise UnreachableError(f"nobody asks {port} about {ring}")
+
+
+@pytest.mark.parametrize("codes", [1, 3], ids=["fewer", "more"])
+@pytest.mark.parametrize(
+    ("end", "verdict"),
+    [(CONSUME, Verdict.IN_QUESTION), (End(Verdict.GIVEN_BACK), Verdict.GIVEN_BACK)],
+    ids=["FINISH", "GIVE_BACK"],
+)
+@asynchronous
+async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_the_connection(
+    end: End, verdict: Verdict, codes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outcomes, "patience_s", 0.0)
+    async with OnlyPort() as listener:
+        link, side = await listener.linked()
+        connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
+        connection = ClaimConnection(link, connections)
+        taking = asyncio.create_task(connection.take(2, most_bytes=200, verify=False))
+        number, _ = await side.asked()
+        await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
+        batch = await taking
+        ending = batch.claims.end(batch.positions, end)
+        number, records = await side.asked()
+        assert len(records) == 2
+        await side.status(number, *(Answer(0, at) for at in range(codes)))
+        await ending
+        assert connection.lost
+        assert batch.verdicts().tolist() == [verdict] * 2
+        connections.close()
 
 
 def undecodable(note: bytes) -> bool:

@@ -183,7 +183,9 @@ def test_the_transitions_are_those_of_the_slot_word() -> None:
 def test_the_ucx_settings_are_those_chosen() -> None:
     written = {row[0].strip("`"): row[1] for row in rows(section("UCX settings")) if row[0].count("`") == 2}
     assert {name: written[name] for name in wires._CHOSEN} == wires._CHOSEN
-    assert f"| `RNDV_THRESH` with InfiniBand | {wires._RDMA['RNDV_THRESH']} |" in section("UCX settings")
+    for where, chosen in (("InfiniBand", wires._RDMA), ("TCP alone", wires._TCP)):
+        for name, value in chosen.items():
+            assert f"| `{name}` with {where} | {value} |" in section("UCX settings")
     admitted = {row[0].strip("`"): tuple(row[2].split(", ")) for row in rows(section("Wires"))}
     assert {name: admitted[name] for name in wires._TRANSPORTS} == wires._TRANSPORTS
 

@@ -56,7 +56,7 @@ def test_ucxxs_own_settings_reach_neither_the_environment_nor_our_contexts() -> 
     found = look()
     assert set(found["added"]) <= {"UCX_WARN_UNUSED_ENV_VARS", "UCXX_LOG_LEVEL"}
     assert found["lost"] == []
-    assert found["chosen"]["RNDV_THRESH"] == "1m"
+    assert found["chosen"]["RNDV_THRESH"] == "9m"
     assert found["chosen"]["TLS"] == "tcp,self"
 
 

@@ -16,6 +16,7 @@ import enum
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -68,8 +69,9 @@ class End(NamedTuple):
 
 
 CONSUME: Final = End(Verdict.CONSUMED)
-# Before Python 3.12 each look at a member of an enumeration is a call.
-_OPEN, _ASKED, _IN_QUESTION, _REFUSED = Verdict.OPEN, Verdict.ASKED, Verdict.IN_QUESTION, Verdict.REFUSED
+# Plain numbers: numpy looks for attributes of its own in an enumeration, and before Python 3.12 each look at a member
+# is a call.
+_OPEN, _ASKED, _IN_QUESTION, _CONSUMED, _REFUSED = map(int, list(Verdict)[:5])
 
 
 class Connection(Protocol):
@@ -92,7 +94,7 @@ class Connection(Protocol):
 
 
 class ClaimedRows:
-    """The claims of one answer: a row of `TAKEN` for each, and its verdict. Coroutines belong to the connection's loop.
+    """The claims of one answer: a row of `TAKEN` for each, and its verdict. `end` belongs to the connection's loop.
 
     A claim has one end. Who asks for it again gets the same answer; an interrupted question goes on without its caller.
 
@@ -122,40 +124,56 @@ class ClaimedRows:
         self._process = os.getpid()
         self.asking: set[asyncio.Task[None]] = set()
 
-    async def end(self, positions: Positions, end: End) -> None:
-        """End claims so. Afterwards `verdicts` has the answers; after a cancellation as well, when they come."""
+    def end(self, positions: Positions, end: End) -> asyncio.Future[Verdicts]:
+        """End claims so: which of them did, when `verdicts` has the answers. Cancelled, it leaves the questions."""
+        answered: asyncio.Future[Verdicts] = self.connection.loop.create_future()
+        asked = list(self.asking) if self.asking and (self.verdicts[positions] == _ASKED).any() else []
+        _when_done(asked, partial(self._begin, positions, end, answered))
+        return answered
+
+    def _begin(self, positions: Positions, end: End, answered: asyncio.Future[Verdicts]) -> None:
+        if answered.done():
+            return
         now = self.verdicts[positions]
-        if self.asking and (now == _ASKED).any():
-            await asyncio.shield(asyncio.gather(*self.asking, return_exceptions=True))
-            now = self.verdicts[positions]
-        if now.any():
+        if np.count_nonzero(now):
             some = np.arange(len(self.rows))[positions]
             self._ask(some[now == _OPEN], end)
-            if end.verdict is CONSUME.verdict:
+            if end.verdict == _CONSUMED:
                 self._ask(some[now == _IN_QUESTION], end, again=True)
         else:  # all are open
             self._ask(positions, end)
-        match list(self.asking):
-            case [task]:
-                await asyncio.shield(task)
-            case [*tasks]:
-                await asyncio.shield(asyncio.gather(*tasks))
+        asked = list(self.asking)
+        _when_done(asked, partial(self._tell, asked, positions, end, answered))
+
+    def _tell(
+        self, asked: list[asyncio.Task[None]], positions: Positions, end: End, answered: asyncio.Future[Verdicts]
+    ) -> None:
+        if answered.done():
+            return
+        for task in asked:
+            if task.cancelled():
+                answered.cancel()
+                return
+            if (error := task.exception()) is not None:
+                answered.set_exception(error)
+                return
+        answered.set_result(self.verdicts[positions] == int(end.verdict))
 
     def _ask(self, positions: Positions, end: End, *, again: bool = False) -> None:
         rows = self.rows[positions]
         if len(rows):
             self.verdicts[positions] = _ASKED
-            task = asyncio.get_running_loop().create_task(self._end(positions, rows, end, again))
+            task = self.connection.loop.create_task(self._end(positions, rows, end, again))
             self.asking.add(task)
             task.add_done_callback(self.asking.discard)
 
     async def _end(self, positions: Positions, rows: Rows, end: End, again: bool) -> None:
         codes = await self.connection.end(rows, end, again)
         if any(codes):
-            verdicts = {ACCEPTED: end.verdict, OUT_OF_REACH: _IN_QUESTION}
+            verdicts = {ACCEPTED: int(end.verdict), OUT_OF_REACH: _IN_QUESTION}
             self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]
         else:
-            self.verdicts[positions] = end.verdict
+            self.verdicts[positions] = int(end.verdict)
         self._settled(positions, 0 if again else len(codes), end)
 
     def _settled(self, positions: Positions, answered: int, end: End) -> None:
@@ -192,6 +210,21 @@ class ClaimedRows:
 
 
 def _nothing(*_: object) -> None: ...
+
+
+def _when_done(tasks: list[asyncio.Task[None]], then: Callable[[], object]) -> None:
+    left = len(tasks)
+    if not left:
+        then()
+
+    def one_less(_: asyncio.Task[None]) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            then()
+
+    for task in tasks:
+        task.add_done_callback(one_less)
 
 
 def _aligned(value: Any) -> Any:
@@ -385,12 +418,19 @@ class TakenBatch:
         seconds(delay_s, "delay_s of give_back()")
         return await self._ended(which, End(Verdict.GIVEN_BACK, delay_s=delay_s))
 
+    def ended(self, end: End) -> asyncio.Future[Verdicts]:
+        """`consume` or `give_back` of all payloads, or another end. On the loop."""
+        answered = self.claims.end(self.positions, end)
+        answered.add_done_callback(self._settled)
+        return answered
+
+    def _settled(self, answered: asyncio.Future[Verdicts]) -> None:
+        if not answered.cancelled() and answered.exception() is None:
+            self.owned.settled()
+
     async def _ended(self, which: Sequence[int] | None, end: End) -> Verdicts:
         if which is None:
-            await self.claims.end(self.positions, end)
-            self.owned.settled()
-            all_accepted: Verdicts = self.verdicts() == end.verdict
-            return all_accepted
+            return await self.ended(end)
         for position in which:
             if not 0 <= whole(position, "a position") < len(self.rows):
                 raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")

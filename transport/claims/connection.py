@@ -27,7 +27,6 @@ from transport import _ring
 from transport.claims.batch import (
     ACCEPTED,
     JOINED,
-    TAKEN,
     ClaimedRows,
     Codes,
     End,
@@ -66,6 +65,8 @@ MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says
 _LONGEST_WAIT_S: Final = 3600.0
 _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _REFUSED: Final = 1
+# Before Python 3.12 each look at a member of an enumeration is a call.
+_CONSUMED, _GIVEN_BACK, _FINISH = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
 
 
@@ -332,7 +333,7 @@ class ClaimConnection:
             group = wants[begin : begin + frames.MAX_RECORDS]
             self._check()
             _, future = self.link.read(group, [])
-            future.add_done_callback(self._end_if_changed)
+            future.add_done_callback(partial(self._now_answered, 0))
             size = sum(want.ticket.size for want in group)
             outcome = await self._outcome(future, self._settings.read_timeout(size), "payloads")
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
@@ -361,60 +362,31 @@ class ClaimConnection:
         """Have the ring end claims so: a code for each row. ``again``: they were in question, and the ring is asked."""
         if again:
             return await self._outcomes_elsewhere(rows, again=True)
-        if end.verdict is Verdict.CONSUMED:
-            return await self._consume(rows)
-        if end.verdict is Verdict.GIVEN_BACK:
+        if end.verdict is _GIVEN_BACK:
             return await self._give_back(rows, end.delay_s)
-        return await self._end_untrained(rows, end)
-
-    async def _consume(self, rows: Rows) -> Codes:
-        codes = [_REFUSED] * len(rows)
-        asked: list[tuple[slice, asyncio.Future[Any]]] = []
-        for begin in range(0, len(rows), frames.MAX_RECORDS):
-            chunk = slice(begin, min(begin + frames.MAX_RECORDS, len(rows)))
-            if not await self._room_for(chunk.stop - chunk.start):
+        consumed = end.verdict is _CONSUMED
+        size = frames.MAX_RECORDS if consumed else 1  # an END has reason and consumer, and a message of its own
+        asked: list[tuple[int, asyncio.Future[Any]]] = []
+        for begin in range(0, len(rows), size):
+            some = rows[begin : begin + size]
+            if not await self._room_for(len(some)):
                 break
-            future = self._settle(Kind.FINISH, rows[chunk])
-            self._sent(future, chunk.stop - chunk.start)
-            asked.append((chunk, future))
+            asked.append((begin, self._settle(_FINISH, some) if consumed else self._end(some, end)))
+        codes = [_REFUSED] * len(rows)
         unanswered: list[int] = []
-        for chunk, future in asked:
+        for begin, future in asked:
+            places = range(begin, min(begin + size, len(rows)))
             answer = await self._answer(future)
             if answer is None:
-                unanswered += range(chunk.start, chunk.stop)
+                unanswered += places
             else:
-                codes[chunk] = answer
+                codes[places.start : places.stop] = answer
         if unanswered:
-            for at, code in zip(unanswered, await self._outcomes_elsewhere(rows[unanswered]), strict=True):
-                codes[at] = code
-        return codes
-
-    async def _end_untrained(self, rows: Rows, end: End) -> Codes:
-        """One by one, each with reason and consumer."""
-        how = _ENDINGS[end.verdict]
-        reason, consumer = (text.encode("utf-8", "replace").decode() for text in (end.reason, end.consumer))
-        codes = [_REFUSED] * len(rows)
-        futures: list[asyncio.Future[Any]] = []
-        for row in np.ascontiguousarray(rows, TAKEN):
-            if not await self._room_for(1):
-                break
-            futures.append(self.loop.create_future())
-            futures[-1].add_done_callback(self._end_if_changed)
-            self.link.native.end(futures[-1], np.atleast_1d(row).view(np.uint8), how, reason, consumer)
-            self._sent(futures[-1], 1)
-            self.link.worker.kick()
-        unanswered = []
-        for at, future in enumerate(futures):
-            answer = await self._answer(future)
-            if answer is None:
-                unanswered.append(at)
-            else:
-                codes[at] = answer[0]
-        if unanswered:
-            asked = rows[unanswered]
-            asked["attempts"] |= frames.END_ASKED
-            for at, code in zip(unanswered, await self._outcomes_elsewhere(asked), strict=True):
-                codes[at] = ACCEPTED if code == ACCEPTED else _REFUSED
+            lost = rows[unanswered]
+            if not consumed:
+                lost["attempts"] |= frames.END_ASKED
+            for at, code in zip(unanswered, await self._outcomes_elsewhere(lost), strict=True):
+                codes[at] = code if consumed or code == ACCEPTED else _REFUSED
         return codes
 
     async def _give_back(self, rows: Rows, delay_s: float) -> Codes:
@@ -441,11 +413,29 @@ class ClaimConnection:
     def _settle(self, kind: Kind, rows: Rows, delay_ms: int = 0, in_vain: bool = True) -> asyncio.Future[Any]:
         """Send the end of up to 63 claims; the future of their answer."""
         future = self.loop.create_future()
-        future.add_done_callback(self._end_if_changed)
-        view = np.ascontiguousarray(rows, TAKEN).view(np.uint8)
-        self.link.native.settle(future, kind, view, delay_ms, unread=not in_vain)
+        self.link.native.settle(future, kind, rows, delay_ms, unread=not in_vain)
+        return self._sent(future, len(rows) if kind is _FINISH else 0)
+
+    def _end(self, row: Rows, end: End) -> asyncio.Future[Any]:
+        """Send the END of one claim; the future of its answer."""
+        future = self.loop.create_future()
+        reason, consumer = (text.encode("utf-8", "replace").decode() for text in (end.reason, end.consumer))
+        self.link.native.end(future, row, _ENDINGS[end.verdict], reason, consumer)
+        return self._sent(future, 1)
+
+    def _sent(self, future: asyncio.Future[Any], count: int) -> asyncio.Future[Any]:
+        """``count``: claims that the ring has to remember until this is answered."""
+        self._unanswered += count
+        future.add_done_callback(partial(self._now_answered, count))
         self.link.worker.kick()
         return future
+
+    def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
+        """An answer whose bytes have changed ends the connection, also when nobody waits for the answer."""
+        self._unanswered -= count
+        self._answered.set()
+        if not future.cancelled() and future.exception() is None and future.result() == engine().PROTOCOL:
+            self.abort()
 
     async def _outcomes_elsewhere(self, rows: Rows, again: bool = False) -> Codes:
         return await self._client.outcomes.of(self.link, rows, self.served, again)
@@ -464,21 +454,6 @@ class ClaimConnection:
                 self.abort()
         return not self.lost
 
-    def _sent(self, future: asyncio.Future[Any], count: int) -> None:
-        self._unanswered += count
-        future.add_done_callback(partial(self._now_answered, count))
-
-    def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
-        self._unanswered -= count
-        self._answered.set()
-        if not future.cancelled():
-            future.exception()  # nobody may wait for it any more
-
-    def _end_if_changed(self, future: asyncio.Future[Any]) -> None:
-        """An answer whose bytes have changed ends the connection, also when nobody waits for the answer."""
-        if not future.cancelled() and future.exception() is None and future.result() == engine().PROTOCOL:
-            self.abort()
-
     async def _answer(self, future: asyncio.Future[Any]) -> list[int] | None:
         """The codes of one message; None: there is no answer, and the connection has ended."""
         with contextlib.suppress(TransportError):
@@ -495,19 +470,20 @@ class ClaimConnection:
             raise ConnectionLostError(f"{self!r}: its connection is gone, and every claim with it")
 
     async def _outcome(self, future: asyncio.Future[Any], limit_s: float, what: str) -> Any:
-        """The future's, which goes on when this is cancelled. When it does not come in time, the connection ends."""
-        if not future.done():
-            await asyncio.wait((future,), timeout=limit_s)
-        if not future.done():
-            self.abort()
-            raise ReadTimeoutError(
-                f"{self.link.port[0]}:{self.link.port[1]} did not answer {what} within {limit_s:.1f} s"
-            )
+        """The future's. When it does not come in time, the connection ends."""
+        late = self.loop.call_later(limit_s, self._late, future, limit_s, what)
         try:
-            return future.result()
+            return await future
         except TransportError:
             self.abort()
             raise
+        finally:
+            late.cancel()
+
+    def _late(self, future: asyncio.Future[Any], limit_s: float, what: str) -> None:
+        if not future.done():
+            host, port = self.link.port
+            future.set_exception(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
 
 
 def _returned(task: asyncio.Task[TakenBatch]) -> None:

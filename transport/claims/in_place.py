@@ -109,9 +109,7 @@ class TakenPart:
     async def finish(self, keep: bool = False) -> bytes:
         """Consume: 1 or 0 for each, and the same when it is called again, but for what was in question."""
         del keep  # the memory is this process's own
-        await self._claims.end(self._positions, CONSUME)
-        accepted: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == Verdict.CONSUMED
-        return accepted.tobytes()
+        return (await self._claims.end(self._positions, CONSUME)).tobytes()
 
     def renew(self) -> int:
         """How many are held. The client's loop says that their holder is alive."""

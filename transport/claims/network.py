@@ -12,12 +12,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from transport import _ring
-from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
+from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
 from transport.claims.connection import MOST_BYTES, ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.demands import Demands
@@ -44,7 +45,7 @@ _COUNTED: Final = {
     Verdict.DEAD: ("dead", "retried"),
     Verdict.AGED: ("discarded", "aged"),
 }
-_IN_QUESTION: Final = Verdict.IN_QUESTION
+_IN_QUESTION: Final = int(Verdict.IN_QUESTION)
 _FAILED: Final = {
     Verdict.DISCARDED: DeliveryState.DISCARDED,
     Verdict.DEAD: DeliveryState.DEAD,
@@ -266,9 +267,8 @@ class NetworkSource:
         self._soon(self._given, of, claims, positions)
 
     def _given(self, of: _Rank, claims: ClaimedRows, positions: slice) -> None:
-        given, new = claims.given[positions], claims.verdicts[positions] <= _IN_QUESTION
-        if given.any():
-            new &= ~given
+        given = claims.given[positions]
+        new = (claims.verdicts[positions] <= _IN_QUESTION) & ~given
         count = int(np.count_nonzero(new))
         if count and of.demands is not None:
             given |= new
@@ -321,12 +321,13 @@ class NetworkSource:
 
     def consume(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
         """Consume all of a batch, or what was kept of it: which were accepted, once the listener has said so."""
-        thread = self._thread
-        if thread is None:
+        if self._thread is None:
             raise ClosedError("the batch is of another queue")
-        return thread.submit(self._consumed(batch, payloads))
+        job = Job(self._thread, partial(self._consumed, batch, payloads))
+        job.start()
+        return job
 
-    async def _consumed(self, batch: TakenBatch, payloads: TakenPayloads | None) -> Verdicts:
+    def _consumed(self, batch: TakenBatch, payloads: TakenPayloads | None) -> asyncio.Future[Verdicts]:
         """Before its end the batch is in use: older ones may still be in hand."""
         place = _place(batch)
         for of in list(self._ranks.values()):
@@ -334,7 +335,9 @@ class NetworkSource:
                 with contextlib.suppress(ValueError):  # a caller has just taken it out
                     of.taken.remove(place)
                 self._given(of, *place)
-        return await (batch.consume() if payloads is None else payloads.consume())
+        if payloads is None:
+            return batch.ended(CONSUME)
+        return asyncio.get_running_loop().create_task(payloads.consume())
 
     def renewed(self, claim: NetworkClaim) -> bool:
         """Whether it is held, as far as this side knows; the client's loop says that its holder is alive."""
@@ -347,7 +350,7 @@ class NetworkSource:
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
         given, verdicts = claims.given[positions], claims.verdicts[positions]
-        ended = given & (verdicts == end.verdict)
+        ended = given & (verdicts == int(end.verdict))
         count = int(np.count_nonzero(ended))
         all_ended = count == len(ended)
         self._count(claims, -count if all_ended else -int((given & (verdicts != _IN_QUESTION)).sum()), "claimed")

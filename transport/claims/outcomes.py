@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transport.claims.batch import OUT_OF_REACH, TAKEN, Rows
+from transport.claims.batch import OUT_OF_REACH, Rows
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
@@ -151,13 +151,12 @@ class Outcomes:
         return codes
 
     async def _asked(self, port: PortKey, broken: Link, rows: Rows) -> list[int]:
-        rows = np.ascontiguousarray(rows, TAKEN)
         link = await self._links.open_apart(port, broken.ring)
         try:
             answers: list[int] = []
             for begin in range(0, len(rows), frames.MAX_RECORDS):
                 chunk = rows[begin : begin + frames.MAX_RECORDS]
-                answers += await self._answers(link, chunk.view(np.uint8), broken.native.token)
+                answers += await self._answers(link, chunk, broken.native.token)
             return answers
         finally:
             self._links.break_off(link)

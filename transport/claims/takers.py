@@ -22,12 +22,11 @@ met.
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
@@ -73,12 +72,6 @@ class CancelDemand:
 Action = Open | Close | Ask | CancelDemand
 
 
-class _State(enum.Enum):
-    CLOSED = enum.auto()
-    OPENING = enum.auto()
-    OPEN = enum.auto()
-
-
 @dataclass
 class _Demand:
     number: int
@@ -93,7 +86,7 @@ class _Demand:
 class _PlaceState:
     name: str
     order: int  # in which places were found
-    state: _State = _State.CLOSED
+    state: Literal["closed", "opening", "open"] = "closed"
     known: bool = True
     demand: _Demand | None = None
     plenty: bool = False  # its last answer was a full one
@@ -106,7 +99,7 @@ class _PlaceState:
 
     @property
     def askable(self) -> bool:
-        return self.state is _State.OPEN and self.known and self.demand is None
+        return self.state == "open" and self.known and self.demand is None
 
 
 _Entry = tuple[float, int, str]  # when or in which turn, `_PlaceState.order`, `_PlaceState.name`
@@ -155,7 +148,7 @@ class Takers:
             elif not place.known and name in known:
                 place.known = True
                 del self._gone[name]
-                if place.state is _State.OPEN:
+                if place.state == "open":
                     heapq.heappush(self._paused, (place.due, place.order, name))
                 else:
                     self._next(place)
@@ -167,8 +160,8 @@ class Takers:
     def opened(self, name: str) -> None:
         """Connected."""
         place = self._places[name]
-        self._opening -= place.state is _State.OPENING
-        place.state = _State.OPEN
+        self._opening -= place.state == "opening"
+        place.state = "open"
         self._next(place)
 
     def answered(self, name: str, count: int, *, full: bool) -> None:
@@ -209,8 +202,8 @@ class Takers:
         """The connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
         place = self._places[name]
         self._end_demand(place)
-        self._opening -= place.state is _State.OPENING
-        place.state = _State.CLOSED
+        self._opening -= place.state == "opening"
+        place.state = "closed"
         place.plenty = False
         self.in_hand -= place.in_hand
         place.in_hand = 0
@@ -236,7 +229,7 @@ class Takers:
 
     def _next(self, place: _PlaceState) -> None:
         """Put the place where `step` finds it: to be opened when that is due, or to be asked in its turn."""
-        if place.state is _State.CLOSED:
+        if place.state == "closed":
             heapq.heappush(self._closed, (place.due, place.order, place.name))
         elif place.askable and place.queued != (place.plenty, place.asked):
             place.queued = place.plenty, place.asked
@@ -246,9 +239,11 @@ class Takers:
     def step(self, now: float) -> list[Action]:
         """What is to be done now; it counts as done."""
         self._look_at_clock(now)
-        actions = [*self._forget(now), *self._open(now)]
+        actions = [*self._forget(now), *self._open(now)] if self._gone or self._closed else []
         if self.unused >= self.ahead:
             return [*actions, *self._take_back(0, now)]
+        if not any(self._ready.values()):
+            return actions
         whole, share = self._sizes()
         room = self.ahead - self.unused - self._counted
         short = False
@@ -332,7 +327,7 @@ class Takers:
 
     @staticmethod
     def _is_closed(place: _PlaceState, at: float) -> bool:
-        return place.state is _State.CLOSED and place.known and place.due == at
+        return place.state == "closed" and place.known and place.due == at
 
     def next_due(self, now: float) -> float | None:
         """When `step` has something to do without an event; None: only after one."""
@@ -351,15 +346,15 @@ class Takers:
             if closed is None or closed[0] > now:
                 return
             place = self._places[heapq.heappop(self._closed)[2]]
-            place.state = _State.OPENING
+            place.state = "opening"
             self._opening += 1
             yield Open(place.name)
 
     def _forget(self, now: float) -> Iterator[Action]:
         for name, place in list(self._gone.items()):
-            if place.state is _State.CLOSED:
+            if place.state == "closed":
                 del self._places[name], self._gone[name]
-            elif place.state is _State.OPEN and place.demand is None and place.in_hand == 0:
+            elif place.state == "open" and place.demand is None and place.in_hand == 0:
                 del self._places[name], self._gone[name]
                 yield Close(name)
             elif place.demand is not None and place.demand.waits and not place.demand.taken_back:
@@ -388,6 +383,6 @@ class Takers:
         assert self.unused == sum(place.unused for place in places), "unused payloads"
         assert self.demanded == sum(demand.n for demand in demands), "payloads asked for"
         assert self._counted == sum(demand.counts for demand in demands), "payloads that may come"
-        assert self._opening == sum(place.state is _State.OPENING for place in places), "places that are opened"
+        assert self._opening == sum(place.state == "opening" for place in places), "places that are opened"
         assert self._known == sum(place.known for place in places), "known places"
         assert self._gone.keys() == {place.name for place in places if not place.known}, "places that are gone"

@@ -119,16 +119,23 @@ class Job(Generic[T]):
     the buffer.
 
     Args:
-        make: makes the coroutine; called on the loop.
+        make: makes the coroutine, or begins what its future stands for; called on the loop.
+        unused: called in its place where the job is never begun.
 
     Attributes:
         outcome: what the coroutine returned, and what it raised, None for the one that it did not; None while it runs.
     """
 
-    def __init__(self, thread: LoopThread, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    def __init__(
+        self,
+        thread: LoopThread,
+        make: Callable[[], Coroutine[Any, Any, T] | asyncio.Future[T]],
+        unused: Callable[[], object] = lambda: None,
+    ) -> None:
         self._thread = thread
-        self._make: Callable[[], Coroutine[Any, Any, T]] | None = make
-        self._task: asyncio.Task[T] | None = None
+        self._make: Callable[[], Coroutine[Any, Any, T] | asyncio.Future[T]] | None = make
+        self._unused = unused
+        self._task: asyncio.Future[T] | None = None
         self._posted = False
         self._ended = Flag()
         self._callbacks: deque[Callable[[Job[T]], object]] = deque()
@@ -149,15 +156,15 @@ class Job(Generic[T]):
         if self._thread.ending:
             self._never_begun()
             return
-        coroutine, self._make = self._make(), None
-        self._task = asyncio.get_running_loop().create_task(coroutine)
+        made, self._make = self._make(), None
+        self._task = made if isinstance(made, asyncio.Future) else asyncio.get_running_loop().create_task(made)
         self._thread.running.add(self)
         self._task.add_done_callback(self._over)
 
     def _never_begun(self) -> None:
         make, self._make = self._make, None
         if make is not None:
-            make().close()  # it would warn that it was never awaited
+            self._unused()
             self._end_with(None, self._cancelled())
 
     def _cancelled(self) -> Exception:
@@ -165,7 +172,7 @@ class Job(Generic[T]):
             return ClosedError("it was closed during this call; make a new one")
         return CancelledError()
 
-    def _over(self, task: asyncio.Task[T]) -> None:
+    def _over(self, task: asyncio.Future[T]) -> None:
         self._task = None
         self._thread.running.discard(self)
         if task.cancelled():
@@ -307,7 +314,7 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
         """Start ``coroutine`` on the loop. Raises ClosedError after close."""
-        job = Job(self, lambda: coroutine)
+        job = Job(self, lambda: coroutine, coroutine.close)  # else it warns that it was never awaited
         job.start()
         return job
 
@@ -316,7 +323,7 @@ class LoopThread:
 
         An interrupt (Ctrl-C, timeout) cancels it there, and is raised here once it has ended.
         """
-        job = Job(self, lambda: coroutine)
+        job = Job(self, lambda: coroutine, coroutine.close)
         try:
             self.may_wait()
         except UsageError:
