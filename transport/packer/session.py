@@ -105,7 +105,7 @@ class PackerSession:
     def item(self, each: TicketLike) -> FetchedItem:
         """The item to fetch for a ticket or claim, marked as duplicate if it is the last consumed of its slot."""
         ticket, claim = resolved(each)
-        ring, slot, generation = ticket.identity
+        ring, slot, generation = ticket.origin
         item = FetchedItem(ticket, claim)
         item.duplicate = self.record.is_last(ring, slot, generation, self.rank_of(item))
         return item
@@ -158,7 +158,7 @@ class PackerSession:
         accepted, unsure = self.claims.settle(items)
         seen = set()
         for item in (*accepted, *unsure):  # also what is unsure: later payloads of its slots may be recorded before it
-            identity = (*item.ticket.identity, self.rank_of(item))
+            identity = (*item.ticket.origin, self.rank_of(item))
             if item.fresh is None:
                 item.fresh = identity not in seen and not self.record.contains(*identity)
                 self.claims.counts["duplicates"] += not item.fresh
@@ -167,7 +167,7 @@ class PackerSession:
         trainable = []
         for item in accepted:
             assert item.payload is not None
-            self.record.accept(*item.ticket.identity, self.rank_of(item))
+            self.record.accept(*item.ticket.origin, self.rank_of(item))
             if item.fresh:
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload

@@ -49,7 +49,7 @@ from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, 
 from transport.runtime.arguments import expect, whole
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema
-from transport.ticket import Ticket
+from transport.ticket import NO_SCHEMA, Ticket
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,6 +69,27 @@ class Unread(NamedTuple):
 
     ticket: Ticket
     policy_version: int | None
+
+
+class HeldPayload(NamedTuple):
+    """A payload that `SharedRingBuffer.hold_unread` has pinned.
+
+    Attributes:
+        due: ranks that had not consumed it, at least one.
+        note: its encoded ticket.
+    """
+
+    slot: int
+    generation: int
+    sequence: int
+    size: int
+    due: tuple[int, ...]
+    policy_version: int | None
+    note: bytes
+
+    def ticket(self, ring: SharedRingBuffer) -> Ticket | None:
+        """None, with a warning that names the slot: it cannot be read."""
+        return ring.decoded(self.slot, self.generation, self.note)
 
 
 class SharedRingBuffer(Attachment):
@@ -379,6 +400,38 @@ class SharedRingBuffer(Attachment):
                 raise
             written.append(ticket.encode())
         return Tickets(written)
+
+    def write_copy(
+        self,
+        ticket: Ticket,
+        data: Any,
+        schema: Schema | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Write a payload as its bytes lay in the slot of another ring, for as many ranks, with the same deadline.
+
+        Args:
+            ticket: of the other ring. data: its ``size`` bytes, which the caller has verified.
+            schema: of the payload, where neither the ticket nor this ring has it.
+
+        Raises:
+            SchemaError: the ticket does not fit the schema, or this ring has another one.
+            UsageError: this ring's named consumers are not as many ranks.
+            PayloadTooLargeError, RingFullError: as `write`.
+        """
+        known = ticket.schema or self.schema or schema
+        ticket.layout(known)
+        if known is None or self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
+            raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
+        deadline_s = None if ticket.deadline is None else ticket.deadline - time.time()
+        with self._reserve(known, ticket.lengths, None, ticket.readers, metadata, deadline_s, timeout_s) as lease:
+            lease.policy_version = policy_version
+            _ring.copy(lease.memory, data)
+            lease.checksum = ticket.checksum
+        return lease.ticket
 
     def write_raw(
         self,
@@ -714,22 +767,46 @@ class SharedRingBuffer(Attachment):
             info = self._call(self.native.info, slot)
             if info.state in (SlotState.READY, SlotState.READING) and info.done != _ALL_DONE:
                 note = self._call(self.native.note, slot, info.generation)
-                if note is None:
-                    continue
-                try:
-                    version = None if info.policy_version == _ring.NO_VERSION else info.policy_version
-                    found.append((info.sequence, Unread(Ticket.decode(note), version)))
-                except TicketError as error:
-                    log.warning(
-                        "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
-                        "that already has this ticket can read or free the payload",
-                        self.ring_id[:8],
-                        slot,
-                        info.generation,
-                        error,
-                        extra={"ring": self.ring_id},
-                    )
+                ticket = None if note is None else self.decoded(slot, info.generation, note)
+                if ticket is not None:
+                    found.append((info.sequence, Unread(ticket, _version(info))))
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
+
+    def decoded(self, slot: int, generation: int, note: bytes) -> Ticket | None:
+        """The ticket that a slot keeps. None, with a warning: it cannot be read."""
+        try:
+            return Ticket.decode(note)
+        except TicketError as error:
+            log.warning(
+                "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
+                "that already has this ticket can read or free the payload",
+                self.ring_id[:8],
+                slot,
+                generation,
+                error,
+                extra={"ring": self.ring_id},
+            )
+            return None
+
+    def hold_unread(self) -> list[HeldPayload]:
+        """Pin all published, not fully consumed payloads, oldest first: their memory stays, whatever becomes of them.
+
+        Others claim and consume them meanwhile. `ReadLease(ring, ticket, due[0])` reads one and unpins it; what is not
+        unpinned stays until this attachment is closed. One attachment pins a payload once: use one of its own.
+        """
+        held = []
+        for slot in range(self.slot_count):
+            while True:
+                info = self._call(self.native.info, slot)
+                if info.state not in (SlotState.READY, SlotState.READING) or info.done == _ALL_DONE:
+                    break
+                due = tuple(rank for rank in range(info.readers) if not info.done >> rank & 1)
+                if self._call(self.native.pin, slot, info.generation, due[0]) != _ring.PIN_OK:
+                    continue  # consumed or overwritten since the look
+                note = self._call(self.native.note, slot, info.generation) or b""
+                held.append(HeldPayload(slot, info.generation, info.sequence, info.length, due, _version(info), note))
+                break
+        return sorted(held, key=lambda each: each.sequence)
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
@@ -785,6 +862,10 @@ class SharedRingBuffer(Attachment):
             return function(*arguments, **keywords)
         except _ring.RingFault as fault:
             raise named(fault) from None
+
+
+def _version(info: _ring.SlotInfo) -> int | None:
+    return None if info.policy_version == _ring.NO_VERSION else info.policy_version
 
 
 def _seconds(value: Any, name: str) -> float:
