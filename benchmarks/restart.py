@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ SCHEMA: Final = Schema.of(id=("int64",), values=("uint8", UpTo(40_000)))
 BATCH, EVERY, SLOTS = 8, 5, 24
 RUN: Final = "ledger"
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_LIFE_S: Final = 60.0
+_LIFE_S: Final = 40.0
 
 
 # --- the job ------------------------------------------------------------------------------------------
@@ -173,13 +174,20 @@ def live(job: Job, rings: int, prefix: str, out: int) -> int:
         os.write(out, f"{what}\n".encode())
 
     def lead() -> None:
-        os.setsid()
+        os.setpgid(0, 0)
         children = [forked(lambda at=at: rollout(job, at, rings, prefix, say)) for at in range(rings)]
-        trainer(job, prefix, say)
+        try:
+            trainer(job, prefix, say)
+        except BaseException:
+            traceback.print_exc()
+            os.killpg(0, signal.SIGKILL)
         if any(os.waitpid(child, 0)[1] for child in children):
             raise RuntimeError("a rollout failed")
 
-    return forked(lead)
+    pid = forked(lead)
+    with contextlib.suppress(OSError):  # both do it: whichever is first, it is a group before it is killed
+        os.setpgid(pid, pid)
+    return pid
 
 
 class Plan(NamedTuple):

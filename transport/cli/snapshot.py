@@ -74,14 +74,14 @@ def _looked(queue: str, step: int, run: str | None) -> Manifest:
     """What a snapshot would have, without its files."""
     import time
 
-    from transport.claims.open import open_rings
     from transport.config import configuration
     from transport.ring.buffer import SharedRingBuffer
     from transport.snapshots import Manifest, RingPart
+    from transport.snapshots.taking import rings_of
     from transport.ticket import host_identity
 
     rings = []
-    with open_rings(queue) as found:
+    with rings_of(queue) as found:
         for segment in found.segments_here():
             with SharedRingBuffer.attach(segment, role="observer") as ring:
                 sizes = [each.size for each in ring.tickets()]

@@ -345,6 +345,7 @@ def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
 def _complete(destination: Destination, run: str, only: int | None = None) -> dict[int, dict[str, float]]:
     """By step, the attempts with a manifest, and when each was made."""
     found: dict[int, dict[str, float]] = {}
+    destination.names("")  # raises where it is away: a folder that is not there has no names
     for name in destination.names(manifests.folder_of(run)):
         step = manifests.step_of(name)
         if step is None or only not in (None, step):

@@ -138,7 +138,7 @@ def snapshot(
     chosen = manifests.new_attempt() if attempt is None else manifests.check_attempt(attempt)
     with contextlib.ExitStack() as stack:
         if isinstance(queue, str):
-            queue = stack.enter_context(open_rings(queue))
+            queue = stack.enter_context(rings_of(queue))
         expect(queue, FoundRings, "queue of snapshot()", "rings, as open_queue('rings:NAME') finds them")
         elsewhere = queue.not_counted()
         if elsewhere and parts == 1:
@@ -161,6 +161,13 @@ def snapshot(
             # From here on the rings are the thread's.
             upload = started(partial(_upload, undo.pop_all(), cut, url, stop, progress))
     return Snapshot(cut, upload, stop)
+
+
+def rings_of(text: str) -> FoundRings:
+    """The rings that a text names. UsageError for that of another queue."""
+    if not text.startswith("rings"):
+        raise UsageError(f"{text}: a snapshot is of rings; give rings:NAME, or rings+URL")
+    return open_rings(text)
 
 
 def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progress: Progress) -> Manifest:
