@@ -1,4 +1,4 @@
-"""TransferQueue over our backend, saved and loaded: ``save`` or ``load FOLDER`` of another life. Prints one JSON object."""
+"""TransferQueue over our backend: ``save FOLDER``, or ``load FOLDER`` in another life. Prints one JSON object."""
 
 from __future__ import annotations
 

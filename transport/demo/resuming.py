@@ -23,6 +23,7 @@ from transport.errors import CheckpointDamagedError, TransportError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.writing import Writing
 from transport.queue import TicketQueue
+from transport.ring.attachment import remove_dead
 from transport.runtime.decoders import ready
 from transport.snapshots import Saved, Snapshot, prune, snapshot, steps
 
@@ -83,8 +84,19 @@ def found(plan: Plan, url: str) -> ResumePlan:
                         f"--resume: the run at {url} has --episodes {model.episodes} --seed {model.seed}; give these, "
                         f"or remove {_RUN} there to begin anew"
                     )
+                _remove_rings(url, model)
                 return ResumePlan(destination=url, model=name, version=model.version, trained=len(model.trained))
     return ResumePlan(destination=url)
+
+
+def _remove_rings(url: str, model: Model) -> None:
+    """The segments of the killed run, where they are on this host and nobody uses them: it is restored instead."""
+    with Saved(url, model.version, run=_RUN, attempt=model.attempt) as saved:
+        for ring in saved.manifest.rings:
+            prefix = ring.segment.removeprefix("/transport-").rpartition("rollout-")[0]
+            if prefix:
+                remove_dead(prefix)
+                remove_dead(f"notices-{prefix}")
 
 
 def model_of(plan: Plan) -> Model | None:

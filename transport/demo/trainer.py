@@ -140,7 +140,7 @@ class Tally:
     def progress(self) -> Progress:
         """As of now."""
         return Progress(
-            consumed=self.consumed,
+            consumed=len(self.trained),
             bytes=self.bytes,
             wires=sorted(self.wires),
             mean_return=_mean(self.returns[-BATCH:]),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from transport.ring.attachment import remove_dead
 
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
 
@@ -46,3 +49,19 @@ def test_transferqueues_own_tests_of_backends_pass(name: str) -> None:
     done = subprocess.run(command, env=environment, cwd=SOURCES, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-8000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.nightly
+def test_a_job_that_was_killed_whole_has_its_values_again(tmp_path: Path) -> None:
+    script, folder = str(SUPPORT / "transferqueue_checkpoint.py"), tmp_path / "step-7"
+    save = [sys.executable, script, "save", str(folder)]
+    killed = subprocess.run(save, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, start_new_session=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert json.loads((folder / "metadata.json").read_text())["storage_saved"]
+    remove_dead("tq-")
+    load = [sys.executable, script, "load", str(folder)]
+    loaded = subprocess.run(load, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert loaded.returncode == 0, loaded.stderr
+    before, after = (json.loads(done.stdout.splitlines()[-1]) for done in (killed, loaded))
+    assert before == after
+    assert after["elsewhere"] == 20 * 8 and len(after["keys"]) == 15 and after["text"] == "fghijklmnopqrst"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,8 @@ from transport.runtime.durable import write_whole
 FORMAT: Final = 1
 _STATE, _SAVED = "controller_state.pkl", "controller_state.saved.pkl"
 _FOLDER, _INDEX, _DATA = "payload_transport", "slots.index", "slots.data"
+
+_CHECKSUM: Final = struct.Struct("<Q")  # of the index, before it
 
 Identity = tuple[bytes, int, int]
 
@@ -67,7 +70,8 @@ def save(folder: Path, reader: Reader) -> None:
         reader.read([place for place, _ in samples.values()], keep)
         file.flush()
         os.fsync(file.fileno())
-    write_whole(inner / _INDEX, [msgspec.msgpack.encode(_Index(FORMAT, slots))])
+    body = msgspec.msgpack.encode(_Index(FORMAT, slots))
+    write_whole(inner / _INDEX, [_CHECKSUM.pack(_ring.checksum(body)), body])
 
 
 def load(folder: Path, rings: Rings, reader: Reader) -> None:
@@ -79,7 +83,11 @@ def load(folder: Path, rings: Rings, reader: Reader) -> None:
     """
     inner = folder / _FOLDER
     try:
-        index = msgspec.msgpack.decode((inner / _INDEX).read_bytes(), type=_Index)
+        found = (inner / _INDEX).read_bytes()
+        body = found[_CHECKSUM.size :]
+        if found[: _CHECKSUM.size] != _CHECKSUM.pack(_ring.checksum(body)):
+            raise CheckpointDamagedError(f"{inner / _INDEX} has other bytes than were saved")
+        index = msgspec.msgpack.decode(body, type=_Index)
         places = [Place.decode(slot.place) for slot in index.slots]
         size = (inner / _DATA).stat().st_size
     except (OSError, msgspec.MsgspecError, TicketError) as error:
