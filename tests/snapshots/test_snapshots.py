@@ -409,6 +409,10 @@ def test_rings_that_cannot_hold_the_payloads_are_refused_before_one_is_written(
         with pytest.raises(RingFullError):
             restore(str(place), 1, few, timeout_s=0.0)
         assert few.unread() == []  # those that found a slot are taken back
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, overflow="overwrite") as few:
+        with pytest.raises(RingFullError):
+            restore(str(place), 1, few)
+        assert few.unread() == []
 
 
 def test_a_ring_that_is_still_there_is_not_restored_beside_itself(

@@ -22,6 +22,7 @@ from transport.errors import (
     NoCheckpointError,
     PayloadTooLargeError,
     RingError,
+    RingFullError,
     SchemaError,
     SnapshotError,
     TransportError,
@@ -233,6 +234,11 @@ class Saved:
             expired += bool(due) and each.ticket.deadline is not None and each.ticket.deadline <= now
             if due and (each.ticket.deadline is None or each.ticket.deadline > now):
                 mine.append((each, due))
+        if ring.overflow == "overwrite" and len(mine) > ring.statistics().free:
+            raise RingFullError(
+                f"{len(mine)} payloads are to be restored, and ring {ring.ring_id[:8]} would overwrite the first of them: "
+                'make it with more slots, or with overflow="block"'
+            )
         for each, _ in mine:
             self._check(each, ring)
         self.verify([each for each, _ in mine], progress)
