@@ -421,7 +421,7 @@ def test_a_ring_that_is_still_there_is_not_restored_beside_itself(
     written(ring, [1])
     saved_of(ring, place)
     with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
-        with pytest.raises(SnapshotError, match="still on this host"):
+        with pytest.raises(SnapshotError, match="is still here"):
             restore(str(place), 1, second)
         assert second.unread() == []
 

@@ -236,8 +236,8 @@ class Saved:
                 mine.append((each, due))
         if ring.overflow == "overwrite" and len(mine) > ring.statistics().free:
             raise RingFullError(
-                f"{len(mine)} payloads are to be restored, and ring {ring.ring_id[:8]} would overwrite the first of them: "
-                'make it with more slots, or with overflow="block"'
+                f"{len(mine)} payloads are to be restored, and this ring would overwrite the first of them: make "
+                'it with more slots, or with overflow="block"'
             )
         for each, _ in mine:
             self._check(each, ring)
@@ -251,10 +251,9 @@ class Saved:
     def _refuse_living(self) -> None:
         for ring in self.manifest.rings:
             with contextlib.suppress(RingError), SharedRingBuffer.attach(ring.segment, role="observer") as seen:
-                _, _, ready, reading = seen.native.state_counts()
-                if seen.ring_id == ring.ring and ready + reading:
+                if seen.ring_id == ring.ring and seen.native.unread:
                     raise SnapshotError(
-                        f"ring {ring.segment} of the snapshot is still on this host, with {ready + reading} payloads: "
+                        f"ring {ring.segment} of the snapshot is still here, with {seen.native.unread} payloads: "
                         "they would come twice. End its processes and remove it with `transport reclaim`"
                     )
 
