@@ -285,7 +285,7 @@ def run_seed(seed: int, folder: Path, payloads: int, size: int, kills: int, only
 @contextlib.contextmanager
 def filled(size: int, count: int, prefix: str) -> Iterator[SharedRingBuffer]:
     """A ring of this many payloads."""
-    schema = Schema.of(values=("uint8", (size,)))
+    schema = Schema.of(values=("uint8", size))
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     with SharedRingBuffer.create(schema, slots=count, prefix=prefix) as ring:
         ring.write_many([{"values": values}] * count)

@@ -44,7 +44,7 @@ from transport.ring.consumers import Consumers, consumers_of, consumers_text, ra
 from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
-from transport.ring.states import RingStatistics, SlotState, named, statistics_of
+from transport.ring.states import RingStatistics, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
 from transport.runtime.logs import LogLimit
@@ -57,6 +57,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_READERS: Final = _ring.MAX_READERS
+_PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
 _ANY_SIZE: Final = (1 << 64) - 1
@@ -76,20 +77,14 @@ class HeldPayload(NamedTuple):
 
     Attributes:
         due: ranks that had not consumed it, at least one.
-        note: its encoded ticket.
     """
 
+    sequence: int  # of its publication
     slot: int
     generation: int
-    sequence: int
     size: int
     due: tuple[int, ...]
     policy_version: int | None
-    note: bytes
-
-    def ticket(self, ring: SharedRingBuffer) -> Ticket | None:
-        """None, with a warning that names the slot: it cannot be read."""
-        return ring.decoded(self.slot, self.generation, self.note)
 
 
 class SharedRingBuffer(Attachment):
@@ -765,17 +760,17 @@ class SharedRingBuffer(Attachment):
         found = []
         for slot in range(self.slot_count):
             info = self._call(self.native.info, slot)
-            if info.state in (SlotState.READY, SlotState.READING) and info.done != _ALL_DONE:
-                note = self._call(self.native.note, slot, info.generation)
-                ticket = None if note is None else self.decoded(slot, info.generation, note)
+            if info.state in _PUBLISHED and info.done != _ALL_DONE:
+                ticket = self.ticket_in(slot, info.generation)
                 if ticket is not None:
                     found.append((info.sequence, Unread(ticket, _version(info))))
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
 
-    def decoded(self, slot: int, generation: int, note: bytes) -> Ticket | None:
-        """The ticket that a slot keeps. None, with a warning: it cannot be read."""
+    def ticket_in(self, slot: int, generation: int) -> Ticket | None:
+        """The ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
+        note = self._call(self.native.note, slot, generation)
         try:
-            return Ticket.decode(note)
+            return None if note is None else Ticket.decode(note)
         except TicketError as error:
             log.warning(
                 "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
@@ -794,19 +789,27 @@ class SharedRingBuffer(Attachment):
         Others claim and consume them meanwhile. `ReadLease(ring, ticket, due[0])` reads one and unpins it; what is not
         unpinned stays until this attachment is closed. One attachment pins a payload once: use one of its own.
         """
+        native = self.native
         held = []
-        for slot in range(self.slot_count):
-            while True:
-                info = self._call(self.native.info, slot)
-                if info.state not in (SlotState.READY, SlotState.READING) or info.done == _ALL_DONE:
-                    break
-                due = tuple(rank for rank in range(info.readers) if not info.done >> rank & 1)
-                if self._call(self.native.pin, slot, info.generation, due[0]) != _ring.PIN_OK:
-                    continue  # consumed or overwritten since the look
-                note = self._call(self.native.note, slot, info.generation) or b""
-                held.append(HeldPayload(slot, info.generation, info.sequence, info.length, due, _version(info), note))
-                break
-        return sorted(held, key=lambda each: each.sequence)
+        ranks: dict[tuple[int, int], tuple[int, ...]] = {}  # due, by what is done and for how many
+        try:
+            for slot in range(self.slot_count):
+                while True:
+                    info = native.info(slot)
+                    done = info.done
+                    if done == _ALL_DONE or info.state not in _PUBLISHED:
+                        break
+                    due = ranks.get((done, info.readers))
+                    if due is None:
+                        due = tuple(rank for rank in range(info.readers) if not done >> rank & 1)
+                        ranks[done, info.readers] = due
+                    generation = info.generation
+                    if native.pin(slot, generation, due[0]) == _ring.PIN_OK:
+                        held.append(HeldPayload(info.sequence, slot, generation, info.length, due, _version(info)))
+                        break  # else it was consumed or overwritten since the look
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+        return sorted(held)
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""

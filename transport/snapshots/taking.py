@@ -229,9 +229,9 @@ class _Payloads:
     """The payloads of a ring that are pinned, as one file. Each is let go of behind its last byte."""
 
     def __init__(self, ring: SharedRingBuffer, held: Sequence[HeldPayload]) -> None:
-        found = [(each, each.ticket(ring)) for each in held]
+        found = [(each, ring.ticket_in(each.slot, each.generation)) for each in held]
         known = [(each, ticket) for each, ticket in found if ticket is not None]  # no reader has the others, either
-        self.entries = tuple(Entry(each.note, each.due, each.policy_version) for each, _ in known)
+        self.entries = tuple(Entry(ticket.encode(), each.due, each.policy_version) for each, ticket in known)
         self.bytes = sum(ticket.size for _, ticket in known)
         self.leases = [ReadLease(ring, ticket, each.due[0]) for each, ticket in known]
 
