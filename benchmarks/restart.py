@@ -296,15 +296,16 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
     """A row for each size: pause, bytes a second beside a plain write of the same bytes, time to the first batch."""
     rows = []
     for size, count in ((4 << 10, 4096), (64 << 10, 1024), (1 << 20, 128), (16 << 20, 16)):
-        pauses, rates, plain, firsts = [], [], [], []
+        pauses, processor, rates, plain, firsts = [], [], [], [], []
         for number in range(repeats):
             root = folder / f"{size}-{number}"
             root.mkdir()
             prefix = f"costs-{secrets.token_hex(4)}-"
             with filled(size, count, prefix) as ring:
-                began = time.monotonic()
+                began, cpu = time.monotonic(), time.thread_time()
                 taken = snapshot(f"rings:{prefix}", str(root), number)
                 pauses.append(time.monotonic() - began)
+                processor.append(time.thread_time() - cpu)
                 taken.wait()
                 rates.append(size * count / (time.monotonic() - began) / 1e9)
                 schema = ring.schema
@@ -324,7 +325,8 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "size_bytes": size, "payloads": count, "pause_ms": 1e3 * statistics.median(pauses),
-                "pause_ms_most": 1e3 * max(pauses), "snapshot_gb_per_s": statistics.median(rates),
+                "pause_ms_most": 1e3 * max(pauses), "pause_cpu_ms": 1e3 * statistics.median(processor),
+                "snapshot_gb_per_s": statistics.median(rates),
                 "plain_write_gb_per_s": statistics.median(plain), "first_batch_s": statistics.median(firsts),
             }
         )  # fmt: skip

@@ -281,6 +281,21 @@ def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
         assert content(second) == list(range(8))
 
 
+def test_a_ring_that_is_closed_meanwhile_is_in_the_snapshot_as_it_was_at_the_cut(
+    ring: SharedRingBuffer, prefix: str, slow: Held, place: Path
+) -> None:
+    written(ring, range(8))
+    with RingQueue([ring]) as queue:
+        taken = snapshot(queue, str(place), 1)
+    assert slow.asked.wait(60)
+    ring.close()
+    slow.let.set()
+    assert taken.wait(60).payloads == 8
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        restore(str(place), 1, second)
+        assert content(second) == list(range(8))
+
+
 def test_a_snapshot_that_is_cancelled_leaves_nothing_and_holds_nothing(
     ring: SharedRingBuffer, slow: Held, place: Path
 ) -> None:

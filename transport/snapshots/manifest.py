@@ -12,6 +12,7 @@ from transport.cooldown.epochs.manifest import FILES, File, is_safe
 from transport.cooldown.epochs.records import check_name, is_attempt
 from transport.errors import CheckpointDamagedError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS
+from transport.runtime.arguments import whole
 from transport.runtime.decoders import ready
 from transport.ticket import Ticket
 
@@ -140,9 +141,10 @@ def new_attempt() -> str:
 
 def check_step(step: int) -> int:
     """Return the step, or raise UsageError."""
-    if type(step) is not int or not 0 <= step <= MOST_STEP:
-        raise UsageError(f"step={step!r:.40}: give 0 to {MOST_STEP}")
-    return step
+    number = whole(step, "step")
+    if not 0 <= number <= MOST_STEP:
+        raise UsageError(f"step={number}: give 0 to {MOST_STEP}")
+    return number
 
 
 def check_attempt(attempt: str) -> str:

@@ -128,7 +128,7 @@ def snapshot(
     """
     began = time.monotonic()
     name = check_name(run or configuration().run or "run", "run")
-    manifests.check_step(step)
+    step = manifests.check_step(step)
     url = normalise(destination)
     number, parts = part
     if not 0 <= number < parts:
