@@ -6,7 +6,8 @@
 The model is a ledger: which payload ids it was trained on, and how often; it is checkpointed as a model is, with the
 record of consumed payloads and the name of a snapshot. For each seed a job of 1 to 4 rollouts and a trainer is killed
 with SIGKILL as one process group, some times at random instants, at the cut of a snapshot, or while it restores. Its
-segments are removed. The next life restores the newest checkpoint whose snapshot is complete, with another number of
+segments are removed. What was published before a cut is never written again: what a snapshot lacks is lost for good.
+The next life restores the newest checkpoint whose snapshot is complete, with another number of
 rings. The last life runs to the end, and its ledger must have every id once. Exit status 1 if one has not.
 """
 
@@ -17,6 +18,7 @@ import base64
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import random
 import secrets
@@ -46,16 +48,22 @@ SCHEMA: Final = Schema.of(id=("int64",), values=("uint8", UpTo(40_000)))
 BATCH, EVERY, SLOTS = 8, 5, 24
 RUN: Final = "ledger"
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_LIFE_S: Final = 40.0
+_LIFE_S: Final = 60.0
+_MOST_RINGS: Final = 4
 
 
 # --- the job ------------------------------------------------------------------------------------------
 class Job(NamedTuple):
-    """One run, through all of its lives. ``folder`` has its checkpoints; ``payloads`` is how many ids there are."""
+    """One run, through all of its lives. ``folder`` has its checkpoints; ``payloads`` is how many ids there are.
+
+    ``journal`` has a byte for each id, which is 1 when the id's write has returned in this life.
+    """
 
     folder: Path
     payloads: int
     size: int  # bytes of the largest
+    journal: mmap.mmap
+    restored: mmap.mmap  # a byte for each rollout, which is 1 when its share is in its ring
 
     @property
     def destination(self) -> str:
@@ -75,6 +83,7 @@ class Checkpoint(NamedTuple):
     ledger: Counter[int]
     record: ConsumedRecord
     attempt: str
+    published: frozenset[int]  # before the cut: each of these is in the ledger or in the snapshot
 
 
 def newest(job: Job) -> Checkpoint | None:
@@ -84,9 +93,8 @@ def newest(job: Job) -> Checkpoint | None:
         found = json.loads(path.read_text())
         if found["attempt"] in complete.get(found["step"], []):
             ledger = Counter({int(name): count for name, count in found["ledger"].items()})
-            return Checkpoint(
-                found["step"], ledger, ConsumedRecord.from_bytes(base64.b64decode(found["record"])), found["attempt"]
-            )
+            record = ConsumedRecord.from_bytes(base64.b64decode(found["record"]))
+            return Checkpoint(found["step"], ledger, record, found["attempt"], frozenset(found["published"]))
     return None
 
 
@@ -97,28 +105,32 @@ def values_of(number: int, size: int) -> np.ndarray[Any, Any]:
 
 
 def rollout(job: Job, index: int, of: int, prefix: str, say: Any) -> None:
-    """Restore a share of the snapshot, then write the ids that neither the model nor the snapshot has."""
+    """Restore a share of the snapshot, then write the ids that were not published before its cut."""
     found = newest(job)
     with SharedRingBuffer.create(SCHEMA, slots=SLOTS, prefix=prefix) as ring:
         known: set[int] = set()
         if found is not None:
             say(f"restoring {index}")
             with Saved(job.destination, found.step, run=RUN, attempt=found.attempt) as saved:
-                known = set(found.ledger) | {int(each.ticket.metadata["id"]) for each in saved.payloads}
+                known = set(found.published) | {int(each.ticket.metadata["id"]) for each in saved.payloads}
                 saved.restore(ring, share=(index, of), consumed=[found.record])
             say(f"restored {index}")
+        for number in known:
+            job.journal[number] = 1
+        job.restored[index] = 1
         for number in range(index, job.payloads, of):
             if number not in known:
                 ring.write({"id": number, "values": values_of(number, job.size)}, metadata={"id": number})
+                job.journal[number] = 1
         ring.end_data()
         while not job.final.exists():
             time.sleep(0.01)  # trainers look into this ring until then
 
 
-def trainer(job: Job, prefix: str, say: Any) -> None:
-    """Train until the ledger has every id."""
+def trainer(job: Job, rings: int, prefix: str, say: Any) -> None:
+    """Train until the ledger has every id. Takes no snapshot before every share of the last one is restored."""
     found = newest(job)
-    step, ledger, record, _ = found or Checkpoint(0, Counter(), ConsumedRecord(), "")
+    step, ledger, record, _, before = found or Checkpoint(0, Counter(), ConsumedRecord(), "", frozenset())
     taken: Snapshot | None = None
     with (
         open_rings(f"rings:{prefix}") as queue,
@@ -137,14 +149,17 @@ def trainer(job: Job, prefix: str, say: Any) -> None:
                 ledger[number] += 1
             batch.release()
             step += 1
-            if step % EVERY == 0:
+            if step % EVERY == 0 and all(job.restored[:rings]):
                 if taken is not None:
                     taken.wait()
                     say(f"complete {taken.step}")
                 kept = base64.b64encode(trainer.consumed_record().to_bytes()).decode()
+                published = sorted(before | {number for number, is_there in enumerate(job.journal[:]) if is_there})
                 taken = snapshot(queue, job.destination, step, run=RUN)
                 say(f"taken {step}")
-                model = {"step": step, "ledger": ledger, "record": kept, "attempt": taken.attempt}
+                model = {
+                    "step": step, "ledger": ledger, "record": kept, "attempt": taken.attempt, "published": published,
+                }  # fmt: skip
                 write_whole(job.folder / f"checkpoint-{step:012d}.json", [json.dumps(model).encode()])
         if taken is not None:
             taken.wait()
@@ -177,7 +192,7 @@ def live(job: Job, rings: int, prefix: str, out: int) -> int:
         os.setpgid(0, 0)
         children = [forked(lambda at=at: rollout(job, at, rings, prefix, say)) for at in range(rings)]
         try:
-            trainer(job, prefix, say)
+            trainer(job, rings, prefix, say)
         except BaseException:
             traceback.print_exc()
             os.killpg(0, signal.SIGKILL)
@@ -213,6 +228,7 @@ def plan_of(rng: random.Random, life: int, only: str) -> Plan:
 def run_life(job: Job, rings: int, kill: Plan | None) -> str:
     """How it ended: "killed", "ended", or what went wrong."""
     prefix = f"ledger-{secrets.token_hex(6)}-"
+    job.journal[:], job.restored[:] = bytes(job.payloads), bytes(_MOST_RINGS)
     reading, writing = os.pipe()
     pid = live(job, rings, prefix, writing)
     os.close(writing)
@@ -253,14 +269,14 @@ def run_life(job: Job, rings: int, kill: Plan | None) -> str:
 def run_seed(seed: int, folder: Path, payloads: int, size: int, kills: int, only: str) -> dict[str, Any]:
     """One job; what became of it."""
     rng = random.Random(seed)
-    job = Job(folder, payloads, size)
+    job = Job(folder, payloads, size, mmap.mmap(-1, payloads), mmap.mmap(-1, _MOST_RINGS))
     Path(job.destination).mkdir(parents=True)
     lives, planned = 0, kills if only else rng.randint(1, kills)
     how: Counter[str] = Counter()
     problem = ""
     while not problem:
         kill = plan_of(rng, lives, only) if lives < planned else None
-        ended = run_life(job, rng.randint(1, 4), kill)
+        ended = run_life(job, rng.randint(1, _MOST_RINGS), kill)
         lives += 1
         if ended == "killed" and kill is not None:
             how[kill.event or "instant"] += 1

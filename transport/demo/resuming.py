@@ -124,10 +124,15 @@ def restored(plan: Plan, into: Writing, index: int) -> tuple[set[int], int, int]
     if plan.resume is None or model is None:
         return set(), 0, 0
     with Saved(plan.resume.destination, model.version, run=_RUN, attempt=model.attempt) as saved:
-        there = {int(str(each.ticket.metadata["episode"])) for each in saved.payloads}
+        there = episodes_of(saved)
         record = ConsumedRecord.from_bytes(model.record)
         done = saved.restore(into, share=(index, plan.rollouts), consumed=[record])
     return there | set(model.trained), len(there), len(done.tickets)
+
+
+def episodes_of(saved: Saved) -> set[int]:
+    """The episodes that are in a snapshot."""
+    return {int(str(each.ticket.metadata["episode"])) for each in saved.payloads}
 
 
 class Saver:
@@ -137,11 +142,17 @@ class Saver:
         self._plan = plan
         self._queue: Any = queue
         self._taken: Snapshot | None = None
+        self._missing: set[int] = set()  # episodes of the last snapshot: some rollouts may not have restored them yet
+        model = model_of(plan)
+        if plan.resume is not None and model is not None:
+            with Saved(plan.resume.destination, model.version, run=_RUN, attempt=model.attempt) as saved:
+                self._missing = episodes_of(saved)
 
     def save(self, learner: Learner, record: ConsumedRecord, trained: list[int], returns: list[float]) -> None:
         """Between two updates, where nothing is consumed that is not learned. Failures are logged: the run goes on."""
         resume, policy = self._plan.resume, learner.policy
-        if resume is None or policy.version % EVERY:
+        self._missing -= set(trained)
+        if resume is None or policy.version % EVERY or self._missing:
             return
         try:
             self.settle()

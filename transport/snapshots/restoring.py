@@ -320,7 +320,7 @@ def restore(
     """Write a snapshot's payloads, or this ring's share of them, into a ring of the new run. Blocks.
 
     Every byte that is needed is verified before the first payload is written. The trainers of the new run begin with
-    the records of the same checkpoint.
+    the records of the same checkpoint. No snapshot is taken before all shares are restored: it would lack the rest.
 
     Args:
         destination, step, run, attempt: as for `Saved`.
