@@ -112,7 +112,8 @@ def rollout(job: Job, index: int, of: int, prefix: str, say: Any) -> None:
         if found is not None:
             say(f"restoring {index}")
             with Saved(job.destination, found.step, run=RUN, attempt=found.attempt) as saved:
-                known = set(found.published) | {int(each.ticket.metadata["id"]) for each in saved.payloads}
+                # The ledger may have an id whose writer had not come to note it in the journal.
+                known = {*found.published, *found.ledger, *(int(each.ticket.metadata["id"]) for each in saved.payloads)}
                 saved.restore(ring, share=(index, of), consumed=[found.record])
             say(f"restored {index}")
         for number in known:
@@ -222,7 +223,8 @@ def plan_of(rng: random.Random, life: int, only: str) -> Plan:
     if only:
         kind = only if life else "complete"
     most = {"": 0.5, "taken": 0.02, "complete": 0.02, "restoring": 0.01, "restored": 0.05}[kind]
-    return Plan(kind, rng.randint(1, 4) if kind in ("taken", "complete") else 1, rng.random() * most)
+    count = rng.randint(1, 4) if kind in ("taken", "complete") and not only else 1
+    return Plan(kind, count, rng.random() * most)
 
 
 def run_life(job: Job, rings: int, kill: Plan | None) -> str:
