@@ -231,6 +231,7 @@ def run_life(job: Job, rings: int, kill: Plan | None) -> str:
     """How it ended: "killed", "ended", or what went wrong."""
     prefix = f"ledger-{secrets.token_hex(6)}-"
     job.journal[:], job.restored[:] = bytes(job.payloads), bytes(_MOST_RINGS)
+    job.final.unlink(missing_ok=True)  # of a life that was killed behind its end: this one goes on from a checkpoint
     reading, writing = os.pipe()
     pid = live(job, rings, prefix, writing)
     os.close(writing)
