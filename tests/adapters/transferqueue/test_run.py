@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import eventually
 
 from transport.ring.attachment import remove_dead
 
@@ -80,7 +81,7 @@ def test_a_job_that_was_killed_whole_has_its_values_again(tmp_path: Path) -> Non
             errors.seek(0)
             assert done.returncode == (-signal.SIGKILL if what == "save" else 0), errors.read()[-4000:]
             found.append(json.loads(out.read().splitlines()[-1]))
-        remove_dead("tq-")
+        eventually(lambda: remove_dead("tq-"), "the end of its processes")
         assert json.loads((folder / "metadata.json").read_text())["storage_saved"]
     assert found[0] == found[1]
     assert found[1]["elsewhere"] == 20 * 8 and len(found[1]["keys"]) == 15 and found[1]["text"] == "fghijklmnopqrst"
