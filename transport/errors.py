@@ -326,7 +326,11 @@ class CheckpointDamagedError(RunError):
 
 
 class NoCheckpointError(RunError):
-    """No epoch of this run was recorded as checkpointed, or not the one that was asked for."""
+    """No epoch of this run was recorded as checkpointed, or not the one that was asked for; or no snapshot is there."""
+
+
+class SnapshotError(RunError):
+    """A snapshot was not taken as a whole, or not restored; the message says what is missing or in the way."""
 
 
 class CoordinatorLostError(RunError):

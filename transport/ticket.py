@@ -33,11 +33,14 @@ MAX_ENCODED_BYTES: Final = _ring.NOTE_CAPACITY  # a slot keeps its ticket beside
 MAX_METADATA_BYTES: Final = 1024
 MAX_JSON_BYTES: Final = 16 * MAX_ENCODED_BYTES  # names and escapes make JSON longer, but not by more
 MAX_ADDRESSES: Final = 16
+ORIGIN: Final = "transport.origin"  # in the metadata of a restored payload: the id that it had first
 NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload
 
 _MAGIC: Final = b"TK"
 _PREFIX: Final = _MAGIC + bytes((VERSION,))
 _HEX_16_BYTES: Final = re.compile(r"[0-9a-f]{32}")
+_ORIGIN: Final = re.compile(r"([0-9a-f]{32})/(\d{1,10})/(\d{1,10})")
+_ORIGIN_BYTES: Final = 80  # of its name and value
 _SLOT_LIMIT: Final = 1 << 30  # slot and generation have 30 bits in the ring
 _U64_LIMIT: Final = 1 << 64
 
@@ -149,6 +152,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def identity(self) -> tuple[str, int, int]:
         """Identifies the payload: (ring, slot, generation). Never used twice."""
         return self.ring, self.slot, self.generation
+
+    @property
+    def origin(self) -> tuple[str, int, int]:
+        """The identity under which the payload was first written, whichever rings it has been restored into since."""
+        return _origin(self.metadata.get(ORIGIN)) or self.identity
 
     @property
     def name(self) -> str:
@@ -362,11 +370,17 @@ def _plain(metadata: Mapping[str, Any]) -> Metadata:
         size = len(_encode(plain))
     except (TypeError, ValueError, OverflowError) as error:  # an int above 64 bits, half a surrogate pair
         raise TicketError(f"the metadata cannot be encoded: {error}") from error
-    if size > MAX_METADATA_BYTES or not all(isinstance(name, str) for name in plain):
+    most = MAX_METADATA_BYTES + (_ORIGIN_BYTES if ORIGIN in plain else 0)
+    if size > most or not all(isinstance(name, str) for name in plain):
         raise TicketError(
             f"metadata: expected str names and at most {MAX_METADATA_BYTES} encoded bytes, got {size} bytes"
         )
     return plain
+
+
+def _origin(text: object) -> tuple[str, int, int] | None:
+    found = _ORIGIN.fullmatch(text) if isinstance(text, str) else None
+    return (found[1], int(found[2]), int(found[3])) if found else None
 
 
 def encoded_metadata(metadata: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ The instants are random and the same in every run; INTERRUPT_SEED has others, IN
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -54,6 +55,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "cooldown upload": (("cooldown", "upload", "{model}", "--run", "r", *PLACES), BOTH, 1.5),
     "cooldown restore": (("cooldown", "restore", "{new}", "--run", "r", *PLACES), BOTH, 1.5),
     "cooldown prune": (("cooldown", "prune", "--run", "r", "--keep", "1", *PLACES), BOTH, 1.5),
+    "snapshot": (("snapshot", "{queue}", "{destination}", "--step", "2"), BOTH, 1.5),
+    "restore": (("restore", "{destination}", "--queue", "{queue}"), BOTH, 2.5),
 }
 WITH_A_SERVER = {"bench fetch"}  # tests of their own
 
@@ -92,9 +95,18 @@ def test_an_interrupted_command_ends_and_leaves_nothing(command: str, ticket: st
         pytest.importorskip("gymnasium")
     arguments, ways, longest_s = COMMANDS[command]
     places = {"ticket": ticket, **(checkpoints(tmp_path) if command.startswith("cooldown") else {})}
-    if command == "queue":
-        places["queue"] = "rings:interrupted-command-"
-    interrupt_at_any_instant([each.format(**places) for each in arguments], ways, longest_s, tmp_path)
+    places["queue"] = "rings:interrupted-command-"
+    with contextlib.ExitStack() as stack:
+        if command in ("snapshot", "restore"):
+            places["destination"] = str(tmp_path)
+            ring = SharedRingBuffer.create(slots=8, slot_bytes=1 << 20, prefix="interrupted-command-")
+            stack.enter_context(ring)
+            for _ in range(8):
+                ring.write_raw(bytes(1 << 20))
+            assert run(["snapshot", places["queue"], str(tmp_path), "--step", "1"]) == 0
+            if command == "restore":
+                ring.close()
+        interrupt_at_any_instant([each.format(**places) for each in arguments], ways, longest_s, tmp_path)
     if command == "cooldown restore" and Path(places["new"]).exists():  # whole, or not at all
         assert {file.stat().st_size for file in Path(places["new"]).iterdir()} == {MODEL_BYTES}
 

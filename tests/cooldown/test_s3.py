@@ -17,6 +17,8 @@ from cooldown_runs import Run, passing
 from helpers import Child, asynchronous, until
 from silent_server import silent_server
 
+from transport import SharedRingBuffer
+from transport.claims.rings import RingQueue
 from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base, bucket
@@ -26,6 +28,7 @@ from transport.cooldown.pruning import carry_out, plan
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError
+from transport.snapshots import Saved, snapshot
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = pytest.mark.skipif(
@@ -304,3 +307,36 @@ def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})
     with pytest.raises(DestinationError, match="s3://checkpoints: cannot be opened"):
         open_destination("s3://checkpoints")
+
+
+# --- snapshots of rings -------------------------------------------------------------------------------
+def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
+    given = [secrets.token_bytes(size) for size in (9 << 20, 1, 9 << 20, 7 << 20)]
+    with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring:
+        for number, data in enumerate(given):
+            ring.write_raw(data, metadata={"number": number})
+        with RingQueue([ring]) as queue:
+            manifest = snapshot(queue, "s3://checkpoints/snapshots", 3).wait(60)
+        ring.consume(ring.claim(4))
+    [part] = manifest.rings
+    assert part.data is not None and len(part.data.blocks) == 2
+    found = []
+    for number in (0, 1):
+        with (
+            SharedRingBuffer.create(slots=2, slot_bytes=9 << 20) as ring,
+            Saved("s3://checkpoints/snapshots", 3) as saved,
+        ):
+            saved.restore(ring, share=(number, 2))
+            found += [bytes(claim.arrays()["data"]) for claim in ring.claim(4)]
+    assert found == given
+
+
+def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_free(server: Child) -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring:
+        for _ in range(4):
+            ring.write_raw(bytes(9 << 20))
+        with RingQueue([ring]) as queue:
+            taken = snapshot(queue, "s3://checkpoints", 3, progress=lambda *_: server.kill())
+            with pytest.raises(DestinationError):
+                taken.wait(90)
+        assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from demos import AT_WORK, running
+from helpers import eventually
 from redis_server import needs_redis, redis_server
 
 from transport.queue import open_queue
@@ -54,6 +56,34 @@ def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, m
     assert [(epoch["epoch"], epoch["step"], epoch["outcome"]) for epoch in epochs] == [
         (1, 3, "checkpointed"), (2, 6, "checkpointed"),
     ]  # fmt: skip
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_run_that_is_killed_with_all_of_its_processes_is_resumed_and_trains_on_each_episode_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    saved = tmp_path / "state" / "transport" / "demo" / "demo-resume" / "snapshots"
+    arguments = ("--resume", "--episodes", "320", "--target", "0", "--json", "-")
+    with running(tmp_path, *arguments) as demo:
+        eventually(lambda: len(list(saved.glob("*/*/manifest.json"))) > 1, "two snapshots")
+        demo.process.kill()
+        while left := demo.processes("transport"):
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        demo.process.communicate()
+    (tmp_path / "second").mkdir()
+    with running(tmp_path / "second", *arguments, "--rollouts", "3") as again:
+        status, out, err = again.finished()
+    assert status == 0, err
+    result = json.loads(out)
+    assert 0 < result["trained_before"] < 320
+    assert (result["payloads"], result["lost"], result["duplicates"], result["unread"]) == (320, 0, 0, 0)
+    assert result["deliveries"] == 320 - result["trained_before"]
+    assert "resumed at version" in err
+    assert not saved.exists()  # it came to its end
 
 
 @pytest.mark.nightly

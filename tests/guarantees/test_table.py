@@ -133,6 +133,27 @@ TESTS: dict[str, dict[str, list[str]]] = {
             "test_a_host_that_dies_takes_its_ring_where_the_rings_are_the_queue",
         ],
     },
+    "the whole job is killed": {
+        "guarantees/test_restart.py": ["test_a_job_killed_whole_is_restored_with_other_rings_and_trains_on_each_once"],
+        "snapshots/test_snapshots.py": [
+            "test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither",
+            "test_payloads_come_back_into_fewer_or_more_rings",
+        ],
+    },
+    "the same, while a snapshot is taken or restored": {
+        "guarantees/test_restart.py": [
+            "test_a_job_killed_at_a_cut_or_while_it_restores_loses_nothing_and_repeats_nothing"
+        ],
+    },
+    "the destination of snapshots is away, full or slow, or returns other bytes": {
+        "guarantees/test_restart.py": ["test_a_job_whose_destination_fails_goes_on_and_is_restored_to_the_step_before"],
+        "snapshots/test_snapshots.py": [
+            "test_a_destination_that_is_away_makes_no_snapshot_and_holds_nothing",
+            "test_a_full_destination_makes_no_snapshot_and_keeps_nothing",
+            "test_training_goes_on_while_a_slow_destination_takes_a_snapshot",
+            "test_a_damaged_snapshot_is_refused_and_nothing_of_it_is_restored",
+        ],
+    },
     "bytes change on the way": {
         "guarantees/test_connections.py": [
             "test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again",

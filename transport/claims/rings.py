@@ -455,6 +455,11 @@ class FoundRings(TicketQueue):
         self._check_open()
         return unfinished_of(self._here.seen(), n)
 
+    def segments_here(self) -> list[str]:
+        """Names of the segments of the rings on this host."""
+        self._check_open()
+        return [ring.name for ring in self._here.seen()]
+
     def not_counted(self) -> dict[str, RingAddress]:
         """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
         self._check_open()

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
-from transport.cli import bench, cooldown, demo, doctor, queue, read, reclaim, serve, size, top
+from transport.cli import bench, cooldown, demo, doctor, queue, read, reclaim, restore, serve, size, snapshot, top
 from transport.errors import TransportError, UsageError
 
 __all__ = ["main", "run", "run_program"]
@@ -35,8 +35,10 @@ app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("queue", epilog=queue.EXAMPLE)(queue.queue)
 app.command("read", epilog=read.EXAMPLE)(read.read)
 app.command("reclaim", epilog=reclaim.EXAMPLE)(reclaim.reclaim)
+app.command("restore", epilog=restore.EXAMPLE)(restore.restore)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("size", epilog=size.EXAMPLE)(size.size)
+app.command("snapshot", epilog=snapshot.EXAMPLE)(snapshot.snapshot)
 app.command("top", epilog=top.EXAMPLE)(top.top)
 
 

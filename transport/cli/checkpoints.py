@@ -240,14 +240,16 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
     json_target: JsonTarget = None,
 ) -> None:
-    """Remove old checkpoints of a run, and what killed uploaders left at the destination.
+    """Remove old checkpoints of a run with their snapshots, and what killed uploaders left at the destination.
 
     Only what lies in epochs that have ended is removed, and never the newest checkpoint. An epoch keeps its record. An
     upload that may be good, since its epoch timed out before it was verified, is kept and named.
     """
     from transport.cooldown.destinations.open import open_destination
     from transport.cooldown.pruning import carry_out, plan
+    from transport.cooldown.upload import remove
     from transport.runtime.progress import bar
+    from transport.snapshots.pruning import plan as old_snapshots
 
     name, records = _one_run(store, destination, run)
     removed, kept = [], []
@@ -257,8 +259,14 @@ def prune(
             found = plan(here, place, name, keep, unverified=unverified)
             removed += [Removed(run=name, path=each.path, why=each.what) for each in found.surplus]
             kept += [Removed(run=name, path=path, why=why) for path, why in found.kept]
+            gone = {each.epoch for each in found.surplus if each.what == "checkpoint"}
+            steps = [each.step for each in here.values() if each.checkpoint is not None and each.epoch not in gone]
+            older = old_snapshots(place, name, keep, min(steps)) if steps else []
+            removed += [Removed(run=name, path=each.path, why="snapshot") for each in older]
             if not dry_run:
                 carry_out(found, place, name, progress)
+                for each in older:
+                    remove(place, each.path)
     verb = "would be removed" if dry_run else "removed"
     lines = [
         *(f"{verb}: {each.path} ({each.why})" for each in removed),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.epochs import default_store
+from transport.cli.epochs import default_store, state_folder
 from transport.cli.output import JsonTarget, Said, emit
 from transport.errors import TransportError, UsageError
 
@@ -55,6 +55,14 @@ def demo(
             help="Folder, s3://…, gs://… or hf://…: begin with the last checkpoint, end with one. Default: none.",
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Save policy and snapshots of the rings every other update, at --checkpoint or else in "
+            "~/.local/state, and go on from them if a run was killed. One trainer, rings as the queue.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -96,12 +104,15 @@ def demo(
             for name, given in (
                 ("--queue", queue != _NONE),
                 ("--checkpoint", checkpoint),
+                ("--resume", resume),
                 ("--trace", trace),
                 ("--metrics-port", metrics_port is not None),
             )
             if given
         ],
     )
+    if resume and (readers > 1 or queue != _NONE):
+        raise UsageError("--resume is for one trainer that takes from the rings: leave --readers and --queue away")
     queue_text, temporary = _queue_text(queue)
 
     import uvloop
@@ -123,7 +134,17 @@ def demo(
             if where == _RAY:
                 summary = _on_ray(plan, display, ray_address)
             else:
-                summary = uvloop.run(run_demo(plan, display, queue_text, to, trace=trace, exporter=exporter))
+                summary = uvloop.run(
+                    run_demo(
+                        plan,
+                        display,
+                        queue_text,
+                        to,
+                        resume=(checkpoint or str(state_folder() / "demo")) if resume else None,
+                        trace=trace,
+                        exporter=exporter,
+                    )
+                )
     except InterruptedBySignal as interruption:
         how = "interrupted" if interruption.number == signal.SIGINT else f"stopped by {interruption}"
         print(f"transport demo: {how}; nothing is left behind", file=sys.stderr)

@@ -19,8 +19,12 @@ def default_store() -> str:
     given = configuration().store
     if given:
         return given
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return SQLiteURL(state / "transport" / "store.sqlite3").text
+    return SQLiteURL(state_folder() / "store.sqlite3").text
+
+
+def state_folder() -> Path:
+    """Where what outlives the commands is kept."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "transport"
 
 
 def records_from_store(url: str | None, run: str | None) -> list[EpochRecord]:

@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
@@ -102,10 +102,23 @@ def plain_files(folder: Path) -> list[tuple[str, Path]]:
     return found
 
 
+class Stream(NamedTuple):
+    """Bytes that become a file: how many, and a call that yields them in pieces of `PIECE` and the rest."""
+
+    size: int
+    pieces: Callable[[], Iterator[bytes]]
+
+    @classmethod
+    def of_file(cls, path: Path) -> Stream:
+        """A file's. Raises UsageError where it cannot be read."""
+        with _reading(path):
+            return cls(path.stat().st_size, partial(_file_pieces, path))
+
+
 def copied(
-    sources: Sequence[tuple[str, Path]], destination: Destination, place: str, stop: Stop, progress: Progress
+    sources: Sequence[tuple[str, Path | Stream]], destination: Destination, place: str, stop: Stop, progress: Progress
 ) -> tuple[File, ...]:
-    """Copy files, `FILES_AT_ONCE` at a time, into ``place``, and make them durable. Raises as `upload` does."""
+    """Copy files or streams, `FILES_AT_ONCE` at a time, into ``place``, and make them durable. Raises as `upload`."""
     for name, _ in sources:
         manifests.check_file_name(name)  # another member may have told it
     moving = Moving(len(sources), stop, progress)
@@ -138,15 +151,11 @@ class Moving:
             self._progress(self._done, self._files, self._bytes)
 
 
-def _copy(source: Path, name: str, destination: Destination, target: str, moving: Moving) -> File:
+def _copy(source: Path | Stream, name: str, destination: Destination, target: str, moving: Moving) -> File:
     blocks = Blocks()
 
-    def pieces(file: BinaryIO) -> Iterator[bytes]:
-        while True:
-            with _reading(source):
-                piece = file.read(PIECE)
-            if not piece:
-                break
+    def pieces(stream: Stream) -> Generator[bytes, None, None]:
+        for piece in stream.pieces():
             moving.stop.check()
             yield piece
             blocks.update(piece)
@@ -154,12 +163,23 @@ def _copy(source: Path, name: str, destination: Destination, target: str, moving
         moving.stop.check()
 
     moving.stop.check()
-    with _reading(source):
-        file = source.open("rb")
-    with file:
-        proofs = destination.write(target, source.stat().st_size, pieces(file))
+    stream = source if isinstance(source, Stream) else Stream.of_file(source)
+    with contextlib.closing(pieces(stream)) as all_of_it:
+        proofs = destination.write(target, stream.size, all_of_it)
     moving.moved(0, done=1)
     return File(name=name, size=blocks.size, blocks=blocks.checksums(), proofs=proofs)
+
+
+def _file_pieces(path: Path) -> Iterator[bytes]:
+    with _reading(path):
+        file = path.open("rb")
+    with file:
+        while True:
+            with _reading(path):
+                piece = file.read(PIECE)
+            if not piece:
+                return
+            yield piece
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import newest_checkpoint
 from transport.demo.plan import EpochPlan, Plan, WorkerConfig
 from transport.demo.policy import PARAMETER_SHAPES, Policy
+from transport.demo.resuming import model_of
 from transport.demo.worker import Parent
 from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
 from transport.runtime.blocking_calls import in_thread
@@ -51,12 +52,15 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def first_policy(plan: Plan) -> Policy:
-    """What a run begins with: the checkpoint that it resumes from, or a policy made from the seed.
+    """What a run begins with: the model or the checkpoint that it resumes from, or a policy made from the seed.
 
     Raises CheckpointDamagedError for files that are no policy of this demo.
     """
     policy = Policy(plan.seed)
-    if plan.epoch is not None and plan.epoch.restored:
+    model = model_of(plan)
+    if model is not None:
+        model.load(policy)
+    elif plan.epoch is not None and plan.epoch.restored:
         folder = Path(plan.epoch.restored)
         try:
             version = msgspec.json.decode((folder / _VERSION).read_bytes(), type=_Version).version
@@ -114,7 +118,7 @@ class Epoch:
         if plan.epoch is None:
             raise RunError("the run has no epoch to end")
         clients = ["trainer-0", *(f"rollout-{index}" for index in range(plan.rollouts))]
-        return await self._host.cooldown(plan.epoch.epoch, plan.epoch.first_version + updates, clients)
+        return await self._host.cooldown(plan.epoch.epoch, plan.first_version + updates, clients)
 
 
 @contextmanager

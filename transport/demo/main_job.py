@@ -10,8 +10,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from transport.client.trace import merge
 from transport.cooldown import EpochRecord
+from transport.demo import resuming
 from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
@@ -23,6 +26,7 @@ from transport.errors import UsageError
 from transport.observe.metrics import Exporter
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.runtime import interruption
+from transport.runtime.blocking_calls import in_thread
 from transport.runtime.interruption import segment_prefix
 
 
@@ -47,6 +51,7 @@ async def run_demo(
     queue_text: str | None = None,
     checkpoint: CheckpointTo | None = None,
     *,
+    resume: str | None = None,
     trace: Path | None = None,
     exporter: Exporter | None = None,
 ) -> Summary:
@@ -55,6 +60,7 @@ async def run_demo(
     Args:
         queue_text: URL of a new run on a Redis server, which stays; None: no queue beside the rings.
         checkpoint: end with a checkpoint there, and begin with the last one; both stay.
+        resume: go on from what a killed run has saved at this destination, and save there for the next one.
         trace: file for what every read and write spent its time on, in the Chrome trace format.
         exporter: is to answer with the run's metrics while it lasts.
 
@@ -79,6 +85,12 @@ async def run_demo(
                     plan = await epoch.begin(plan, checkpoint.store, directory)
                     if epoch.resumed_from:
                         display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
+                if resume is not None:
+                    plan = msgspec.structs.replace(plan, resume=await in_thread(resuming.found, plan, resume))
+                    if plan.trained_before:
+                        display.say(
+                            f"resumed at version {plan.first_version}, trained on {plan.trained_before} episodes"
+                        )
                 workers = Workers(plan, prefix, display.say, lambda workers: _show(workers, display))
                 async with (
                     _observed(workers, queue, directory, trace, exporter, display),
@@ -93,6 +105,7 @@ async def run_demo(
                 display.say(
                     f"delivery of {failure.ticket_id} to rank {failure.rank} failed: {failure.state}: {failure.reason}"
                 )
+    await in_thread(resuming.forget, plan)
     reports = [worker.done.result() for worker in workers.all]
     return summarise(
         plan,

@@ -6,9 +6,9 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A trainer has consumed another batch. Counts are since its start."""
+    """A trainer has consumed another batch. Bytes and wires are since its start."""
 
-    consumed: int
+    consumed: int  # in all lives of a run
     bytes: int
     wires: list[str]
     mean_return: float  # of this batch

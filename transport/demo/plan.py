@@ -37,6 +37,15 @@ class EpochPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     first_version: int = 0  # of the policy
 
 
+class ResumePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the run saves its model and snapshots, and the saved model that it goes on from; none if empty."""
+
+    destination: str
+    model: str = ""
+    version: int = 0
+    trained: int = 0  # episodes that the model was trained on
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The run that was asked for."""
 
@@ -46,10 +55,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     wires: tuple[Wire, ...] = ()  # that may carry payloads; empty: any
     seed: int = 0
     epoch: EpochPlan | None = None
+    resume: ResumePlan | None = None
 
     @property
     def first_version(self) -> int:
         """Of the policy that the run begins with."""
+        if self.resume is not None and self.resume.model:
+            return self.resume.version
         return self.epoch.first_version if self.epoch is not None else 0
 
     @property
@@ -67,9 +79,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Episodes at the beginning, and at the end, by which the learning is judged."""
         return max(1, self.episodes // 10)
 
-    def share(self, rollout: int) -> int:
-        """Episodes that a rollout plays; all shares together are exactly those asked for."""
-        return self.episodes // self.rollouts + (rollout < self.episodes % self.rollouts)
+    @property
+    def trained_before(self) -> int:
+        """Episodes that the run was trained on before it was resumed."""
+        return self.resume.trained if self.resume is not None else 0
+
+    def share(self, rollout: int) -> range:
+        """Numbers of the episodes that a rollout plays; all shares together are exactly those asked for."""
+        return range(rollout, self.episodes, self.rollouts)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

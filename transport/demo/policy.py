@@ -128,6 +128,24 @@ class Learner:
         self._critic = Critic()
         self._adam = _Adam(self._settings.learning_rate)
 
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """All but the policy: arrays by name, and the state of the random numbers."""
+        return {
+            "critic": self._critic._weights,
+            "steps": np.array(self._adam._steps),
+            **{f"first.{name}": each for name, each in self._adam._first.items()},
+            **{f"second.{name}": each for name, each in self._adam._second.items()},
+        }, dict(self._rng.bit_generator.state)
+
+    def load_state(self, arrays: Mapping[str, Array], generator: dict[str, Any]) -> None:
+        """Go on as the learner that had this `state`. Raises KeyError or ValueError for what is none."""
+        self._critic._weights[:] = arrays["critic"]
+        self._adam._steps = int(arrays["steps"])
+        for name in PARAMETER_SHAPES:
+            self._adam._first[name][...] = arrays[f"first.{name}"]
+            self._adam._second[name][...] = arrays[f"second.{name}"]
+        self._rng.bit_generator.state = generator
+
     def learn(self, episodes: Sequence[Mapping[str, Array]]) -> Update:
         """Make one new version of the policy from a batch of episodes (fields as in episode.py), in any order.
 

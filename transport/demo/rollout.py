@@ -20,6 +20,7 @@ from transport.demo.episode import Episode, make_environment, play_episode
 from transport.demo.messages import RolloutDone
 from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Policy
+from transport.demo.resuming import restored
 from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import LinkError, RingFullError, StaleSlotError, WeightsChecksumError
 from transport.packer.rollout import UCXXRolloutMixin
@@ -94,18 +95,26 @@ class Player(UCXXRolloutMixin):
         self._index = config.index
         self._parent = parent
 
-    def play(self, follower: PolicyFollower) -> None:
-        """Play and publish the share; returns early when a stop is requested."""
+    def play(self, follower: PolicyFollower) -> bool:
+        """Play and publish the share, behind what is restored. False: a stop is requested before it is done."""
+        known, before, self.published = restored(self._plan, self, self._index)
         environment = make_environment()
         rng = np.random.default_rng([self._plan.seed, 1 + self._index, self._plan.first_version])
-        while self.published < self._plan.share(self._index) and not self._parent.wants_stop():
-            number = self.published * self._plan.rollouts + self._index  # in the order of play of all rollouts
-            ahead = number - (follower.announced - self._plan.first_version) * BATCH
-            follower.follow(wait_s=LOOK_S if ahead >= BACKLOG else 0.0)
-            if number < (follower.announced - self._plan.first_version) * BATCH + BACKLOG:
-                self._publish(number, play_episode(environment, follower.policy, rng))
+        missing = [number for number in self._plan.share(self._index) if number not in known]
+        for at, number in enumerate(missing):
+            place = before + at * self._plan.rollouts + self._index  # in the order of play of all rollouts
+            while place >= self._allowed(follower) and not self._parent.wants_stop():
+                follower.follow(wait_s=LOOK_S)
+            follower.follow()
+            if self._parent.wants_stop() or not self._publish(number, play_episode(environment, follower.policy, rng)):
+                return False
+        return True
 
-    def _publish(self, number: int, episode: Episode) -> None:
+    def _allowed(self, follower: PolicyFollower) -> int:
+        """How many episodes may have been played by now, of all rollouts."""
+        return (follower.announced - self._plan.first_version) * BATCH + BACKLOG
+
+    def _publish(self, number: int, episode: Episode) -> bool:
         metadata = {"episode": number, "return": float(np.sum(episode["rewards"])), "steps": len(episode["actions"])}
         version = int(episode["policy_version"])
         while not self._parent.wants_stop():
@@ -116,7 +125,8 @@ class Player(UCXXRolloutMixin):
                 if self._trace is not None:
                     self._trace.span("write", key_of(ticket), begun, bytes=ticket.size)
                 self.published += 1
-                return
+                return True
+        return False
 
 
 def rollout(config: WorkerConfig, parent: Parent) -> None:
@@ -141,8 +151,7 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
                 schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace
             ) as client:
                 follower = PolicyFollower(queue, client, first_policy(plan), config.index)
-                player.play(follower)
-                if player.published == plan.share(config.index):
+                if player.play(follower):
                     parent.send(
                         RolloutDone(
                             published=player.published, pauses_s=follower.pauses_s, policies_missed=follower.missed

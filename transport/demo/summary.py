@@ -40,6 +40,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mean_staleness: float  # of an episode, in versions of the policy
     epoch: int = 0  # that this run was, with --checkpoint
     resumed_from: int = 0  # epoch whose checkpoint the run began with; 0: none
+    trained_before: int = 0  # episodes, with --resume: before everything was killed
     checkpoint: str = ""  # checkpointed or timed_out, as recorded
     checkpoint_place: str = ""  # where it lies
 
@@ -104,7 +105,8 @@ def summarise(
         by_wire.update(trainer.bytes_by_wire)
     learner = trainers[0]
     return Summary(
-        payloads=published,
+        payloads=published + plan.trained_before,
+        trained_before=plan.trained_before,
         bytes=by_wire.total(),
         lost=published * plan.trainers - consumed - depth.unfinished,
         duplicates=sum(trainer.duplicates for trainer in trainers),

@@ -18,8 +18,10 @@ from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.messages import Progress, TrainerDone
 from transport.demo.plan import BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Learner, Policy
+from transport.demo.resuming import Model, Saver, model_of
 from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import InternalError
+from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ClientOptions, RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
@@ -59,9 +61,16 @@ class PolicyPublisher(UCXXRolloutMixin):
 class EpisodePacker(UCXXDataPackerMixin):
     """Episodes of one rank, batch by batch; the next batch is fetched while one is worked on."""
 
-    def __init__(self, config: WorkerConfig, parent: Parent, queue: TicketQueue, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        parent: Parent,
+        queue: TicketQueue,
+        trace: Trace | None = None,
+        consumed: ConsumedRecord | None = None,
+    ) -> None:
         self._queue = queue
-        self._episodes = config.plan.episodes
+        self._episodes = config.plan.episodes - config.plan.trained_before
         self._rank = config.index
         self._parent = parent
         self.extra_rounds = 0
@@ -70,6 +79,7 @@ class EpisodePacker(UCXXDataPackerMixin):
             queue=queue,
             rank=config.index,
             consumer=f"trainer {config.index}",
+            consumed=consumed,
             wire=config.plan.wire_policy,
             client=ClientOptions(trace=trace),
             settings=SETTINGS,
@@ -106,15 +116,16 @@ class EpisodePacker(UCXXDataPackerMixin):
 
 
 class Tally:
-    """What a trainer counts."""
+    """What a trainer counts; of a model that it goes on from, what that was trained on."""
 
-    def __init__(self, tenth: int) -> None:
+    def __init__(self, tenth: int, model: Model | None = None) -> None:
+        self.trained = [] if model is None else list(model.trained)  # episodes, in the order of training
         self.consumed = 0
         self.bytes = 0
         self.wires: set[str] = set()
         self.staleness = 0
         self._tenth = tenth
-        self._returns: list[float] = []
+        self.returns = [] if model is None else list(model.returns)
 
     def add(self, payloads: Sequence[ReceivedPayload], version: int) -> None:
         """Count a batch that is to improve this version of the policy."""
@@ -123,15 +134,16 @@ class Tally:
             self.bytes += payload.ticket.size
             self.wires.add(payload.wire)
             self.staleness += version - int(payload["policy_version"])
-            self._returns.append(float(payload.metadata["return"]))
+            self.returns.append(float(str(payload.metadata["return"])))
+            self.trained.append(int(str(payload.metadata["episode"])))
 
     def progress(self) -> Progress:
         """As of now."""
         return Progress(
-            consumed=self.consumed,
+            consumed=len(self.trained),
             bytes=self.bytes,
             wires=sorted(self.wires),
-            mean_return=_mean(self._returns[-BATCH:]),
+            mean_return=_mean(self.returns[-BATCH:]),
         )
 
     def done(self, packer: EpisodePacker, updates: int) -> TrainerDone:
@@ -139,12 +151,12 @@ class Tally:
         packed = packer.ucxx_statistics()
         return TrainerDone(
             consumed=self.consumed,
-            duplicates=packed.duplicates,
+            duplicates=packed.duplicates + len(self.trained) - len(set(self.trained)),
             stale=packed.stale,
             retries=packed.client.retries + packer.extra_rounds + packed.returned,
             bytes_by_wire=packed.client.bytes_by_wire,
-            mean_return_first=_mean(self._returns[: self._tenth]),
-            mean_return_last=_mean(self._returns[-self._tenth :]),
+            mean_return_first=_mean(self.returns[: self._tenth]),
+            mean_return_last=_mean(self.returns[-self._tenth :]),
             mean_staleness=self.staleness / max(1, self.consumed),
             updates=updates,
         )
@@ -174,13 +186,18 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
             membership.join()
         policy = first_policy(config.plan)  # the rollouts begin with the same one
         learner = publisher = None
+        model = model_of(config.plan)
         if config.index == 0:
             learner = Learner(policy, config.plan.seed)
+            if model is not None:
+                model.load(policy, learner)
             publisher = PolicyPublisher(config, queue)
             stack.callback(publisher.cleanup_ucxx)
-        packer = EpisodePacker(config, parent, queue, tracing(config, stack, "trainer"))
+        record = None if model is None else ConsumedRecord.from_bytes(model.record)
+        packer = EpisodePacker(config, parent, queue, tracing(config, stack, "trainer"), record)
         stack.callback(packer.cleanup_ucxx_packer)
-        tally = Tally(config.plan.tenth)
+        tally = Tally(config.plan.tenth, model)
+        saver = Saver(config.plan, queue)
         for payloads in packer.batches():
             for payload in payloads:
                 check(payload)
@@ -188,6 +205,7 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
             if learner is not None and publisher is not None and payloads:
                 learner.learn(payloads)
                 publisher.publish(policy)
+                saver.save(learner, packer.consumed_record(), tally.trained, tally.returns)
             for payload in payloads:
                 payload.release()
             parent.send(tally.progress())

@@ -105,7 +105,7 @@ class PackerSession:
     def item(self, each: TicketLike) -> FetchedItem:
         """The item to fetch for a ticket or claim, marked as duplicate if it is the last consumed of its slot."""
         ticket, claim = resolved(each)
-        ring, slot, generation = ticket.identity
+        ring, slot, generation = ticket.origin
         item = FetchedItem(ticket, claim)
         item.duplicate = self.record.is_last(ring, slot, generation, self.rank_of(item))
         return item
@@ -160,7 +160,7 @@ class PackerSession:
         trainable = []
         for item in accepted:
             assert item.payload is not None
-            self.record.accept(*item.ticket.identity, self.rank_of(item))
+            self.record.accept(*item.ticket.origin, self.rank_of(item))
             if item.fresh:
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload
@@ -171,14 +171,14 @@ class PackerSession:
         """Record items that are consumed later; returns the payloads to train on. Asked again, it returns the same."""
         self._judge(items)
         for item in items:
-            self.record.accept(*item.ticket.identity, self.rank_of(item))
+            self.record.accept(*item.ticket.origin, self.rank_of(item))
         return [item.payload for item in items if item.fresh and item.payload is not None]
 
     def _judge(self, items: Sequence[FetchedItem]) -> None:
         """Decide, once for each item, whether it is to be trained on."""
         seen = set()
         for item in items:
-            identity = (*item.ticket.identity, self.rank_of(item))
+            identity = (*item.ticket.origin, self.rank_of(item))
             if item.fresh is None:
                 item.fresh = identity not in seen and not self.record.contains(*identity)
                 self.claims.counts["duplicates"] += not item.fresh

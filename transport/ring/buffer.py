@@ -44,11 +44,11 @@ from transport.ring.consumers import Consumers, consumers_of, consumers_text, ra
 from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
-from transport.ring.states import RingStatistics, SlotState, named, statistics_of
+from transport.ring.states import RingStatistics, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
 from transport.schema import Schema
-from transport.ticket import Ticket
+from transport.ticket import NO_SCHEMA, Ticket
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,6 +56,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_READERS: Final = _ring.MAX_READERS
+_PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
 _ANY_SIZE: Final = (1 << 64) - 1
@@ -67,6 +68,21 @@ class Unread(NamedTuple):
     """A payload that is not consumed by all of its ranks: its ticket, and the version that its writer gave."""
 
     ticket: Ticket
+    policy_version: int | None
+
+
+class HeldPayload(NamedTuple):
+    """A payload that `SharedRingBuffer.hold_unread` has pinned.
+
+    Attributes:
+        due: ranks that had not consumed it, at least one.
+    """
+
+    sequence: int  # of its publication
+    slot: int
+    generation: int
+    size: int
+    due: tuple[int, ...]
     policy_version: int | None
 
 
@@ -378,6 +394,38 @@ class SharedRingBuffer(Attachment):
             written.append(ticket.encode())
         return Tickets(written)
 
+    def write_copy(
+        self,
+        ticket: Ticket,
+        data: Any,
+        schema: Schema | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Write a payload as its bytes lay in the slot of another ring, for as many ranks, with the same deadline.
+
+        Args:
+            ticket: of the other ring. data: its ``size`` bytes, which the caller has verified.
+            schema: of the payload, where neither the ticket nor this ring has it.
+
+        Raises:
+            SchemaError: the ticket does not fit the schema, or this ring has another one.
+            UsageError: this ring's named consumers are not as many ranks.
+            PayloadTooLargeError, RingFullError: as `write`.
+        """
+        known = ticket.schema or self.schema or schema
+        ticket.layout(known)
+        if known is None or self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
+            raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
+        deadline_s = None if ticket.deadline is None else ticket.deadline - time.time()
+        with self._reserve(known, ticket.lengths, None, ticket.readers, metadata, deadline_s, timeout_s) as lease:
+            lease.policy_version = policy_version
+            _ring.copy(lease.memory, data)
+            lease.checksum = ticket.checksum
+        return lease.ticket
+
     def write_raw(
         self,
         data: Any,
@@ -680,24 +728,56 @@ class SharedRingBuffer(Attachment):
         found = []
         for slot in range(self.slot_count):
             info = self._call(self.native.info, slot)
-            if info.state in (SlotState.READY, SlotState.READING) and info.done != _ALL_DONE:
-                note = self._call(self.native.note, slot, info.generation)
-                if note is None:
-                    continue
-                try:
-                    version = None if info.policy_version == _ring.NO_VERSION else info.policy_version
-                    found.append((info.sequence, Unread(Ticket.decode(note), version)))
-                except TicketError as error:
-                    log.warning(
-                        "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
-                        "that already has this ticket can read or free the payload",
-                        self.ring_id[:8],
-                        slot,
-                        info.generation,
-                        error,
-                        extra={"ring": self.ring_id},
-                    )
+            if info.state in _PUBLISHED and info.done != _ALL_DONE:
+                ticket = self.ticket_in(slot, info.generation)
+                if ticket is not None:
+                    found.append((info.sequence, Unread(ticket, _version(info))))
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
+
+    def ticket_in(self, slot: int, generation: int) -> Ticket | None:
+        """The ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
+        note = self._call(self.native.note, slot, generation)
+        try:
+            return None if note is None else Ticket.decode(note)
+        except TicketError as error:
+            log.warning(
+                "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
+                "that already has this ticket can read or free the payload",
+                self.ring_id[:8],
+                slot,
+                generation,
+                error,
+                extra={"ring": self.ring_id},
+            )
+            return None
+
+    def hold_unread(self) -> list[HeldPayload]:
+        """Pin all published, not fully consumed payloads, oldest first: their memory stays, whatever becomes of them.
+
+        Others claim and consume them meanwhile. `ReadLease(ring, ticket, due[0])` reads one and unpins it; what is not
+        unpinned stays until this attachment is closed. One attachment pins a payload once: use one of its own.
+        """
+        native = self.native
+        held = []
+        ranks: dict[tuple[int, int], tuple[int, ...]] = {}  # due, by what is done and for how many
+        try:
+            for slot in range(self.slot_count):
+                while True:
+                    info = native.info(slot)
+                    done = info.done
+                    if done == _ALL_DONE or info.state not in _PUBLISHED:
+                        break
+                    due = ranks.get((done, info.readers))
+                    if due is None:
+                        due = tuple(rank for rank in range(info.readers) if not done >> rank & 1)
+                        ranks[done, info.readers] = due
+                    generation = info.generation
+                    if native.pin(slot, generation, due[0]) == _ring.PIN_OK:
+                        held.append(HeldPayload(info.sequence, slot, generation, info.length, due, _version(info)))
+                        break  # else it was consumed or overwritten since the look
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+        return sorted(held)
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
@@ -753,6 +833,10 @@ class SharedRingBuffer(Attachment):
             return function(*arguments, **keywords)
         except _ring.RingFault as fault:
             raise named(fault) from None
+
+
+def _version(info: _ring.SlotInfo) -> int | None:
+    return None if info.policy_version == _ring.NO_VERSION else info.policy_version
 
 
 def _seconds(value: Any, name: str) -> float:

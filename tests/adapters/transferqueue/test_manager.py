@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from transport.errors import PayloadLostError, RingFullError, TicketError
+from transport.errors import CheckpointDamagedError, PayloadLostError, RingFullError, TicketError, TransportError
 
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
 import numpy as np
@@ -349,3 +349,79 @@ def test_a_slots_index_gives_each_row_its_own_bytes() -> None:
     slot = Unpacked(memory)
     assert [slot.tensor(slot.columns["a"], row).tolist() for row in range(3)] == [[4, 5], [6, 7], [8, 9]]
     assert [slot.tensor(slot.columns["b"], row).tolist() for row in range(3)] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+# --- checkpoints --------------------------------------------------------------------------------------
+class State(SimpleNamespace):
+    """What a controller's file has of a partition, as far as it matters here."""
+
+
+def saved_by_a_controller(folder: Path, told: dict[int, dict[str, bytes]]) -> Path:
+    folder.mkdir(parents=True)
+    state = {"partitions": {"train": State(field_custom_backend_meta=told)}, "controller_id": "c"}
+    (folder / "controller_state.pkl").write_bytes(pickle.dumps(state))
+    return folder
+
+
+def loaded(folder: Path, meta: BatchMeta) -> BatchMeta:
+    """The same metadata with the places that the controller's file has now."""
+    known = pickle.loads((folder / "controller_state.pkl").read_bytes())["partitions"][
+        "train"
+    ].field_custom_backend_meta
+    meta._custom_backend_meta = [known[index] for index in meta.global_indexes]
+    return meta
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, TensorDict]:
+    """A checkpoint of seven samples in slots of three, of which sample 0 is cleared; its rings are gone."""
+    data = TensorDict(MIXED, batch_size=7)
+    with manager(samples=3) as first:
+        meta = put(first, data)
+        told = first.told[0][3]
+        clear(first, meta.select_samples([0]))
+        told.pop(0)
+        folder = saved_by_a_controller(tmp_path / "step", told)
+        asyncio.run(first.save_checkpoint(str(folder)))
+    return folder, data
+
+
+def test_values_are_loaded_by_another_process_any_number_of_times(saved: tuple[Path, TensorDict]) -> None:
+    folder, data = saved
+    for _ in range(2):
+        with manager(samples=3) as second:
+            asyncio.run(second.load_checkpoint(str(folder)))
+            kept = TensorDict({"float": data["float"][1:], "text": NonTensorStack(*"bcdefg")}, batch_size=6)
+            meta = loaded(folder, meta_of(kept, list(range(1, 7))))
+            got = get(second, meta)
+            assert torch.equal(torch.stack(rows(got["float"])), data["float"][1:]) and list(got["text"]) == [*"bcdefg"]
+            assert slots()[0] == 3
+            clear(second, meta)
+            assert slots()[0] == 0  # the sample that was cleared before is cleared
+
+
+@pytest.mark.parametrize("name", ["slots.data", "slots.index"])
+@pytest.mark.parametrize("damage", ["changed", "truncated", "removed"])
+def test_a_damaged_checkpoint_puts_nothing(saved: tuple[Path, TensorDict], name: str, damage: str) -> None:
+    folder, _ = saved
+    path = folder / "payload_transport" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "changed" else data[:-1])
+    before = (folder / "controller_state.pkl").read_bytes()
+    with manager(samples=3) as second:
+        with pytest.raises((CheckpointDamagedError, TransportError)):
+            asyncio.run(second.load_checkpoint(str(folder)))
+        assert slots()[0] == 0
+    assert (folder / "controller_state.pkl").read_bytes() == before
+
+
+def test_a_ring_without_room_puts_nothing(saved: tuple[Path, TensorDict]) -> None:
+    folder, _ = saved
+    with manager(samples=3, most_bytes=8192) as second:
+        with pytest.raises(RingFullError):
+            asyncio.run(second.load_checkpoint(str(folder)))
+        assert slots()[0] == 0

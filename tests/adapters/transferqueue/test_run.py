@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import eventually
+
+from transport.ring.attachment import remove_dead
 
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
 
@@ -46,3 +52,36 @@ def test_transferqueues_own_tests_of_backends_pass(name: str) -> None:
     done = subprocess.run(command, env=environment, cwd=SOURCES, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-8000:]
     assert " passed" in done.stdout
+
+
+def alive_with(mark: str) -> list[int]:
+    """Processes whose environment has this mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"JOB={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.nightly
+def test_a_job_that_was_killed_whole_has_its_values_again(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "step-7", secrets.token_hex(8)
+    found = []
+    for what in ("save", "load"):
+        command = [sys.executable, str(SUPPORT / "transferqueue_checkpoint.py"), what, str(folder)]
+        # into files: Ray's processes outlive the driver that was killed, and would keep a pipe open
+        with (tmp_path / "out").open("w+") as out, (tmp_path / "errors").open("w+") as errors:
+            done = subprocess.run(command, env={**ENVIRONMENT, "JOB": mark}, stdout=out, stderr=errors, timeout=300)
+            while left := alive_with(mark):
+                for process in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+            out.seek(0)
+            errors.seek(0)
+            assert done.returncode == (-signal.SIGKILL if what == "save" else 0), errors.read()[-4000:]
+            found.append(json.loads(out.read().splitlines()[-1]))
+        eventually(lambda: remove_dead("tq-"), "the end of its processes")
+        assert json.loads((folder / "metadata.json").read_text())["storage_saved"]
+    assert found[0] == found[1]
+    assert found[1]["elsewhere"] == 20 * 8 and len(found[1]["keys"]) == 15 and found[1]["text"] == "fghijklmnopqrst"

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +43,7 @@ try:
     from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
     from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
 
+    from transport.adapters.transferqueue import checkpoints
     from transport.adapters.transferqueue.gathering import Gathering
     from transport.adapters.transferqueue.packing import SAMPLES, Place, dense, pack
     from transport.adapters.transferqueue.reader import Reader, Unread
@@ -236,6 +238,33 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
                     self._free(place)
             except TransportError as error:  # the new value is there
                 log.warning("the value that field %r had before was not freed: %s", name, str(error))
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save the values that the controller knows, from whichever processes, beside its state.
+
+        Nothing is put or cleared meanwhile. Raises PayloadLostError for a value that cannot be read any more.
+        """
+        await asyncio.get_running_loop().run_in_executor(None, self._save, Path(checkpoint_dir))
+
+    def _save(self, folder: Path) -> None:
+        try:
+            checkpoints.save(folder, self._reader)
+        except Unread as unread:
+            raise self._lost(unread, []) from unread.error
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Put the saved values into rings of this process, and their places into the controller's state.
+
+        Raises CheckpointDamagedError for files that are not as they were saved, and RingFullError; nothing is put then.
+        """
+
+        def load() -> None:
+            with _making:
+                rings = place_for(_rings, self._options, self._options, self._secret)
+            checkpoints.load(Path(checkpoint_dir), rings, self._reader)
+
+        await asyncio.get_running_loop().run_in_executor(None, load)
 
     def close(self) -> None:
         """End reading. What this process has put stays readable until it is cleared, or the process ends."""

@@ -1,0 +1,569 @@
+"""Snapshots of real rings: the cut, the upload, the way back, and what is refused."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo
+from transport.claims.open import open_rings
+from transport.claims.rings import RingQueue
+from transport.cooldown.destinations.folder import Folder
+from transport.errors import (
+    CheckpointDamagedError,
+    DestinationError,
+    NoCheckpointError,
+    PayloadTooLargeError,
+    RingFullError,
+    SchemaError,
+    SnapshotError,
+    UploadCancelledError,
+    UsageError,
+)
+from transport.packer.consumed_record import ConsumedRecord
+from transport.snapshots import Manifest, Saved, Snapshot, prune, restore, snapshot, steps, taking
+
+SCHEMA = Schema.of(number=("int64",), values=("float32", UpTo(500)), name=("text", UpTo(40)))
+OTHER = Schema.of(number=("int64",), reward=("float32",))
+
+
+def values(number: int) -> dict[str, Any]:
+    return {
+        "number": number,
+        "values": np.arange(number % 500, dtype=np.float32),
+        "name": f"trajectory {number}",
+    }
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"snapshots-{secrets.token_hex(4)}-"
+
+
+@pytest.fixture
+def ring(prefix: str) -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as ring:
+        yield ring
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    folder = tmp_path / "destination"
+    folder.mkdir()
+    return folder
+
+
+def written(ring: SharedRingBuffer, numbers: Iterable[int], **terms: Any) -> None:
+    for number in numbers:
+        ring.write(values(number), metadata={"number": number}, **terms)
+
+
+def content(ring: SharedRingBuffer, rank: int = 0) -> list[int]:
+    """Numbers of the payloads that this rank is still to consume; their values are what was written."""
+    found = []
+    for claim in ring.claim(100, rank=rank):
+        arrays = claim.arrays()
+        number = int(arrays["number"])
+        assert {name: np.asarray(each).tolist() for name, each in arrays.items()} == {
+            name: np.asarray(each).tolist() for name, each in values(number).items()
+        }
+        assert claim.ticket.metadata["number"] == number
+        found.append(number)
+    return found
+
+
+def saved_of(ring: SharedRingBuffer, place: Path, step: int = 1, **terms: Any) -> Manifest:
+    """A complete snapshot of one ring."""
+    with RingQueue([ring]) as queue:
+        return snapshot(queue, str(place), step, **terms).wait(60)
+
+
+# --- there and back -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (2, 2)])
+def test_payloads_come_back_into_fewer_or_more_rings(prefix: str, place: Path, before: int, after: int) -> None:
+    rings = [SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) for _ in range(before)]
+    for at, ring in enumerate(rings):
+        written(ring, range(10 * at, 10 * at + 4), policy_version=at)
+        ring.consume(ring.claim(1))
+    manifest = snapshot(f"rings:{prefix}", str(place), 7, run="run").wait(60)
+    assert (manifest.payloads, len(manifest.rings)) == (3 * before, before)
+    for ring in rings:
+        ring.close()
+    found: list[int] = []
+    versions: Counter[int | None] = Counter()
+    for number in range(after):
+        with SharedRingBuffer.create(SCHEMA, slots=9, prefix=prefix) as ring:
+            done = restore(str(place), 7, ring, run="run", share=(number, after))
+            versions.update(each.policy_version for each in ring.unread())
+            assert len(done.tickets) == len(ring.unread())
+            found += content(ring)
+    assert sorted(found) == [10 * at + number for at in range(before) for number in (1, 2, 3)]
+    assert versions == Counter(at for at in range(before) for _ in range(3))
+
+
+def test_payloads_that_describe_themselves_come_back(prefix: str, place: Path) -> None:
+    given = [{"data": np.arange(5)}, {"text": "a", "more": {"x": [1, 2.5]}, "image": np.zeros((3, 4), np.uint8)}]
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096, prefix=prefix) as ring:
+        ring.write_many(given)
+        saved_of(ring, place)
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096, prefix=prefix) as ring:
+        assert len(restore(str(place), None, ring).tickets) == 2
+        first, second = (claim.arrays() for claim in ring.claim(2))
+        assert first["data"].tolist() == [0, 1, 2, 3, 4]
+        assert (second["text"], second["more"]) == ("a", {"x": [1, 2.5]}) and second["image"].shape == (3, 4)
+
+
+def test_ranks_that_were_done_are_done_and_the_others_are_due(prefix: str, place: Path) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, consumers={"reference": 1, "train": 2}) as ring:
+        written(ring, [1, 2])
+        ring.consume(ring.claim(1, rank="reference"))
+        ring.consume(ring.claim(2, rank="train:1"))
+        saved_of(ring, place)
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, consumers={"reference": 1, "train": 2}) as ring:
+        restore(str(place), 1, ring)
+        assert [content(ring, rank) for rank in range(3)] == [[2], [1, 2], []]
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, consumers=["train"]) as ring:
+        with pytest.raises(UsageError, match="1 named ranks"):
+            restore(str(place), 1, ring)
+        assert ring.unread() == []
+
+
+def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuses_it(
+    ring: SharedRingBuffer, prefix: str, place: Path
+) -> None:
+    tickets = [ring.write(values(number), metadata={"number": number, "pad": "x" * 900}) for number in range(3)]
+    saved_of(ring, place, 1)
+    ring.close()
+    record = ConsumedRecord()
+    record.accept(*tickets[0].identity, 0)
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        restore(str(place), 1, second)
+        assert [each.ticket.origin for each in second.unread()] == [ticket.identity for ticket in tickets]
+        saved_of(second, place, 2)
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as third,
+        open_rings(f"rings:{prefix}") as queue,
+        Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
+    ):
+        left_out = restore(str(place), 2, third, consumed=[record])
+        assert (left_out.known, len(left_out.tickets)) == (1, 2)
+        again = restore(str(place), 2, third)
+        assert len(again.tickets) == 3
+        trained: list[int] = []
+        while claims := trainer.claim_tickets(10, timeout_s=0.1):
+            trainer.start_prefetch(claims)
+            batch = trainer.collect_prefetch()
+            assert batch is not None
+            trained += [int(payload["number"]) for payload in trainer.consume(batch)]
+            batch.release()
+        assert sorted(trained) == [1, 2]  # each once, although the second call wrote them again
+
+
+def test_what_has_expired_stays_behind(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
+    written(ring, [1], deadline_s=0.2)
+    written(ring, [2], deadline_s=1000.0)
+    saved_of(ring, place)
+    ring.close()
+    with Saved(str(place)) as saved:
+        deadline = saved.payloads[0].ticket.deadline
+        assert deadline is not None
+        time.sleep(max(0.0, deadline - time.time()))  # the clock that deadlines are judged by
+        with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+            done = saved.restore(second)
+            assert (done.expired, content(second)) == (1, [2])
+
+
+# --- the cut ------------------------------------------------------------------------------------------
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["write", "claim", "consume", "retry"]), st.integers(0, 1), st.integers(0, 1)),
+    max_size=40,
+)
+
+
+@given(calls=CALLS)
+@settings(max_examples=25)
+def test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither(
+    calls: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    place = tmp_path_factory.mktemp("destination")
+    rings = [SharedRingBuffer.create(OTHER, slots=4, overflow="error") for _ in range(2)]
+    with RingQueue(rings) as queue:
+        published: set[tuple[str, int]] = set()
+        held: dict[int, list[Any]] = {0: [], 1: []}
+        record = ConsumedRecord()
+        for what, which, rank in calls:
+            if what == "write":
+                try:
+                    ticket = rings[which].write({"number": 1, "reward": 0.5}, readers=2)
+                except RingFullError:
+                    continue
+                published |= {("/".join(map(str, ticket.identity)), rank) for rank in (0, 1)}
+            elif what == "claim":
+                held[rank] += queue.claim(2, rank=rank, consumer="test")
+            elif held[rank]:
+                claim = held[rank].pop(0)
+                if what == "retry":
+                    queue.retry(claim)
+                elif queue.ack(claim):
+                    ring, slot, generation = claim.ticket_id.split("/")
+                    record.accept(ring, int(slot), int(generation), rank)
+        taken = snapshot(queue, str(place), 1)
+        for claim in (*held[0], *held[1]):  # training goes on while it is uploaded
+            queue.ack(claim)
+        taken.wait(60)
+        with Saved(str(place)) as saved:
+            in_snapshot = {
+                ("/".join(map(str, each.ticket.identity)), rank) for each in saved.payloads for rank in each.due
+            }
+        in_record = {
+            (name, rank)
+            for name, rank in published
+            if record.contains(name.split("/")[0], *map(int, name.split("/")[1:]), rank)
+        }
+        assert in_record | in_snapshot == published
+        assert not in_record & in_snapshot
+        held.clear()
+    for ring in rings:
+        ring.close()
+
+
+class Held(Folder):
+    """A destination that does not take a byte before it is let."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
+        self.asked.set()
+        assert self.let.wait(60)
+        return super().write(path, size, pieces)
+
+
+@pytest.fixture
+def slow(place: Path, monkeypatch: pytest.MonkeyPatch) -> Held:
+    destination = Held(place)
+    monkeypatch.setattr(taking, "open_destination", lambda url: destination)
+    return destination
+
+
+def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
+    ring: SharedRingBuffer, prefix: str, slow: Held, place: Path
+) -> None:
+    written(ring, range(8))
+    with RingQueue([ring]) as queue:
+        taken = snapshot(queue, str(place), 1)
+        assert slow.asked.wait(60) and not taken.done()
+        with pytest.raises(TimeoutError):
+            taken.wait(0)
+        assert len(ring.consume(ring.claim(8))) == 8
+        with pytest.raises(RingFullError):  # the pinned slots are not free yet
+            ring.write(values(8), timeout_s=0)
+        slow.let.set()
+        assert taken.wait(60).payloads == 8
+        written(ring, [9], timeout_s=60)
+        assert content(ring) == [9]
+    ring.close()
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        restore(str(place), 1, second)
+        assert content(second) == list(range(8))
+
+
+def test_a_ring_that_is_closed_meanwhile_is_in_the_snapshot_as_it_was_at_the_cut(
+    ring: SharedRingBuffer, prefix: str, slow: Held, place: Path
+) -> None:
+    written(ring, range(8))
+    with RingQueue([ring]) as queue:
+        taken = snapshot(queue, str(place), 1)
+    assert slow.asked.wait(60)
+    ring.close()
+    slow.let.set()
+    assert taken.wait(60).payloads == 8
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        restore(str(place), 1, second)
+        assert content(second) == list(range(8))
+
+
+def test_a_snapshot_that_is_cancelled_leaves_nothing_and_holds_nothing(
+    ring: SharedRingBuffer, slow: Held, place: Path
+) -> None:
+    written(ring, range(8))
+    with RingQueue([ring]) as queue:
+        taken = snapshot(queue, str(place), 1)
+        assert slow.asked.wait(60)
+        taken.cancel()
+        slow.let.set()
+        with pytest.raises(UploadCancelledError):
+            taken.wait(60)
+    assert [path for path in place.rglob("*") if path.is_file()] == [] and steps(str(place)) == {}
+    ring.consume(ring.claim(8))
+    assert ring.statistics().free == 8
+
+
+# --- several hosts ------------------------------------------------------------------------------------
+def test_parts_of_several_hosts_become_one_snapshot(place: Path) -> None:
+    rings = [SharedRingBuffer.create(SCHEMA, slots=4) for _ in range(3)]
+    attempt = secrets.token_hex(8)
+    taken = []
+    for number, ring in enumerate(rings):
+        written(ring, [number])
+        with RingQueue([ring]) as queue:
+            taken.append(snapshot(queue, str(place), 4, part=(number, 3), attempt=attempt))
+            if number < 2:
+                assert not taken[0].done() and steps(str(place)) == {}
+    assert taken[0].wait(60).payloads == 3
+    for ring in rings:
+        ring.close()
+    with SharedRingBuffer.create(SCHEMA, slots=4) as ring:
+        restore(str(place), 4, ring, attempt=attempt)
+        assert sorted(content(ring)) == [0, 1, 2]
+
+
+def test_a_part_that_does_not_come_or_comes_twice_makes_no_snapshot(
+    ring: SharedRingBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(ring, [1])
+    monkeypatch.setattr(taking, "PARTS_S", 0.1)
+    with RingQueue([ring]) as queue:
+        with pytest.raises(SnapshotError, match="did not come"):
+            snapshot(queue, str(place), 4, part=(0, 2), attempt="0" * 16).wait(60)
+        snapshot(queue, str(place), 4, part=(1, 2), attempt="1" * 16).wait(60)
+        with pytest.raises(SnapshotError, match="two parts have the same rings"):
+            snapshot(queue, str(place), 4, part=(0, 2), attempt="1" * 16).wait(60)
+    assert steps(str(place)) == {}
+
+
+def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) -> None:
+    with open_rings("rings://127.0.0.1:1") as queue, pytest.raises(SnapshotError, match=r"127\.0\.0\.1:1"):
+        snapshot(queue, str(place), 1)
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+def files_of(place: Path) -> dict[str, Path]:
+    [manifest] = place.rglob("manifest.json")
+    [data] = place.rglob("*.payloads")
+    [index] = place.rglob("*.index")
+    return {"manifest": manifest, "data": data, "index": index}
+
+
+def changed(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("which", ["manifest", "data", "index"])
+@pytest.mark.parametrize("damage", [changed, truncated, removed])
+def test_a_damaged_snapshot_is_refused_and_nothing_of_it_is_restored(
+    ring: SharedRingBuffer, prefix: str, place: Path, which: str, damage: Any
+) -> None:
+    written(ring, range(6))
+    saved_of(ring, place)
+    ring.close()
+    damage(files_of(place)[which])
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        with pytest.raises((CheckpointDamagedError, NoCheckpointError), match=r"step-0+1|no complete snapshot"):
+            restore(str(place), 1, second)
+        assert second.unread() == []
+
+
+def test_snapshots_of_another_run_step_or_format_are_refused(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
+    written(ring, [1])
+    saved_of(ring, place, 5, run="mine")
+    ring.close()
+    manifest = files_of(place)["manifest"]
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        with pytest.raises(NoCheckpointError, match="run theirs"):
+            restore(str(place), 5, second, run="theirs")
+        with pytest.raises(NoCheckpointError, match="steps 5"):
+            restore(str(place), 6, second, run="mine")
+        manifest.write_bytes(manifest.read_bytes().replace(b'"run":"mine"', b'"run":"else"'))
+        with pytest.raises(CheckpointDamagedError, match="another snapshot"):
+            restore(str(place), 5, second, run="mine")
+        manifest.write_bytes(msgspec.json.encode({"format": 2, "created": 1.0, "new": {}}))
+        with pytest.raises(UsageError, match="format 2"):
+            restore(str(place), 5, second, run="mine")
+        assert second.unread() == []
+
+
+def test_rings_that_cannot_hold_the_payloads_are_refused_before_one_is_written(
+    ring: SharedRingBuffer, prefix: str, place: Path
+) -> None:
+    written(ring, range(8))
+    saved_of(ring, place)
+    ring.close()
+    with SharedRingBuffer.create(OTHER, slots=8, prefix=prefix) as other:
+        with pytest.raises(SchemaError, match="schema mismatch"):
+            restore(str(place), 1, other)
+        assert other.unread() == []
+    with SharedRingBuffer.create(slots=8, slot_bytes=64, prefix=prefix) as small:
+        with pytest.raises(PayloadTooLargeError):
+            restore(str(place), 1, small)
+        assert small.unread() == []
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as few:
+        with pytest.raises(RingFullError):
+            restore(str(place), 1, few, timeout_s=0.0)
+        assert few.unread() == []  # those that found a slot are taken back
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, overflow="overwrite") as few:
+        with pytest.raises(RingFullError):
+            restore(str(place), 1, few)
+        assert few.unread() == []
+
+
+def test_a_ring_that_is_still_there_is_not_restored_beside_itself(
+    ring: SharedRingBuffer, prefix: str, place: Path
+) -> None:
+    written(ring, [1])
+    saved_of(ring, place)
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        with pytest.raises(SnapshotError, match="is still here"):
+            restore(str(place), 1, second)
+        assert second.unread() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda queue, place: snapshot(queue, place, -1),
+        lambda queue, place: snapshot(queue, place, 1, run="../x"),
+        lambda queue, place: snapshot(queue, place, 1, part=(1, 1)),
+        lambda queue, place: snapshot(queue, place, 1, part=(0, 2)),
+        lambda queue, place: snapshot(queue, place, 1, attempt="x"),
+        lambda queue, place: snapshot(queue, "ftp://host/x", 1),
+        lambda queue, place: snapshot(None, place, 1),
+        lambda queue, place: prune(place, 0),
+    ],
+)
+def test_wrong_arguments_are_refused(ring: SharedRingBuffer, place: Path, wrong: Any) -> None:
+    with RingQueue([ring]) as queue, pytest.raises(UsageError):
+        wrong(queue, str(place))
+
+
+# --- a destination that fails -------------------------------------------------------------------------
+def test_a_destination_that_is_away_makes_no_snapshot_and_holds_nothing(ring: SharedRingBuffer, tmp_path: Path) -> None:
+    written(ring, range(8))
+    with RingQueue([ring]) as queue:
+        taken = snapshot(queue, str(tmp_path / "away"), 1)
+        with pytest.raises(DestinationError, match="No such file"):
+            taken.wait(60)
+    ring.consume(ring.claim(8))
+    assert ring.statistics().free == 8
+
+
+def test_a_full_destination_makes_no_snapshot_and_keeps_nothing(prefix: str, tmp_path: Path) -> None:
+    path = tmp_path / "mounted"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"may not mount: {done.stderr.strip()}")
+    try:
+        with SharedRingBuffer.create(slots=4, slot_bytes=1 << 20, prefix=prefix) as ring:
+            for _ in range(4):
+                ring.write_raw(bytes(1 << 20))
+            with RingQueue([ring]) as queue, pytest.raises(DestinationError, match="no space left"):
+                snapshot(queue, str(path), 1).wait(60)
+            assert [each for each in path.rglob("*") if each.is_file()] == []
+            assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+# --- several attempts, and pruning --------------------------------------------------------------------
+def test_of_several_attempts_of_a_step_the_newest_is_restored_or_the_one_that_is_named(
+    prefix: str, place: Path
+) -> None:
+    attempts = []
+    for number in (1, 2):
+        with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as ring:
+            written(ring, [number])
+            attempts.append(saved_of(ring, place, 5).attempt)
+    assert steps(str(place)) == {5: attempts}
+    for attempt, number in ((None, 2), (attempts[0], 1), (attempts[1], 2)):
+        with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as ring:
+            restore(str(place), 5, ring, attempt=attempt)
+            assert content(ring) == [number]
+
+
+def test_pruning_keeps_the_newest_steps_and_removes_what_has_no_manifest(ring: SharedRingBuffer, place: Path) -> None:
+    written(ring, [1])
+    for step in (1, 2, 3, 4):
+        saved_of(ring, place, step)
+    [unfinished] = (place / "run/snapshots/step-000000000003").iterdir()
+    (unfinished / "manifest.json").unlink()
+    assert sorted((each.step, each.complete) for each in prune(str(place), 2, dry_run=True)) == [(1, True), (3, False)]
+    assert list(steps(str(place))) == [1, 2, 4]
+    prune(str(place), 2)
+    assert list(steps(str(place))) == [2, 4]
+    assert not unfinished.exists()
+    with Saved(str(place), 2) as saved:
+        saved.verify()
+
+
+def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
+    assert saved_of(ring, place).payloads == 0
+    assert restore(str(place), 1, ring).tickets == []
+
+
+# --- beside the mixins --------------------------------------------------------------------------------
+@pytest.mark.ucx
+def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefix: str, place: Path) -> None:
+    with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
+        for number in range(5):
+            rollout.write_to_buffer(values(number), metadata={"number": number}, policy_version=number)
+        taken = snapshot(queue, str(place), 1)
+        taken.wait(60)
+        rollout.ring.consume(rollout.ring.claim(5))
+    with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
+        restore(str(place), 1, rollout)
+        address = f"rings://127.0.0.1:{rollout.ports[0]}"
+        with open_rings(address) as elsewhere, Trainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer:
+            found: list[int] = []
+            while len(found) < 5 and (claims := trainer.claim_tickets(5, timeout_s=30)):
+                trainer.start_prefetch(claims)
+                batch = trainer.collect_prefetch()
+                assert batch is not None
+                found += [int(payload["number"]) for payload in trainer.consume(batch)]
+                batch.release()
+            assert sorted(found) == list(range(5))
+
+
+def test_two_snapshots_at_once_and_a_third_by_the_same_process_are_each_complete(
+    ring: SharedRingBuffer, place: Path
+) -> None:
+    written(ring, range(4))
+    with RingQueue([ring]) as queue:
+        taken: list[Snapshot] = [snapshot(queue, str(place), step) for step in (1, 2, 3)]
+        assert [each.wait(60).payloads for each in taken] == [4, 4, 4]
+    assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 8
+
+
+def test_a_record_of_another_trainer_is_asked_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
+    tickets = [ring.write(values(number), metadata={"number": number}, readers=2) for number in (1, 2)]
+    saved_of(ring, place)
+    ring.close()
+    first, second = ConsumedRecord(), ConsumedRecord()
+    first.accept(*tickets[0].identity, 0)
+    second.accept(*tickets[1].identity, 1)
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as new:
+        restore(str(place), 1, new, consumed=[first, second])
+        assert [content(new, rank) for rank in (0, 1)] == [[2], [1]]

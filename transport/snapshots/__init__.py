@@ -1,0 +1,22 @@
+"""What a run's rings hold and its model has not consumed, beside the model's checkpoint. See docs/RESTART.md.
+
+1. **The cut.** `snapshot` pins, in every ring of this host, each payload that is not consumed by all of its ranks
+   (`SharedRingBuffer.hold_unread`). Between taking the record and the return of `snapshot` no trainer consumes. So
+   what was written before is in the record or in the snapshot. A payload that is only claimed is not consumed.
+2. **The upload.** A thread streams the pinned slots to the destination while training goes on, and lets go of each slot
+   when its bytes are on their way. For each ring one file of payloads, one behind the other, and one index: ticket, due
+   ranks, policy version. It is the cooldown's upload (`cooldown.upload.copied`), with SHA-256 of each file and block.
+3. **The manifest** is written last. A snapshot without one does not exist. Rings of several hosts are parts, each taken
+   on its host under the name of one attempt; part 0 writes the manifest when all parts are there.
+4. **The way back.** `restore` verifies every byte that it needs, then writes the payloads into a ring of the new run,
+   or its share of them. A payload keeps the id that it had first (`Ticket.origin`), by which records know it, so what a
+   record has is not trained on again. Ranks that were done are done.
+5. What does not come back: how often a delivery was claimed in vain, and payloads that are named as parents.
+"""
+
+from transport.snapshots.manifest import Manifest, RingPart
+from transport.snapshots.pruning import prune
+from transport.snapshots.restoring import Restored, Saved, restore, steps
+from transport.snapshots.taking import Snapshot, snapshot
+
+__all__ = ["Manifest", "Restored", "RingPart", "Saved", "Snapshot", "prune", "restore", "snapshot", "steps"]

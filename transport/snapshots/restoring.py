@@ -1,0 +1,389 @@
+"""A snapshot at its destination: found, looked at, verified, and written into a ring."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from transport import _ring
+from transport.config import configuration
+from transport.cooldown.destinations.base import Destination
+from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.manifest import BLOCK, File
+from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_block, checked_pieces
+from transport.errors import (
+    CheckpointDamagedError,
+    NoCheckpointError,
+    PayloadTooLargeError,
+    RingError,
+    RingFullError,
+    SchemaError,
+    SnapshotError,
+    TransportError,
+    UsageError,
+)
+from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.writing import Writing
+from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.arguments import expect, several
+from transport.runtime.blocking_calls import in_parallel
+from transport.runtime.progress import Progress, silent
+from transport.schema import Schema
+from transport.snapshots import manifest as manifests
+from transport.snapshots.manifest import Manifest, RingPart
+from transport.ticket import NO_SCHEMA, ORIGIN, Ticket
+
+_KEPT_BLOCKS: Final = 16  # of 16 MiB, between their verification and their use
+
+
+class SavedPayload(NamedTuple):
+    """One payload of a snapshot.
+
+    Attributes:
+        ticket: as its ring had it, with the caller's metadata.
+        due: ranks that have not consumed it.
+        begin: where its bytes begin in the file of its ring.
+    """
+
+    ticket: Ticket
+    due: tuple[int, ...]
+    policy_version: int | None
+    ring: RingPart
+    begin: int
+
+
+class Restored(NamedTuple):
+    """What a call of `restore` did.
+
+    Attributes:
+        tickets: of the payloads that it wrote.
+        bytes: of these.
+        known: payloads left out because the records have them.
+        expired: payloads whose deadline has passed.
+        others: payloads of other schemas than the ring's.
+    """
+
+    manifest: Manifest
+    tickets: list[Ticket]
+    bytes: int
+    known: int
+    expired: int
+    others: int
+
+
+class Saved:
+    """One complete snapshot at its destination. Use it in a ``with``.
+
+    Args:
+        destination: as given to `snapshot`.
+        step: of the snapshot; None: the newest that is complete.
+        run: as given to `snapshot`.
+        attempt: one of several of this step, as the model's checkpoint has it; None: the newest.
+
+    Attributes:
+        manifest: what it consists of.
+        payloads: all of them, ring by ring, the oldest of each first.
+
+    Raises:
+        NoCheckpointError: there is no complete snapshot of this step, or attempt.
+        CheckpointDamagedError: its manifest or an index is missing, changed or truncated; the message names it.
+        UsageError: it has a newer format than this build reads.
+        DestinationError: the destination cannot be read now.
+    """
+
+    def __init__(
+        self, destination: str, step: int | None = None, *, run: str | None = None, attempt: str | None = None
+    ) -> None:
+        name = run or configuration().run or "run"
+        with contextlib.ExitStack() as stack:
+            self._destination = stack.enter_context(open_destination(destination))
+            self.manifest = _found(self._destination, name, step, attempt)
+            with self._damage():
+                found = [each for ring in self.manifest.rings for each in self._payloads(ring)]
+            self.payloads = [payload for payload, _ in found]
+            self._schemas = {payload.ring.ring: schema for payload, schema in found}
+            self._files = {ring.data.name: ring.data for ring in self.manifest.rings if ring.data is not None}
+            self._block = lru_cache(maxsize=_KEPT_BLOCKS)(
+                partial(_block, self._destination, self.manifest, self._files)
+            )
+            self._close = stack.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<Saved {self.manifest.place}: {len(self.payloads)} payloads>"
+
+    def close(self) -> None:
+        """Leave the destination. Idempotent."""
+        self._close.close()
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def schema_of(self, payload: SavedPayload) -> Schema | None:
+        """Its schema; None: it had more bytes than a segment keeps, and the new run has it."""
+        encoded = self._schemas[payload.ring.ring]
+        return payload.ticket.schema or (Schema.decode(encoded) if encoded else None)
+
+    # --- verifying --------------------------------------------------------------------------------------
+    def verify(self, payloads: Sequence[SavedPayload] | None = None, progress: Progress = silent) -> None:
+        """Read every byte of these payloads (None: of all) and compare the checksums.
+
+        Raises CheckpointDamagedError, which names the file; DestinationError.
+        """
+        wanted: dict[str, set[int]] = {}
+        for each in self.payloads if payloads is None else payloads:
+            if each.ring.data is not None and each.ticket.size:
+                end = each.begin + each.ticket.size
+                numbers = range(each.begin // BLOCK, -(-end // BLOCK))
+                wanted.setdefault(each.ring.data.name, set()).update(numbers)
+        calls = [(name, number) for name, numbers in wanted.items() for number in sorted(numbers)]
+        stop, done = Stop(), Counter[str]()
+
+        def check(name: str, number: int) -> None:
+            stop.check()
+            size = len(self._block(name, number))
+            done.update(blocks=1, bytes=size)
+            progress(done["blocks"], len(calls), done["bytes"])
+
+        with self._damage():
+            for name in wanted:
+                check_size(self._destination, self.manifest.path(self._files[name]), self._files[name])
+            in_parallel([partial(check, *call) for call in calls], FILES_AT_ONCE, stop.set)
+
+    @contextlib.contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (RefusedUpload, CheckpointDamagedError) as error:
+            raise CheckpointDamagedError(
+                f"the snapshot at {self._destination.url}/{self.manifest.place} is damaged: {error}"
+            ) from error
+
+    def _payloads(self, ring: RingPart) -> Iterator[tuple[SavedPayload, bytes]]:
+        if ring.index is None or ring.data is None:
+            return
+        path = self.manifest.path(ring.index)
+        check_size(self._destination, path, ring.index)
+        index = b"".join(checked_pieces(self._destination, path, ring.index))
+        schema, entries = manifests.decode_index(index, ring)
+        if ring.data.size != ring.bytes:
+            raise CheckpointDamagedError(f"{ring.data.name} has {ring.data.size} bytes, its payloads {ring.bytes}")
+        begins = accumulate((ticket.size for ticket, _ in entries), initial=0)
+        for begin, (ticket, entry) in zip(begins, entries, strict=False):
+            yield SavedPayload(ticket, entry.due, entry.policy_version, ring, begin), schema
+
+    def data(self, payload: SavedPayload) -> bytes:
+        """Its bytes, proven by the checksum of its block and by its own. CheckpointDamagedError."""
+        ticket, file = payload.ticket, payload.ring.data
+        end = payload.begin + ticket.size
+        with self._damage():
+            parts = (
+                []
+                if file is None
+                else [
+                    self._block(file.name, number)[max(payload.begin - number * BLOCK, 0) : end - number * BLOCK]
+                    for number in range(payload.begin // BLOCK, -(-end // BLOCK))
+                ]
+            )
+            data = b"".join(parts)
+            if len(data) != ticket.size or ticket.checksum not in (None, _ring.checksum(data)):
+                raise CheckpointDamagedError(f"payload {ticket.name} has other bytes than were published")
+        return data
+
+    # --- the way back -----------------------------------------------------------------------------------
+    def restore(
+        self,
+        into: SharedRingBuffer | Writing,
+        *,
+        share: tuple[int, int] = (0, 1),
+        consumed: Iterable[ConsumedRecord] = (),
+        only: Sequence[SavedPayload] | None = None,
+        timeout_s: float | None = None,
+        progress: Progress = silent,
+    ) -> Restored:
+        """See `restore`. ``only``: these of `payloads`, instead of all."""
+        ring = into.ring if isinstance(into, Writing) else into
+        expect(ring, SharedRingBuffer, "restore()", "a Rollout, or the SharedRingBuffer of a writer")
+        records = several(consumed, ConsumedRecord, "consumed", "ConsumedRecords, in a list")
+        number, of = share
+        if not 0 <= number < of:
+            raise UsageError(f"share={share}: give the number of this ring, from 0 on, and how many rings there are")
+        self._refuse_living()
+        wanted = self.payloads if only is None else only
+        fitting = [each for each in wanted if _fits(each, ring)]
+        if wanted and not fitting:
+            theirs = ", ".join(sorted({each.ticket.schema_fingerprint for each in wanted}))
+            raise SchemaError(
+                f"schema mismatch: the snapshot's payloads have {theirs}, ring {ring.ring_id[:8]} "
+                f"{ring.fingerprint.hex()}: give a ring with the schema of the run that was saved"
+            )
+        now = time.time()
+        mine: list[tuple[SavedPayload, tuple[int, ...]]] = []
+        known = expired = 0
+        for each in fitting[len(fitting) * number // of : len(fitting) * (number + 1) // of]:
+            due = tuple(rank for rank in each.due if not any(it.contains(*each.ticket.origin, rank) for it in records))
+            known += not due
+            expired += bool(due) and each.ticket.deadline is not None and each.ticket.deadline <= now
+            if due and (each.ticket.deadline is None or each.ticket.deadline > now):
+                mine.append((each, due))
+        if ring.overflow == "overwrite" and len(mine) > ring.statistics().free:
+            raise RingFullError(
+                f"{len(mine)} payloads are to be restored, and this ring would overwrite the first of them: make "
+                'it with more slots, or with overflow="block"'
+            )
+        for each, _ in mine:
+            self._check(each, ring)
+        self.verify([each for each, _ in mine], progress)
+        tickets = self._written(mine, ring, timeout_s)
+        if isinstance(into, Writing):
+            into.reconcile()  # a queue beside the rings learns of them
+        size = sum(ticket.size for ticket in tickets)
+        return Restored(self.manifest, tickets, size, known, expired, len(wanted) - len(fitting))
+
+    def _refuse_living(self) -> None:
+        for ring in self.manifest.rings:
+            with contextlib.suppress(RingError), SharedRingBuffer.attach(ring.segment, role="observer") as seen:
+                if seen.ring_id == ring.ring and seen.native.unread:
+                    raise SnapshotError(
+                        f"ring {ring.segment} of the snapshot is still here, with {seen.native.unread} payloads: "
+                        "they would come twice. End its processes and remove it with `transport reclaim`"
+                    )
+
+    def _check(self, payload: SavedPayload, ring: SharedRingBuffer) -> None:
+        """Refuse before anything is written what `write_copy` would refuse."""
+        ticket = payload.ticket
+        ticket.layout(ticket.schema or ring.schema or self.schema_of(payload))
+        if ticket.size > ring.slot_capacity:
+            raise PayloadTooLargeError(
+                f"payload {ticket.name} of {ticket.size} bytes does not fit a slot of {ring.slot_capacity}: make the "
+                "ring with a larger slot_bytes"
+            )
+        ring.readers_of(ticket.readers)
+
+    def _written(
+        self, payloads: Sequence[tuple[SavedPayload, tuple[int, ...]]], ring: SharedRingBuffer, timeout_s: float | None
+    ) -> list[Ticket]:
+        """All of them; where one cannot be written, those before it are taken back."""
+        give_up = None if timeout_s is None else time.monotonic() + timeout_s
+        written: list[Ticket] = []
+        try:
+            for payload, due in payloads:
+                origin = "/".join(map(str, payload.ticket.origin))
+                ticket = ring.write_copy(
+                    payload.ticket,
+                    self.data(payload),
+                    self.schema_of(payload),
+                    metadata={**payload.ticket.metadata, ORIGIN: origin},
+                    policy_version=payload.policy_version,
+                    timeout_s=None if give_up is None else max(give_up - time.monotonic(), 0.0),
+                )
+                written.append(ticket)
+                # A trainer that claims it first for a rank that is done drops it, by its record.
+                for rank in set(range(ticket.readers)) - set(due):
+                    ring.acknowledge(ticket, rank)
+        except BaseException:
+            for ticket in written:
+                with contextlib.suppress(TransportError):
+                    ring.discard(ticket)
+            raise
+        return written
+
+
+def _block(destination: Destination, manifest: Manifest, files: Mapping[str, File], name: str, number: int) -> bytes:
+    return checked_block(destination, manifest.path(files[name]), files[name], number)
+
+
+def _fits(payload: SavedPayload, ring: SharedRingBuffer) -> bool:
+    return ring.fingerprint.hex() in (NO_SCHEMA, payload.ticket.schema_fingerprint)
+
+
+def restore(
+    destination: str,
+    step: int | None,
+    into: SharedRingBuffer | Writing,
+    *,
+    run: str | None = None,
+    attempt: str | None = None,
+    share: tuple[int, int] = (0, 1),
+    consumed: Iterable[ConsumedRecord] = (),
+    timeout_s: float | None = None,
+    progress: Progress = silent,
+) -> Restored:
+    """Write a snapshot's payloads, or this ring's share of them, into a ring of the new run. Blocks.
+
+    Every byte that is needed is verified before the first payload is written. The trainers of the new run begin with
+    the records of the same checkpoint. No snapshot is taken before all shares are restored: it would lack the rest.
+
+    Args:
+        destination, step, run, attempt: as for `Saved`.
+        into: a `Rollout`, or the ring of a writer. Payloads of other schemas than its own are left to other rings.
+            Where it has fewer slots than payloads, this waits until trainers have consumed some.
+        share: number of this ring, and how many rings share the payloads.
+        consumed: records of the checkpoint's trainers; what they have is left out.
+        timeout_s: longest wait for free slots, in all; None: no limit.
+        progress: of the verification, called with (blocks done, blocks in all, bytes done).
+
+    Raises:
+        NoCheckpointError, CheckpointDamagedError, DestinationError, UsageError: as `Saved`; nothing was written.
+        SchemaError, PayloadTooLargeError: the ring is not one for these payloads; nothing was written.
+        SnapshotError: a ring of the snapshot is still on this host.
+        RingFullError: not all found a slot in time; those that did are taken back.
+    """
+    with Saved(destination, step, run=run, attempt=attempt) as saved:
+        return saved.restore(into, share=share, consumed=consumed, timeout_s=timeout_s, progress=progress)
+
+
+def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
+    """The attempts of each step of which there is a complete snapshot, the newest last. DestinationError."""
+    with open_destination(destination) as opened:
+        return {step: list(found) for step, found in _complete(opened, run or configuration().run or "run").items()}
+
+
+def _complete(destination: Destination, run: str, only: int | None = None) -> dict[int, dict[str, float]]:
+    """By step, the attempts with a manifest, and when each was made."""
+    found: dict[int, dict[str, float]] = {}
+    destination.names("")  # raises where it is away: a folder that is not there has no names
+    for name in destination.names(manifests.folder_of(run)):
+        step = manifests.step_of(name)
+        if step is None or only not in (None, step):
+            continue
+        attempts = {}
+        for attempt in destination.names(manifests.step_folder(run, step)):
+            place = f"{manifests.step_folder(run, step)}/{attempt}/{manifests.NAME}"
+            data = destination.read(place, manifests.MOST_BYTES)
+            if data is not None:
+                attempts[attempt] = manifests.created(data)
+        if attempts:
+            found[step] = dict(sorted(attempts.items(), key=lambda each: each[1]))
+    return dict(sorted(found.items()))
+
+
+def _found(destination: Destination, run: str, step: int | None, attempt: str | None) -> Manifest:
+    if step is None or attempt is None:
+        complete = _complete(destination, run, step if step is None else manifests.check_step(step))
+        if not complete:
+            which = "no complete snapshot" if step is None else f"no complete snapshot of step {step}"
+            raise NoCheckpointError(f"{destination.url}: run {run} has {which}{_others(destination, run, step)}")
+        step = max(complete)
+        attempt = attempt or list(complete[step])[-1]
+    place = manifests.place_of(run, step, attempt)
+    data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
+    if data is None:
+        raise NoCheckpointError(f"{destination.url}/{place} is no complete snapshot: it has no manifest")
+    try:
+        return manifests.decode(data, run, step, attempt)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(f"the snapshot at {destination.url}/{place} is damaged: {error}") from error
+
+
+def _others(destination: Destination, run: str, step: int | None) -> str:
+    there = [] if step is None else list(_complete(destination, run))
+    return f"; there are those of steps {', '.join(map(str, there[-8:]))}" if there else ""

@@ -1,0 +1,284 @@
+"""The cut and the upload of a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+
+from transport.claims.open import open_rings
+from transport.claims.rings import FoundRings
+from transport.config import configuration
+from transport.cooldown.destinations.base import PIECE, Destination, normalise
+from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.records import check_name
+from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.upload import Stream, copied, removed_on_failure
+from transport.errors import RingNotFoundError, SnapshotError, UsageError
+from transport.ring.buffer import HeldPayload, SharedRingBuffer
+from transport.ring.leases import ReadLease
+from transport.ring.mapping import attached_reader
+from transport.runtime.arguments import expect
+from transport.runtime.blocking_calls import started
+from transport.runtime.progress import Progress, silent
+from transport.snapshots import manifest as manifests
+from transport.snapshots.manifest import Entry, Index, Manifest, RingPart
+from transport.ticket import host_identity
+
+PARTS_S: Final = 600.0  # longest wait of part 0 for the others
+_LOOK_S: Final = 0.2
+_DATA, _INDEX = "payloads", "index"
+
+
+class Snapshot:
+    """A snapshot whose cut is made and whose upload is under way. Keep `attempt` in the model's checkpoint.
+
+    Attributes:
+        run, step, attempt: its name; `restore` takes them.
+        payloads, bytes: how many this host's rings held, and of all of them together.
+        pause_s: seconds that the cut took.
+    """
+
+    def __init__(self, cut: _Cut, upload: Future[Manifest], stop: Stop) -> None:
+        self.run, self.step, self.attempt = cut.run, cut.step, cut.attempt
+        self.payloads = sum(len(ring.held) for ring in cut.rings)
+        self.bytes = sum(each.size for ring in cut.rings for each in ring.held)
+        self.pause_s = cut.pause_s
+        self._upload = upload
+        self._stop = stop
+
+    def __repr__(self) -> str:
+        state = "complete" if self.done() else "under way"
+        return f"<Snapshot {self.run} step {self.step} attempt {self.attempt}, {self.payloads} payloads, {state}>"
+
+    def done(self) -> bool:
+        """Whether the upload has ended, well or not."""
+        return self._upload.done()
+
+    def wait(self, timeout_s: float | None = None) -> Manifest:
+        """Until the upload has ended; the manifest as it lies at the destination (of a part: that part's).
+
+        Raises:
+            TimeoutError: it has not ended after ``timeout_s``, and goes on.
+            DestinationError: the destination failed, is full or is gone. There is no snapshot of this attempt.
+            SnapshotError: parts of other hosts are missing. UploadCancelledError: it was cancelled.
+        """
+        try:
+            return self._upload.result(timeout_s)
+        except TimeoutError:
+            if self._upload.done():
+                raise
+            raise TimeoutError(f"{self!r}: not complete after {timeout_s} s; the upload goes on") from None
+
+    def cancel(self) -> None:
+        """End the upload, unless its manifest is being written: no snapshot of this attempt. Does not wait."""
+        self._stop.set()
+
+
+class _Held(NamedTuple):
+    """A ring, and the payloads of it that are pinned."""
+
+    ring: SharedRingBuffer
+    held: Sequence[HeldPayload]
+
+
+class _Cut(NamedTuple):
+    run: str
+    step: int
+    attempt: str
+    part: tuple[int, int]
+    created: float
+    rings: Sequence[_Held]
+    elsewhere: tuple[str, ...]
+    pause_s: float
+
+
+def snapshot(
+    queue: FoundRings | str,
+    destination: str,
+    step: int,
+    *,
+    run: str | None = None,
+    part: tuple[int, int] = (0, 1),
+    attempt: str | None = None,
+    progress: Progress = silent,
+) -> Snapshot:
+    """Fix what the rings of this host hold and no trainer has consumed, and upload it in the background.
+
+    Call it between two steps, when the record is taken: no trainer consumes between its `consumed_record()` and the
+    return of this call. Of several trainers one calls it, and the others wait for it. Claims may be held meanwhile.
+
+    Args:
+        queue: the run's rings, or the text by which `open_queue` finds them.
+        destination: a folder, s3://…, gs://… (docs/COOLDOWN.md).
+        step: of the model, 0 to 10**12 - 1.
+        run: name below which the destination has it; default: the setting ``run``, else "run".
+        part: number of this host, and how many hosts have rings. Each takes its part, with the same ``attempt``.
+        attempt: name of the snapshot, 16 hexadecimal digits; default random. Needed where there are several parts.
+        progress: called with (files done, files in all, bytes done).
+
+    Raises:
+        SnapshotError: rings are served by other hosts, and no part of them is asked for.
+        NoOwnerError: a ring has 16 attached processes. Whatever is raised, nothing stays pinned.
+    """
+    began = time.monotonic()
+    name = check_name(run or configuration().run or "run", "run")
+    step = manifests.check_step(step)
+    url = normalise(destination)
+    number, parts = part
+    if not 0 <= number < parts:
+        raise UsageError(f"part={part}: give this host's number, from 0 on, and how many hosts there are")
+    if parts > 1 and attempt is None:
+        raise UsageError("attempt: all parts of a snapshot need the same name; part 0 may choose `new_attempt()`")
+    chosen = manifests.new_attempt() if attempt is None else manifests.check_attempt(attempt)
+    with contextlib.ExitStack() as stack:
+        if isinstance(queue, str):
+            queue = stack.enter_context(rings_of(queue))
+        expect(queue, FoundRings, "queue of snapshot()", "rings, as open_queue('rings:NAME') finds them")
+        elsewhere = queue.not_counted()
+        if elsewhere and parts == 1:
+            where = sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in elsewhere.values() if each.ports)
+            raise SnapshotError(
+                f"rings are served by other hosts ({', '.join(where[:4])}): take a part of the snapshot on each host, "
+                "part=(number, hosts) with one attempt; their payloads would be missing"
+            )
+        with contextlib.ExitStack() as undo:
+            rings = []
+            for segment in queue.segments_here():
+                with contextlib.suppress(RingNotFoundError):  # it has ended meanwhile, with nothing unread
+                    ring = attached_reader(segment)
+                    undo.callback(ring.close)
+                    rings.append(_Held(ring, ring.hold_unread()))
+            created = time.time()
+            ids = tuple(each.ring for each in elsewhere.values() if each.ring)
+            cut = _Cut(name, step, chosen, part, created, rings, ids, time.monotonic() - began)
+            stop = Stop()
+            # From here on the rings are the thread's.
+            upload = started(partial(_upload, undo.pop_all(), cut, url, stop, progress))
+    return Snapshot(cut, upload, stop)
+
+
+def rings_of(text: str) -> FoundRings:
+    """The rings that a text names. UsageError for that of another queue."""
+    if not text.startswith("rings"):
+        raise UsageError(f"{text}: a snapshot is of rings; give rings:NAME, or rings+URL")
+    return open_rings(text)
+
+
+def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progress: Progress) -> Manifest:
+    place = manifests.place_of(cut.run, cut.step, cut.attempt)
+    with rings, open_destination(url) as destination, removed_on_failure(destination, place):
+        manifest = _sent(cut, destination, place, stop, progress)
+        number, parts = cut.part
+        if parts > 1:
+            destination.put(f"{place}/{manifests.part_name(number)}", manifest.encode())
+            if number:
+                return manifest
+            manifest = _whole(cut, manifest, destination, place, stop)
+        with stop.committing():
+            destination.put(f"{place}/{manifests.NAME}", manifest.encode())
+        return manifest
+
+
+def _sent(cut: _Cut, destination: Destination, place: str, stop: Stop, progress: Progress) -> Manifest:
+    """Files of every ring that holds something are at the destination."""
+    with contextlib.ExitStack() as stack:
+        sources: list[tuple[str, Stream]] = []
+        parts: list[RingPart] = []
+        for ring, held in cut.rings:
+            payloads = _Payloads(ring, held)
+            stack.callback(payloads.release)
+            if payloads.leases:
+                index = msgspec.msgpack.encode(Index(schema=ring.native.schema, entries=payloads.entries))
+                sources.append((f"{ring.ring_id}.{_DATA}", Stream(payloads.bytes, payloads.pieces)))
+                sources.append((f"{ring.ring_id}.{_INDEX}", Stream(len(index), partial(_cut_up, index))))
+            parts.append(
+                RingPart(
+                    ring=ring.ring_id,
+                    segment=ring.name,
+                    host=host_identity(),
+                    fingerprint=ring.fingerprint.hex(),
+                    consumers=ring.native.consumers,
+                    slots=ring.slot_count,
+                    slot_bytes=ring.slot_capacity,
+                    payloads=len(payloads.leases),
+                    bytes=payloads.bytes,
+                )
+            )
+        files = {file.name: file for file in copied(sources, destination, place, stop, progress)}
+    rings = (
+        msgspec.structs.replace(part, data=files.get(f"{part.ring}.{_DATA}"), index=files.get(f"{part.ring}.{_INDEX}"))
+        for part in parts
+    )
+    return Manifest(
+        run=cut.run,
+        step=cut.step,
+        attempt=cut.attempt,
+        created=cut.created,
+        rings=tuple(rings),
+        elsewhere=cut.elsewhere,
+    )
+
+
+class _Payloads:
+    """The payloads of a ring that are pinned, as one file. Each is let go of behind its last byte."""
+
+    def __init__(self, ring: SharedRingBuffer, held: Sequence[HeldPayload]) -> None:
+        found = [(each, ring.ticket_in(each.slot, each.generation)) for each in held]
+        known = [(each, ticket) for each, ticket in found if ticket is not None]  # no reader has the others, either
+        self.entries = tuple(Entry(ticket.encode(), each.due, each.policy_version) for each, ticket in known)
+        self.bytes = sum(ticket.size for _, ticket in known)
+        self.leases = [ReadLease(ring, ticket, each.due[0]) for each, ticket in known]
+
+    def pieces(self) -> Iterator[bytes]:
+        """All bytes, in pieces of `PIECE` and the rest."""
+        gathered = bytearray()
+        for lease in self.leases:
+            begin = 0
+            while begin < len(lease.view):
+                end = min(len(lease.view), begin + PIECE - len(gathered))
+                gathered += lease.view[begin:end]
+                begin = end
+                if len(gathered) == PIECE:
+                    yield bytes(gathered)
+                    gathered.clear()
+            lease.release()
+        if gathered:
+            yield bytes(gathered)
+
+    def release(self) -> None:
+        """Let go of what has not been sent. Idempotent."""
+        for lease in self.leases:
+            lease.release()
+
+
+def _cut_up(data: bytes) -> Iterator[bytes]:
+    return (data[begin : begin + PIECE] for begin in range(0, len(data), PIECE))
+
+
+def _whole(cut: _Cut, own: Manifest, destination: Destination, place: str, stop: Stop) -> Manifest:
+    """The manifest of all parts, when the other hosts have sent theirs."""
+    found: dict[int, Manifest] = {0: own}
+    give_up = time.monotonic() + PARTS_S
+    while missing := sorted(set(range(cut.part[1])) - set(found)):
+        data = destination.read(f"{place}/{manifests.part_name(missing[0])}", manifests.MOST_BYTES)
+        if data is not None:
+            found[missing[0]] = manifests.decode(data, cut.run, cut.step, cut.attempt)
+            continue
+        if time.monotonic() > give_up:
+            raise SnapshotError(f"parts {missing} of the snapshot of step {cut.step} did not come in {PARTS_S:g} s")
+        stop.check()
+        time.sleep(_LOOK_S)
+    rings = [ring for part in found.values() for ring in part.rings]
+    names = [ring.ring for ring in rings]
+    known = {name for part in found.values() for name in part.elsewhere}
+    if left_out := sorted(known - set(names)):
+        raise SnapshotError(f"rings {', '.join(left_out)} are in no part of the snapshot of step {cut.step}")
+    if len(set(names)) != len(names):
+        raise SnapshotError("two parts have the same rings: take one part on each host, not one in each process")
+    return msgspec.structs.replace(own, rings=tuple(rings), elsewhere=())
