@@ -248,6 +248,7 @@ OPTIONS: dict[type, dict[str, Shown]] = {
             of_a_worker("ring", lambda worker: worker.write_to_buffer({"step": 1}).readers),
             {("train",): 1, ("train", "reference"): 2},
         ),
+        "sync": "guarantees/test_files.py::test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed",
     },
     ServerOptions: {
         "ports": (of_a_worker("server", lambda worker: len(worker._ucxx_server.ports)), {(0,): 1, (0, 0): 2}),

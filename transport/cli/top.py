@@ -211,6 +211,8 @@ def _processes(view: RingView) -> str:
         parts.append(f"no heartbeat: {','.join(late)}")
     if view.readers:
         parts.append(count(len(view.readers), "mapped reader"))
+    if view.file:
+        parts.append(f"in {view.file}")
     return "\n".join(parts)
 
 

@@ -210,9 +210,12 @@ class UCXXServer:
             native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
 
     def _give_up_unread(self) -> None:
-        """Behind `end_data`, what nobody has claimed ends here, so that the listeners can still tell the end."""
+        """Behind `end_data`, what nobody has claimed ends here, so that the listeners can still tell the end.
+
+        In a file it waits for the next writer, and this is not the end of the data.
+        """
         native = self._ring.native
-        if native.closed or not native.ended:
+        if native.closed or native.file or not native.ended:
             return
         infos = [(slot, native.info(slot)) for slot in range(self._ring.slot_count)]
         given_up = sum(native.discard(slot, info.generation) for slot, info in infos if info.state == _ring.READY)
