@@ -1,22 +1,26 @@
 """The ring on one core, from C++ and from Python, and copies against memcpy.
 
-    python benchmarks/ring.py [--json ring.json]
+    python benchmarks/ring.py [--files FOLDER] [--json ring.json]
 
 The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points. Copies
-from and to device memory are measured by benchmarks/gpu.
+from and to device memory are measured by benchmarks/gpu. With a folder the rows are of rings in files there instead,
+with each sync, beside one in /dev/shm.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from transport import _ring
 from transport.bench.machine import machine
@@ -109,6 +113,59 @@ def python_row(size: int) -> Row:
     }
 
 
+def measure_files(progress: Progress, folder: Path, sizes: Sequence[int] = _SIZES[:3]) -> list[Row]:
+    """The rows of rings in files of this folder."""
+    rows: list[Row] = []
+    for number, size in enumerate(sizes):
+        progress(number, len(sizes), 0)
+        rows += file_rows(folder, size)
+    progress(len(sizes), len(sizes), 0)
+    return rows
+
+
+def file_rows(folder: Path, size: int, rounds: int = 100) -> list[Row]:
+    """A `write`, a payload of a `write_many` of eight, and a claim with its consumption; medians in microseconds.
+
+    The rings take turns of ten: in /dev/shm, in a file, and in a file that is synced before a payload is published.
+    """
+    schema = Schema.of(data=("uint8", size))
+    batch = [{"data": np.random.default_rng(each).integers(0, 256, size, np.uint8)} for each in range(8)]
+    names = "/dev/shm", "never", "publish"
+    times: dict[str, dict[str, list[float]]] = {name: {"write": [], "of_eight": [], "consume": []} for name in names}
+    with contextlib.ExitStack() as stack:
+        within = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        rings: dict[str, SharedRingBuffer] = {}
+        for name in names:
+            place: dict[str, Any] = {} if name == "/dev/shm" else {"file": within / name, "sync": name}
+            made = SharedRingBuffer.create(schema, slots=16, prefix=segment_prefix("bench"), **place)
+            rings[name] = stack.enter_context(made)
+        for name in (each for _ in range(rounds // 10) for each in names for _ in range(10)):
+            begun = time.perf_counter()
+            rings[name].write(batch[0])
+            written = time.perf_counter()
+            rings[name].write_many(batch)
+            all_written = time.perf_counter()
+            claims = rings[name].claim(len(batch) + 1)
+            assert len(rings[name].consume(claims)) == len(batch) + 1
+            times[name]["write"].append(written - begun)
+            times[name]["of_eight"].append((all_written - written) / len(batch))
+            times[name]["consume"].append((time.perf_counter() - all_written) / len(claims))
+    medians = {
+        name: {step: statistics.median(taken) * 1e6 for step, taken in steps.items()} for name, steps in times.items()
+    }
+    return [
+        {
+            "case": "ring in a file",
+            "bytes": size,
+            "sync": name,
+            **{f"{step}_us": round(median, 2) for step, median in steps.items()},
+            "write_to_memory": round(medians["/dev/shm"]["write"] / steps["write"], 3),
+            "of_eight_to_memory": round(medians["/dev/shm"]["of_eight"] / steps["of_eight"], 3),
+        }
+        for name, steps in medians.items()
+    ]
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, those of a kind together."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
@@ -128,11 +185,19 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def ring(json_target: JsonTarget = None) -> None:
+def ring(
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", exists=True, file_okay=False, help="Measure rings in files of this folder. Default: none."
+        ),
+    ] = None,
+    json_target: JsonTarget = None,
+) -> None:
     """Measure ring operations per second from C++, and writes and copies against memcpy, on one core."""
     where = machine()
     with bar_with_time_left("measuring") as progress:
-        rows = measure(progress)
+        rows = measure(progress) if files is None else measure_files(progress, files)
     report = Report(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", table(rows)]), json_target)
 

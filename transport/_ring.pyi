@@ -171,7 +171,8 @@ class Ring:
     An observer looks, consumes, discards and reclaims; what writes or pins needs an owner place (FAULT_ARGUMENT).
     """
 
-    name: str  # as shm_open wants it, "/transport-…"
+    name: str  # of its entry in /dev/shm, "/transport-…"
+    file: str  # that it lies in; "": it lies in /dev/shm
     ring_id: bytes  # 16 random bytes
     secret: bytes  # 16 random bytes, the key of the slot keys
     fingerprint: bytes  # 16 bytes, of the schema; zeros: any payload
@@ -179,11 +180,16 @@ class Ring:
     slot_capacity: int  # payload bytes per slot, as asked (areas are rounded up to pages)
     created_ns: int  # CLOCK_REALTIME
     taken_over: bool
+    torn: int  # payloads that `create` found in the file with other bytes than were published, and freed
     owner: int  # own index, -1 for an observer
     closed: bool
 
     @staticmethod
-    def create(name: str, slot_count: int, slot_capacity: int, fingerprint: bytes) -> Ring: ...
+    def create(
+        name: str, slot_count: int, slot_capacity: int, fingerprint: bytes, *, file: str = "", synced: bool = False
+    ) -> Ring:
+        """In a ``file`` (an absolute path) the name leads there, and all of the above is said of the file; FAULT_LAYOUT
+        then also of what is no ring. ``synced``: `publish` syncs first."""
     @staticmethod
     def attach(name: str, role: int, *, writable_payload: bool = False) -> Ring: ...
     def close(self) -> None:
@@ -207,7 +213,7 @@ class Ring:
         """
     @staticmethod
     def unlink_if_dead(name: str, *, gives_up_to: int = ...) -> bool:
-        """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND.
+        """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND. A file stays.
 
         ``gives_up_to`` as in `unlink_if_last`; then also FAULT_NOT_READY and FAULT_LAYOUT, which keep the segment.
         """
@@ -325,7 +331,7 @@ class Ring:
     def counters(self) -> dict[str, int]:
         """Sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,
-        bytes_published, and bytes read by wire: bytes_mapped, bytes_shm, bytes_tcp, bytes_rdma, bytes_cuda.
+        bytes_published, torn, and bytes read by wire: bytes_mapped, bytes_shm, bytes_tcp, bytes_rdma, bytes_cuda.
         takes + overwrites = publishes + aborts + reclaimed_writing + slots in WRITING; an overwrite is no take,
         mark_consumed is a consume and an unpin. A process that is killed between a transition and its count leaves a
         sum one short."""

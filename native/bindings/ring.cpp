@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/ring_bindings.hpp"
+#include "bindings/without_gil.hpp"
 #include "ring/ring.hpp"
 
 namespace transport::python {
@@ -155,12 +156,13 @@ bool wait(const Ring& ring, EventWord& (Ring::*which)() const, std::uint32_t bef
 }
 
 std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                             nb::bytes fingerprint) {
+                             nb::bytes fingerprint, const std::string& file, bool synced) {
   Bytes16 key{};
   if (fingerprint.size() != key.size()) fail(Fault::argument, "a fingerprint has 16 bytes");
   std::memcpy(key.data(), fingerprint.c_str(), key.size());
   const nb::gil_scoped_release release;
-  return Ring::create(name, slot_count, slot_capacity, key);
+  const Kept kept = file.empty() ? Kept::no : synced ? Kept::synced : Kept::by_file;
+  return Ring::create(name, slot_count, slot_capacity, key, file, kept);
 }
 
 std::unique_ptr<Ring> attach(const std::string& name, int role, bool writable_payload) {
@@ -224,6 +226,9 @@ nb::tuple state_counts(const Ring& ring) {
 
 bool publish(Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t length, std::uint64_t checksum,
              unsigned readers, std::uint64_t deadline_ns, nb::bytes note, std::int64_t policy_version) {
+  ring.require_open();
+  std::optional<WithoutGil> without;
+  if (ring.synced()) without.emplace(ring);  // the disk takes its time
   return ring.publish(slot, generation,
                       {length, checksum, readers, deadline_ns, {note.c_str(), note.size()}, policy_version});
 }
@@ -294,7 +299,8 @@ void bind_ring(nb::module_& module) {
   bind_claim_types(module);
   nb::class_<Ring> ring(module, "Ring", nb::is_final(), "One attachment of this process to a ring's segment.");
   bind_claims(ring);
-  ring.def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
+  ring.def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a, nb::kw_only(),
+                  "file"_a = "", "synced"_a = false)
       .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
       .def("close", &Ring::close, "Release pins, owner number and locks, except those of lent memory. Idempotent.")
       .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
@@ -315,6 +321,8 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("slot_capacity", [](const Ring& ring) { return ring.identity().slot_capacity; })
       .def_prop_ro("created_ns", [](const Ring& ring) { return ring.identity().created_ns; })
       .def_prop_ro("taken_over", &Ring::taken_over)
+      .def_prop_ro("file", &Ring::file)
+      .def_prop_ro("torn", &Ring::torn)
       .def_prop_ro("owner", &Ring::owner)
       .def_prop_ro("closed", &Ring::closed)
 

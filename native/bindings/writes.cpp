@@ -158,11 +158,22 @@ class WritePlan {
     }
     const Terms terms{readers, created, deadline, policy_version};
     const WithoutGil without(ring);
-    while (written_.size() < planned_.size()) {
-      if (!slot) slot = ring.try_take();
-      if (!slot) break;
-      write_one(ring, *slot, terms);
-      slot.reset();
+    std::vector<Lease> prepared;  // at the end of written_
+    const bool together = ring.synced();
+    try {
+      while (written_.size() < planned_.size()) {
+        if (!slot) slot = ring.try_take();
+        if (!slot) break;
+        prepare_one(ring, *slot, terms);
+        prepared.push_back(*slot);
+        slot.reset();
+        if (!together) commit(ring, prepared);
+      }
+      commit(ring, prepared);
+    } catch (...) {  // the sync failed
+      written_.resize(written_.size() - prepared.size());
+      for (const Lease& each : prepared) ring.abort(each.slot, each.generation);
+      throw;
     }
     return planned_.size() - written_.size();
   }
@@ -209,7 +220,13 @@ class WritePlan {
     return true;
   }
 
-  void write_one(Ring& ring, const Lease& lease, const Terms& terms) {
+  static void commit(Ring& ring, std::vector<Lease>& prepared) {
+    if (!prepared.empty() && ring.commit(prepared) != prepared.size())
+      fail(Fault::argument, "a slot is not this writer's");
+    prepared.clear();
+  }
+
+  void prepare_one(Ring& ring, const Lease& lease, const Terms& terms) {
     const Planned& p = planned_[written_.size()];
     std::byte* const memory = ring.payload(lease.slot);
     const bool fused = p.total >= kFusedBytes;
@@ -234,7 +251,7 @@ class WritePlan {
                        p.middle.empty() ? middle_ : p.middle, p.lengths, terms.created, terms.deadline,
                        p.metadata.empty() ? metadata_ : p.metadata});
     const std::uint64_t deadline_ns = terms.deadline ? static_cast<std::uint64_t>(*terms.deadline * 1e9) : 0;
-    if (!ring.publish(lease.slot, lease.generation,
+    if (!ring.prepare(lease.slot, lease.generation,
                       {p.total, sum, terms.readers, deadline_ns, note, terms.policy_version}))
       fail(Fault::argument, "slot " + std::to_string(lease.slot) + " is not this writer's");
     written_.push_back(std::move(note));

@@ -18,13 +18,15 @@
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 53> kPoints{
+inline constexpr std::array<std::string_view, 56> kPoints{
     "create.opened",         // the name exists, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
     "create.header",         // header, not initialised
     "create.initialised",    // complete, no owner
     "create.found",          // a file of this name is open, not yet locked
+    "file.checked",          // some slots of a file are checked, its dead owners still there
+    "file.entered",          // the name leads to the file, no owner
     "attach.found",          // mapped, no owner number
     "attach.locked",         // owner byte locked, leftovers of the previous owner still there
     "attach.claimed",        // owner number taken
@@ -32,6 +34,7 @@ inline constexpr std::array<std::string_view, 53> kPoints{
     "take.taken",            // word WRITING
     "overwrite.taken",       // word WRITING
     "publish.written",       // fields written, word still WRITING
+    "publish.synced",        // what is to outlive a loss of power is on disk, word still WRITING
     "publish.published",     // word READY, waiters not woken
     "abort.freed",           // word FREE
     "pin.pinned",            // word READING

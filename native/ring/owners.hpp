@@ -110,8 +110,9 @@ enum class Counter : unsigned {
   bytes_tcp,
   bytes_rdma,
   bytes_cuda,
+  torn,
 };
-inline constexpr std::array<const char*, 19> kCounterNames{"takes",
+inline constexpr std::array<const char*, 20> kCounterNames{"takes",
                                                            "overwrites",
                                                            "publishes",
                                                            "aborts",
@@ -129,7 +130,8 @@ inline constexpr std::array<const char*, 19> kCounterNames{"takes",
                                                            "bytes_shm",
                                                            "bytes_tcp",
                                                            "bytes_rdma",
-                                                           "bytes_cuda"};
+                                                           "bytes_cuda",
+                                                           "torn"};
 
 // How long a claim lasts: as long as its holder lives and is heard. `lease_ns` is what the holder asked for, 0: for as
 // long as it lives. The one rule for owners of a ring and for connections of a listener, whoever looks.

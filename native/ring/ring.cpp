@@ -2,7 +2,10 @@
 #include "ring/ring.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+
+#include <unistd.h>
 
 #include "ring/change.hpp"
 #include "common/clock.hpp"
@@ -94,6 +97,12 @@ std::optional<Lease> Ring::try_overwrite() {
 }
 
 bool Ring::publish(std::uint64_t slot, std::uint64_t generation, const Publication& p) {
+  if (!prepare(slot, generation, p)) return false;
+  const Lease prepared{static_cast<std::uint32_t>(slot), static_cast<std::uint32_t>(generation)};
+  return commit({&prepared, 1}) == 1;
+}
+
+bool Ring::prepare(std::uint64_t slot, std::uint64_t generation, const Publication& p) {
   require_owner();
   require_slot(slot);
   if (p.readers < 1 || p.readers > kMaxReaders)
@@ -123,15 +132,40 @@ bool Ring::publish(std::uint64_t slot, std::uint64_t generation, const Publicati
     words[i].store(word, std::memory_order_release);
   }
   clear_claims(slot, p.policy_version);
-  FAULT_POINT("publish.written");
-  if (!change(c.word, [&](Word old) { return slot_word::publish(old, generation, me, p.readers); })) return false;
-  FAULT_POINT("publish.published");
-  row().count(Counter::publishes);
-  row().count(Counter::bytes_published, p.length);
-  ready_.offer(slot);  // SYNC R
-  advance(header().published);
+  if (segment_.place.file)
+    c.seal.store(seal_of(slot, static_cast<std::uint32_t>(generation)), std::memory_order_release);
   return true;
 }
+
+std::size_t Ring::commit(std::span<const Lease> prepared) {
+  require_owner();
+  FAULT_POINT("publish.written");
+  if (synced() && !prepared.empty() && fdatasync(fd()) != 0) {
+    const int error = errno;
+    for (const Lease& each : prepared) control(each.slot).seal.store(0, std::memory_order_release);
+    fail_errno(error, "fdatasync", segment_.place.shown);
+  }
+  FAULT_POINT("publish.synced");
+  std::size_t published = 0;
+  for (const Lease& each : prepared) {
+    SlotControl& c = control(each.slot);
+    const unsigned readers = std::clamp(c.readers.load(std::memory_order_relaxed), 1u, kMaxReaders);
+    const std::uint64_t length = c.length.load(std::memory_order_relaxed);
+    if (!change(c.word, [&](Word old) {
+          return slot_word::publish(old, each.generation, static_cast<unsigned>(me_), readers);
+        }))
+      continue;
+    FAULT_POINT("publish.published");
+    row().count(Counter::publishes);
+    row().count(Counter::bytes_published, length);
+    ready_.offer(each.slot);  // SYNC R
+    advance(header().published);
+    ++published;
+  }
+  return published;
+}
+
+bool Ring::synced() const { return header().kept.load(std::memory_order_relaxed) == Kept::synced; }
 
 bool Ring::abort(std::uint64_t slot, std::uint64_t generation) {
   require_owner();

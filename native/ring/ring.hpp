@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -87,8 +88,9 @@ struct OwnerInfo {
 
 class Ring {
  public:
+  // In a file (`file`, an absolute path) where `kept` says so.
   static std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                                      const Bytes16& fingerprint);
+                                      const Bytes16& fingerprint, const std::string& file = {}, Kept kept = Kept::no);
   static std::unique_ptr<Ring> attach(const std::string& name, Role role, bool writable_payload);
   // Another owner of the same ring over the same mapping, for threads that want places of their own.
   std::unique_ptr<Ring> attach_again(Role role) const;
@@ -128,6 +130,10 @@ class Ring {
   bool still_named() const;
 
   const std::string& name() const { return segment_.name; }
+  // The file that it lies in; empty: it lies in /dev/shm.
+  std::string file() const { return segment_.place.file ? segment_.place.path : std::string(); }
+  // Payloads that `create` found in the file with other bytes than were published, and freed.
+  unsigned torn() const { return torn_; }
   const Identity& identity() const { return segment_.identity; }
   std::uint64_t sequence() const;
   bool taken_over() const { return segment_.taken_over; }
@@ -136,7 +142,13 @@ class Ring {
   // --- transitions -------------------------------------------------------------------------------
   std::optional<Lease> try_take();
   std::optional<Lease> try_overwrite();
+  // Both steps of a publication. Of many, `prepare` each and `commit` all: then one sync is for all, where the ring is
+  // `synced`. prepare: false if the slot is not ours. commit: how many were ours; where the sync fails it throws, and
+  // they are to be aborted.
   bool publish(std::uint64_t slot, std::uint64_t generation, const Publication& publication);
+  bool prepare(std::uint64_t slot, std::uint64_t generation, const Publication& publication);
+  std::size_t commit(std::span<const Lease> prepared);
+  bool synced() const;
   bool abort(std::uint64_t slot, std::uint64_t generation);
   PinAnswer pin(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   // Pins what is wanted if the key is right, the deadline has not passed and the length agrees; else leaves no pin,
@@ -272,6 +284,12 @@ class Ring {
   bool drop_pin(std::uint64_t slot, std::uint64_t generation);
   void returned(std::uint64_t slot);
 
+  // Of a file (reopening.cpp).
+  std::uint64_t seal_of(std::uint64_t slot, std::uint32_t generation) const;
+  bool whole(std::uint64_t slot, std::uint32_t generation) const;
+  void reopen();
+  void check_slots();
+
   void offer_free_slots();
   void freed(std::uint64_t slot);
   struct Cleared {
@@ -287,6 +305,7 @@ class Ring {
 
   Segment segment_;
   int me_ = -1;
+  unsigned torn_ = 0;
   // Either a user sees that the ring is closed, or close() sees the user: both sequentially consistent.
   std::atomic<bool> closed_ = false;
   mutable std::atomic<unsigned> users_ = 0;

@@ -16,10 +16,21 @@
 namespace transport {
 
 std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                                   const Bytes16& fingerprint) {
-  Segment segment = Segment::create(name, slot_count, slot_capacity, fingerprint);
-  std::unique_ptr<Ring> ring(new Ring(std::move(segment), Role::writer));
+                                   const Bytes16& fingerprint, const std::string& file, Kept kept) {
+  Segment segment = Segment::create(name, slot_count, slot_capacity, fingerprint, file, kept);
+  std::unique_ptr<Ring> ring(new Ring(std::move(segment), Role::observer));
   ring->keeper_ = true;
+  if (!file.empty()) {
+    try {
+      if (ring->taken_over()) ring->reopen();
+      ring->segment_.enter();
+    } catch (...) {
+      if (!ring->taken_over()) ::unlink(file.c_str());
+      throw;
+    }
+    FAULT_POINT("file.entered");
+  }
+  ring->claim_place(Role::writer);
   if (ring->taken_over()) {
     ring->header().sequence.fetch_add(1, std::memory_order_relaxed);  // what is unread has a writer again
     ring->header().ended.store(0, std::memory_order_release);
@@ -68,7 +79,7 @@ void Ring::claim_place(Role role) {
       if (try_lock(fd(), kOwnerByte + off_t{index})) me_ = static_cast<int>(index);
   }
   // A process that removes the name holds every place: after that we hold a place of a ring that cannot be found.
-  if (!segment_.description->still_named(segment_.name)) fail(Fault::not_found, segment_.name + " was removed");
+  if (!segment_.still_named()) fail(Fault::not_found, segment_.name + " was removed");
   FAULT_POINT("attach.locked");
   const Cleared left = clear_bits(static_cast<unsigned>(me_));
   OwnerRow& mine = row();

@@ -230,7 +230,7 @@ bool Ring::keeper_alive() const {
 }
 
 bool Ring::still_named() const {
-  return !closed() && segment_.description->still_named(segment_.name);
+  return !closed() && segment_.still_named();
 }
 
 bool Ring::unlink_if_last(bool readers_may_stay, std::uint64_t gives_up_to) {
@@ -263,7 +263,7 @@ bool Ring::remove_name(bool readers_may_stay, std::uint64_t gives_up_to) {
   }
   const bool removed =
       alone && Segment::may_go(*segment_.mapping, segment_.geometry, segment_.identity.slot_count, gives_up_to) &&
-      segment_.description->still_named(segment_.name) && shm_unlink(segment_.name.c_str()) == 0;
+      segment_.still_named() && Segment::unname(segment_.name);
   for (unsigned index = 0; index < kMaxOwners; ++index)
     if (locked[index]) unlock(fd(), kOwnerByte + off_t{index});
   if (!keeper_) unlock(fd(), kKeeperByte);

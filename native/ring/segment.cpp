@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <mutex>
+#include <optional>
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -14,6 +16,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include "common/checksum.hpp"
 #include "common/clock.hpp"
 #include "common/error.hpp"
 #include "common/fault.hpp"
@@ -36,7 +39,34 @@ class OwnFd {
   int fd_;
 };
 
+constexpr char kSharedMemory[] = "/dev/shm";
+
+// Where the entry of this name leads, if it is a symbolic link.
+std::optional<std::string> link_of(const std::string& name) {
+  char target[PATH_MAX];
+  const ssize_t length = readlink((kSharedMemory + name).c_str(), target, sizeof target);
+  if (length < 0) return std::nullopt;
+  return std::string(target, static_cast<std::size_t>(length));
+}
+
+// The last step of a path is never a link: what another user puts there is not followed.
+int open_at(const Place& place, int flags) {
+  return ::open(place.path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+}
+
 }  // namespace
+
+Place Place::in_memory(const std::string& name) { return {kSharedMemory + name, name, false}; }
+
+Place Place::of(const std::string& name) {
+  const auto target = link_of(name);
+  if (!target) return in_memory(name);
+  struct stat link {
+  };
+  if (lstat((kSharedMemory + name).c_str(), &link) == 0 && link.st_uid != geteuid())
+    fail(Fault::denied, name + " belongs to user " + std::to_string(link.st_uid) + ", we are " + std::to_string(geteuid()));
+  return in_file(*target);
+}
 
 // Every open description of this process, so that a forked child can close what it inherited.
 struct OpenDescriptions {
@@ -62,20 +92,20 @@ struct OpenDescriptions {
   }
 };
 
-std::unique_ptr<Description> Description::try_open(const std::string& name, int flags) {
+std::unique_ptr<Description> Description::try_open(const Place& place, int flags) {
   OpenDescriptions& open = OpenDescriptions::instance();
   const std::lock_guard hold(open.mutex);  // no fork between opening and being known
-  open.all.reserve(open.all.size() + 1);   // may throw; nothing after shm_open but `new` does
-  const int fd = shm_open(name.c_str(), flags | O_CLOEXEC, 0600);
+  open.all.reserve(open.all.size() + 1);   // may throw; nothing after open_at but `new` does
+  const int fd = open_at(place, flags);
   if (fd < 0) return nullptr;
   std::unique_ptr<Description> description(new Description(fd));
   open.all.push_back(description.get());
   return description;
 }
 
-std::unique_ptr<Description> Description::open(const std::string& name, int flags) {
-  auto description = try_open(name, flags);
-  if (!description) fail_errno(errno, "shm_open", name);
+std::unique_ptr<Description> Description::open(const Place& place, int flags) {
+  auto description = try_open(place, flags);
+  if (!description) fail_errno(errno, "open", place.shown);
   return description;
 }
 
@@ -92,21 +122,21 @@ void Description::close() {
   ::close(fd);
 }
 
-int Description::reopen(const std::string& name, int flags) const {
+int Description::reopen(const Place& place, int flags) const {
   struct stat mine {
-  }, named{};
-  if (fstat(fd(), &mine) != 0) fail_errno(errno, "fstat", name);
-  const int other = shm_open(name.c_str(), flags | O_CLOEXEC, 0);
+  }, there{};
+  if (fstat(fd(), &mine) != 0) fail_errno(errno, "fstat", place.shown);
+  const int other = open_at(place, flags);
   if (other < 0) {
     if (errno == ENOENT) return -1;
-    fail_errno(errno, "shm_open", name);
+    fail_errno(errno, "open", place.shown);
   }
-  if (fstat(other, &named) == 0 && mine.st_dev == named.st_dev && mine.st_ino == named.st_ino) return other;
+  if (fstat(other, &there) == 0 && mine.st_dev == there.st_dev && mine.st_ino == there.st_ino) return other;
   ::close(other);
   return -1;
 }
 
-bool Description::still_named(const std::string& name) const { return OwnFd(reopen(name, O_RDONLY)).get() >= 0; }
+bool Description::still_at(const Place& place) const { return OwnFd(reopen(place, O_RDONLY)).get() >= 0; }
 
 bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out) {
   bool fits = true;
@@ -137,24 +167,24 @@ bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, st
   return fits;
 }
 
-Mapping::Mapping(const Description& description, const std::string& name, const Geometry& geometry,
+Mapping::Mapping(const Description& description, const Place& place, const Geometry& geometry,
                  bool writable_payload)
     : control_bytes_(geometry.payload_offset),
       payload_bytes_(geometry.total_bytes - geometry.payload_offset),
       writable_(writable_payload) {
-  const OwnFd control_fd(description.reopen(name, O_RDWR));
+  const OwnFd control_fd(description.reopen(place, O_RDWR));
   // Opened for reading only, the payload cannot be made writable later either.
-  const OwnFd payload_fd(description.reopen(name, writable_payload ? O_RDWR : O_RDONLY));
-  if (control_fd.get() < 0 || payload_fd.get() < 0) fail(Fault::not_found, name + " was removed");
+  const OwnFd payload_fd(description.reopen(place, writable_payload ? O_RDWR : O_RDONLY));
+  if (control_fd.get() < 0 || payload_fd.get() < 0) fail(Fault::not_found, place.shown + " was removed");
   void* control = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, control_fd.get(), 0);
-  if (control == MAP_FAILED) fail_errno(errno, "mmap", name);
+  if (control == MAP_FAILED) fail_errno(errno, "mmap", place.shown);
   const int protection = PROT_READ | (writable_payload ? PROT_WRITE : 0);
   const auto offset = static_cast<off_t>(geometry.payload_offset);
   void* payload = mmap(nullptr, payload_bytes_, protection, MAP_SHARED, payload_fd.get(), offset);
   if (payload == MAP_FAILED) {
     const int error = errno;
     munmap(control, control_bytes_);
-    fail_errno(error, "mmap", name);
+    fail_errno(error, "mmap", place.shown);
   }
   control_ = static_cast<std::byte*>(control);
   payload_ = static_cast<std::byte*>(payload);
@@ -178,39 +208,53 @@ void check_name(const std::string& name) {
     fail(Fault::argument, "a ring is named " + prefix + "…, printable ASCII without a slash, at most 255 bytes");
 }
 
-struct stat checked_stat(const Description& description, const std::string& name) {
+struct stat checked_stat(const Description& description, const Place& place) {
   struct stat status {};
-  if (fstat(description.fd(), &status) != 0) fail_errno(errno, "fstat", name);
+  if (fstat(description.fd(), &status) != 0) fail_errno(errno, "fstat", place.shown);
   if (status.st_uid != geteuid())
     fail(Fault::denied,
-         name + " belongs to user " + std::to_string(status.st_uid) + ", we are " + std::to_string(geteuid()));
+         place.shown + " belongs to user " + std::to_string(status.st_uid) + ", we are " + std::to_string(geteuid()));
   return status;
 }
 
+// The beginning of a segment's file, mapped for a look.
+class HeaderPage {
+ public:
+  HeaderPage(const Description& description, const Place& place) {
+    const OwnFd fd(description.reopen(place, O_RDONLY));
+    if (fd.get() < 0) fail(Fault::not_found, place.shown + " was removed");
+    page_ = mmap(nullptr, kHeaderBytes, PROT_READ, MAP_SHARED, fd.get(), 0);
+    if (page_ == MAP_FAILED) fail_errno(errno, "mmap", place.shown);
+  }
+  ~HeaderPage() { munmap(page_, kHeaderBytes); }
+  HeaderPage(const HeaderPage&) = delete;
+  HeaderPage& operator=(const HeaderPage&) = delete;
+  const Header* operator->() const { return static_cast<const Header*>(page_); }
+  bool blank() const {
+    const auto* bytes = static_cast<const std::byte*>(page_);
+    return std::all_of(bytes, bytes + kHeaderBytes, [](std::byte each) { return each == std::byte{0}; });
+  }
+
+ private:
+  void* page_;
+};
+
 // The header of an initialised segment whose sizes agree with each other and with the file.
 // not_ready: it is not initialised. layout: it is, but not for us.
-Identity read_identity(const Description& description, const std::string& name, Geometry& geometry) {
-  const struct stat status = checked_stat(description, name);
+Identity read_identity(const Description& description, const Place& place, Geometry& geometry) {
+  const struct stat status = checked_stat(description, place);
   const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
-  if (file_bytes < kHeaderBytes) fail(Fault::not_ready, name + " has no header yet");
+  if (file_bytes < kHeaderBytes) fail(Fault::not_ready, place.shown + " has no header yet");
 
-  const OwnFd fd(description.reopen(name, O_RDONLY));
-  if (fd.get() < 0) fail(Fault::not_found, name + " was removed");
-  void* page = mmap(nullptr, kHeaderBytes, PROT_READ, MAP_SHARED, fd.get(), 0);
-  if (page == MAP_FAILED) fail_errno(errno, "mmap", name);
-  const auto* header = static_cast<const Header*>(page);
-  const bool initialised = header->initialised.load(std::memory_order_acquire) != 0;  // SYNC I
-  const std::uint64_t magic = header->magic;
-  const std::uint32_t version = header->layout_version;
-  const Identity identity = header->identity;
-  munmap(page, kHeaderBytes);
-
-  const auto refuse = [&name](const std::string& what) { fail(Fault::layout, name + ": " + what); };
-  if (!initialised) fail(Fault::not_ready, name + " is not initialised");
-  if (magic != kMagic) refuse("magic differs, not a ring");
-  if (version != kLayoutVersion)
-    refuse("its segment has layout version " + std::to_string(version) + ", this build knows " +
+  const HeaderPage header(description, place);
+  const auto refuse = [&place](const std::string& what) { fail(Fault::layout, place.shown + ": " + what); };
+  if (header->initialised.load(std::memory_order_acquire) == 0)  // SYNC I
+    fail(Fault::not_ready, place.shown + " is not initialised");
+  if (header->magic != kMagic) refuse("magic differs, not a ring");
+  if (header->layout_version != kLayoutVersion)
+    refuse("its segment has layout version " + std::to_string(header->layout_version) + ", this build knows " +
            std::to_string(kLayoutVersion) + "; processes that share a ring are of one build");
+  const Identity identity = header->identity;
   if (identity.page_bytes != page_bytes()) refuse("page size differs");
   if (identity.slot_count == 0 || identity.slot_count > kMaxSlots || identity.slot_capacity == 0 ||
       !Geometry::compute(identity.slot_count, identity.slot_capacity, identity.page_bytes, geometry) ||
@@ -218,7 +262,24 @@ Identity read_identity(const Description& description, const std::string& name, 
     refuse("sizes contradict each other");
   if (geometry.total_bytes != file_bytes)
     refuse("file has " + std::to_string(file_bytes) + " bytes, header says " + std::to_string(geometry.total_bytes));
+  if (header->identity_checksum != checksum(&identity, sizeof identity)) refuse("its header is damaged");
   return identity;
+}
+
+// Whether a creator that died has left this: then there is nothing to lose. In /dev/shm all that is not initialised is;
+// a file that is no ring may be something else of its user's, or what is left of a ring.
+bool is_rubbish(const Description& description, const Place& place) {
+  if (!place.file) return true;
+  const auto file_bytes = static_cast<std::uint64_t>(checked_stat(description, place).st_size);
+  if (file_bytes < kHeaderBytes) return file_bytes == 0;
+  const HeaderPage header(description, place);
+  return header.blank() || (header->magic == kMagic && header->layout_version == kLayoutVersion &&
+                            header->sequence.load(std::memory_order_relaxed) == 0);
+}
+
+void sync_entry(const Place& place) {
+  const OwnFd folder(::open(place.path.substr(0, place.path.rfind('/') + 1).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (folder.get() < 0 || fsync(folder.get()) != 0) fail_errno(errno, "fsync", "the folder of " + place.shown);
 }
 
 Bytes16 random_bytes() {
@@ -229,15 +290,15 @@ Bytes16 random_bytes() {
 
 // In pieces, since tmpfs undoes a whole request when a signal arrives: a profiler's timer would never let
 // a large one end. What can be seen not to fit is refused before it has taken the memory of all processes.
-void reserve_memory(const Description& description, const std::string& name, std::uint64_t bytes) {
+void reserve_memory(const Description& description, const Place& place, std::uint64_t bytes) {
   struct statvfs space {};
-  if (fstatvfs(description.fd(), &space) != 0) fail_errno(errno, "fstatvfs", name);
+  if (fstatvfs(description.fd(), &space) != 0) fail_errno(errno, "fstatvfs", place.shown);
   const bool limited = space.f_blocks != 0;  // a tmpfs mounted with size=0 is not
   const std::uint64_t free_bytes = limited ? std::uint64_t{space.f_bavail} * space.f_frsize
                                            : static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
   if (bytes > free_bytes)
-    fail(Fault::no_memory, name + " needs " + std::to_string(bytes) + " bytes of shared memory, " +
-                               std::to_string(free_bytes) + " are free");
+    fail(Fault::no_memory, place.shown + " needs " + std::to_string(bytes) + " bytes" +
+                               (place.file ? "" : " of shared memory") + ", " + std::to_string(free_bytes) + " are free");
   constexpr std::uint64_t kPiece = std::uint64_t{16} << 20;
   for (std::uint64_t at = 0; at < bytes;) {
     const std::uint64_t piece = std::min(kPiece, bytes - at);
@@ -245,94 +306,129 @@ void reserve_memory(const Description& description, const std::string& name, std
     if (error == 0)
       at += piece;
     else if (error != EINTR)
-      fail_errno(error, "posix_fallocate", name + ", " + std::to_string(bytes));
+      fail_errno(error, "posix_fallocate", place.shown + ", " + std::to_string(bytes));
   }
 }
 
 // `segment.description` is a new, empty, locked file.
-void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_capacity, const Bytes16& fingerprint) {
-  reserve_memory(*segment.description, segment.name, segment.geometry.total_bytes);
+void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_capacity, const Bytes16& fingerprint,
+                Kept kept) {
+  reserve_memory(*segment.description, segment.place, segment.geometry.total_bytes);
   FAULT_POINT("create.allocated");
-  segment.mapping = std::make_shared<Mapping>(*segment.description, segment.name, segment.geometry, true);
+  segment.mapping = std::make_shared<Mapping>(*segment.description, segment.place, segment.geometry, true);
   segment.identity = {slot_count,    slot_capacity,  page_bytes(),   segment.geometry.total_bytes,
                       realtime_ns(), random_bytes(), random_bytes(), fingerprint};
   // The file is zero-filled: slots are FREE in generation 0, owner places vacant, boards empty.
   auto* header = reinterpret_cast<Header*>(segment.mapping->control());
   header->identity = segment.identity;
+  header->identity_checksum = checksum(&segment.identity, sizeof segment.identity);
+  header->kept.store(kept, std::memory_order_relaxed);
   header->layout_version = kLayoutVersion;
   header->magic = kMagic;
   FreeHints hints(segment.mapping->control() + segment.geometry.hints_offset, slot_count);
   for (std::uint64_t slot = 0; slot < slot_count; ++slot) hints.offer(slot);
   FAULT_POINT("create.header");
+  if (kept == Kept::synced) {  // before it counts as a ring, whose size has to be that of its file
+    if (fsync(segment.description->fd()) != 0) fail_errno(errno, "fsync", segment.place.shown);
+    sync_entry(segment.place);
+  }
   header->initialised.store(1, std::memory_order_release);  // SYNC I
   FAULT_POINT("create.initialised");
 }
 
 }  // namespace
 
-// A name goes through three states: absent; present and kept; present and not kept, which is a ring to
+// A place goes through three states: absent; present and kept; present and not kept, which is a ring to
 // take over, or rubbish of a creator that died. The keeper lock decides, and it lies on the file and
-// not on the name: the process that gets it checks whether the file still has the name, and else starts over.
+// not on its place: the process that gets it checks whether the file is still there, and else starts over.
 Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                        const Bytes16& fingerprint) {
+                        const Bytes16& fingerprint, const std::string& file, Kept kept) {
   check_name(name);
   if (slot_count == 0 || slot_count > kMaxSlots)
     fail(Fault::argument, "slot_count is 1 to " + std::to_string(kMaxSlots));
   if (slot_capacity == 0) fail(Fault::argument, "slot_capacity is at least 1");
+  if (file.empty() ? kept != Kept::no : file[0] != '/' || kept == Kept::no)
+    fail(Fault::argument, "a ring is kept in a file, which has an absolute path");
   Segment segment;
   segment.name = name;
+  segment.place = file.empty() ? Place::in_memory(name) : Place::in_file(file);
+  if (const auto target = link_of(name); target && file.empty())
+    fail(Fault::argument, name + " is the name of the ring in " + *target + ": give that file");
   if (!Geometry::compute(slot_count, slot_capacity, page_bytes(), segment.geometry))
-    fail(Fault::no_memory, name + " would have more than 2^62 bytes");
+    fail(Fault::no_memory, segment.place.shown + " would have more than 2^62 bytes");
 
+  const Place& place = segment.place;
   for (;;) {
-    segment.description = Description::try_open(name, O_RDWR | O_CREAT | O_EXCL);
-    if (!segment.description && errno != EEXIST) fail_errno(errno, "shm_open", name);
+    segment.description = Description::try_open(place, O_RDWR | O_CREAT | O_EXCL);
+    if (!segment.description && errno != EEXIST) fail_errno(errno, "open", place.shown);
     if (segment.description) {
       FAULT_POINT("create.opened");
       // Another creator may have taken our empty file for rubbish.
-      if (!try_lock(segment.description->fd(), kKeeperByte) || !segment.description->still_named(name)) continue;
+      if (!try_lock(segment.description->fd(), kKeeperByte) || !segment.description->still_at(place)) continue;
       FAULT_POINT("create.locked");
       try {
-        initialise(segment, slot_count, slot_capacity, fingerprint);
+        initialise(segment, slot_count, slot_capacity, fingerprint, kept);
       } catch (...) {
-        shm_unlink(name.c_str());
+        ::unlink(place.path.c_str());
         throw;
       }
       return segment;
     }
 
-    segment.description = Description::try_open(name, O_RDWR);
+    segment.description = Description::try_open(place, O_RDWR);
     if (!segment.description && errno == ENOENT) continue;
-    if (!segment.description) fail_errno(errno, "shm_open", name);
-    checked_stat(*segment.description, name);
+    if (!segment.description) fail_errno(errno, "open", place.shown);
+    checked_stat(*segment.description, place);
     FAULT_POINT("create.found");
     if (!try_lock(segment.description->fd(), kKeeperByte))
-      fail(Fault::exists, name + " exists and is kept by a live process");
-    if (!segment.description->still_named(name)) continue;
+      fail(Fault::exists, place.shown + " exists and is kept by a live process");
+    if (!segment.description->still_at(place)) continue;
     try {
-      segment.identity = read_identity(*segment.description, name, segment.geometry);
+      segment.identity = read_identity(*segment.description, place, segment.geometry);
     } catch (const RingFault& fault) {
       if (fault.code() != Fault::not_ready) throw;
-      shm_unlink(name.c_str());
+      if (!is_rubbish(*segment.description, place)) fail(Fault::layout, place.shown + ": not a ring, or truncated");
+      ::unlink(place.path.c_str());
       continue;
     }
     if (segment.identity.slot_count != slot_count || segment.identity.slot_capacity != slot_capacity ||
         segment.identity.fingerprint != fingerprint)
-      fail(Fault::layout, name + " is a dead ring of other sizes or another fingerprint");
-    segment.mapping = std::make_shared<Mapping>(*segment.description, name, segment.geometry, true);
+      fail(Fault::layout, place.shown + " is a dead ring of other sizes or another fingerprint");
+    segment.mapping = std::make_shared<Mapping>(*segment.description, place, segment.geometry, true);
+    reinterpret_cast<Header*>(segment.mapping->control())->kept.store(kept, std::memory_order_relaxed);
     segment.taken_over = true;
     return segment;
   }
 }
 
+void Segment::forget_names(const std::string& but) const {
+  for (const std::string& each : list())
+    if (each != but && link_of(each) == place.path) unname(each);
+}
+
+void Segment::enter() const {
+  forget_names(name);  // of a former run
+  while (symlink(place.path.c_str(), (kSharedMemory + name).c_str()) != 0) {
+    if (errno != EEXIST) fail_errno(errno, "symlink", name);
+    const auto target = link_of(name);
+    if (target == place.path) return;
+    if (!target && Description::try_open(Place::in_memory(name), O_RDONLY))
+      fail(Fault::exists, name + " is a ring in /dev/shm");
+    if (!unname(name) && errno != ENOENT) fail_errno(errno, "unlink", name);  // of a file that is another ring's by now
+  }
+}
+
+bool Segment::unname(const std::string& name) { return ::unlink((kSharedMemory + name).c_str()) == 0; }
+
 Segment Segment::attach(const std::string& name, bool writable_payload, std::shared_ptr<Mapping> same) {
   check_name(name);
   Segment segment;
   segment.name = name;
-  segment.description = Description::open(name, O_RDWR);
-  segment.identity = read_identity(*segment.description, name, segment.geometry);
+  segment.place = Place::of(name);
+  segment.description = Description::open(segment.place, O_RDWR);
+  segment.identity = read_identity(*segment.description, segment.place, segment.geometry);
   segment.mapping = same ? std::move(same)
-                         : std::make_shared<Mapping>(*segment.description, name, segment.geometry, writable_payload);
+                         : std::make_shared<Mapping>(*segment.description, segment.place, segment.geometry, writable_payload);
   return segment;
 }
 
@@ -349,23 +445,26 @@ bool Segment::may_go(const Mapping& mapping, const Geometry& geometry, std::uint
 
 bool Segment::unlink_if_dead(const std::string& name, std::uint64_t gives_up_to) {
   check_name(name);
-  const auto description = Description::open(name, O_RDWR);
-  checked_stat(*description, name);
+  const Place place = Place::of(name);
+  const auto description = Description::try_open(place, O_RDWR);
+  if (!description && place.file && errno == ENOENT) return unname(name);  // its file was deleted
+  if (!description) fail_errno(errno, "open", place.shown);
+  checked_stat(*description, place);
   if (!try_lock(description->fd(), kKeeperByte, off_t{1} + kMaxOwners)) return false;
-  if (!description->still_named(name)) fail(Fault::not_found, name + " is gone");
+  if (!description->still_at(Place::of(name))) fail(Fault::not_found, name + " is gone");
   if (gives_up_to != kGivesUpAll) {  // else what is no ring can be removed as well
     Geometry geometry{};
-    const Identity identity = read_identity(*description, name, geometry);
-    const Mapping mapping(*description, name, geometry, false);
+    const Identity identity = read_identity(*description, place, geometry);
+    const Mapping mapping(*description, place, geometry, false);
     if (!may_go(mapping, geometry, identity.slot_count, gives_up_to)) return false;
   }
-  if (shm_unlink(name.c_str()) != 0) fail_errno(errno, "shm_unlink", name);
+  if (!unname(name)) fail_errno(errno, "unlink", name);
   return true;
 }
 
 std::vector<std::string> Segment::list() {
   std::vector<std::string> names;
-  DIR* const directory = opendir("/dev/shm");
+  DIR* const directory = opendir(kSharedMemory);
   if (directory == nullptr) return names;
   while (const dirent* entry = readdir(directory)) {
     const std::string name = std::string("/") + entry->d_name;

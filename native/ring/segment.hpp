@@ -31,7 +31,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 7;
+inline constexpr std::uint32_t kLayoutVersion = 8;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
@@ -54,11 +54,20 @@ struct Identity {
   Bytes16 ring_id, secret, fingerprint;
 };
 
+// What outlives the processes of a ring, by what its writer asked for; each next one with all before it.
+enum class Kept : std::uint32_t {
+  no = 0,      // it lies in /dev/shm, and ends with the host
+  by_file = 1,  // it lies in a file: it outlives every process
+  synced = 2,  // and what is published was synced before: it outlives a loss of power
+};
+
 struct Header {
   std::uint64_t magic;  // these three keep their places in every layout version
   std::uint32_t layout_version;
   std::atomic<std::uint32_t> initialised;
   Identity identity;
+  std::uint64_t identity_checksum;
+  std::atomic<Kept> kept;  // as the last writer asked for
   alignas(64) EventWord freed;      // advanced whenever a slot becomes FREE
   alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING, or can be claimed again
   alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over
@@ -87,6 +96,7 @@ struct alignas(64) SlotControl {
   std::atomic<std::uint64_t> deadline_ns;
   std::atomic<std::uint32_t> readers;
   std::atomic<std::uint32_t> note_length;
+  std::atomic<std::uint64_t> seal;  // in a file: reopening.cpp
 };
 static_assert(sizeof(SlotControl) == 64 && alignof(SlotControl) == 64, "one slot, one cache line");
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "only a lock-free atomic works across processes");
@@ -120,24 +130,37 @@ struct Geometry {
   static bool compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out);
 };
 
+// Where a segment lies. One rule: /dev/shm has an entry of its name, which is the segment itself, or a symbolic link of
+// this user's to the file that the segment lies in.
+struct Place {
+  std::string path;
+  std::string shown;  // in messages: the segment's name, or its file
+  bool file = false;
+
+  static Place in_memory(const std::string& name);
+  static Place in_file(const std::string& path) { return {path, path, true}; }
+  // What the entry says now; where there is none, it would be a segment itself.
+  static Place of(const std::string& name);
+};
+
 // An open file description of a segment, which carries the locks of owners.hpp and nothing else. In a
 // forked child its descriptor is closed before fork() returns, and the locks stay the parent's alone.
 // Memory is mapped through descriptions of its own: a mapping keeps its description, and so the locks
 // on it, alive in a child that has inherited it.
 class Description {
  public:
-  // Flags of shm_open; O_CLOEXEC is added. Null with errno set if it refuses.
-  static std::unique_ptr<Description> try_open(const std::string& name, int flags);
-  static std::unique_ptr<Description> open(const std::string& name, int flags);
+  // Flags of open; O_CLOEXEC is added. Null with errno set if it refuses.
+  static std::unique_ptr<Description> try_open(const Place& place, int flags);
+  static std::unique_ptr<Description> open(const Place& place, int flags);
   ~Description();
   Description(const Description&) = delete;
   Description& operator=(const Description&) = delete;
 
   int fd() const { return fd_.load(std::memory_order_relaxed); }
   void close();
-  bool still_named(const std::string& name) const;
-  // Another description of the same file, for the caller to close; -1 if the name is gone, or another file's.
-  int reopen(const std::string& name, int flags) const;
+  bool still_at(const Place& place) const;
+  // Another description of the same file, for the caller to close; -1 if it is not at its place any more.
+  int reopen(const Place& place, int flags) const;
 
  private:
   friend struct OpenDescriptions;
@@ -148,7 +171,7 @@ class Description {
 // The mapped segment. It lives as long as an attachment or memory exported from it.
 class Mapping {
  public:
-  Mapping(const Description& description, const std::string& name, const Geometry& geometry, bool writable_payload);
+  Mapping(const Description& description, const Place& place, const Geometry& geometry, bool writable_payload);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -166,17 +189,24 @@ class Mapping {
 
 struct Segment {
   std::string name;
+  Place place;
   std::unique_ptr<Description> description;
   Identity identity{};
   Geometry geometry{};
   std::shared_ptr<Mapping> mapping;
   bool taken_over = false;
 
-  // The returned description holds the keeper lock.
+  // The returned description holds the keeper lock. In a file the name leads nowhere yet: `enter`.
   static Segment create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
-                        const Bytes16& fingerprint);
+                        const Bytes16& fingerprint, const std::string& file = {}, Kept kept = Kept::no);
   // `same` may carry a mapping of the same segment, which is then shared instead of mapped again.
   static Segment attach(const std::string& name, bool writable_payload, std::shared_ptr<Mapping> same = nullptr);
+  // By the keeper of a file: has this name, and no other one, lead to it; or none.
+  void enter() const;
+  void forget_names(const std::string& but = {}) const;
+  bool still_named() const { return description->still_at(Place::of(name)); }
+  // Removes the name, and with it a segment in /dev/shm; never a file.
+  static bool unname(const std::string& name);
   // False if its keeper or an owner is alive, or payloads are unread that are not given up (`may_go`).
   static bool unlink_if_dead(const std::string& name, std::uint64_t gives_up_to = kGivesUpAll);
   // Whether the name may go: nothing is unread, or no process has published or taken the ring over since its sequence

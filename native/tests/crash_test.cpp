@@ -68,7 +68,7 @@ void live_a_full_life(const std::string& name, const std::array<Lease, 4>& given
 TEST(an_owner_killed_at_any_passing_of_any_point_is_reclaimed) {
   unsigned kills = 0;
   const auto points = points_starting(
-      {"create.", "unlink.", "reclaim.proven", "reclaim.vacated", "serve.", "demand.", "finish.", "taker.", "outcome.",
+      {"create.", "file.", "unlink.", "reclaim.proven", "reclaim.vacated", "serve.", "demand.", "finish.", "taker.", "outcome.",
        "read."},
       false);
   for (const std::string_view point : points) {

@@ -196,7 +196,7 @@ TEST(all_sixteen_places_can_be_held_and_are_used_again) {
 
 TEST(a_proof_of_death_keeps_the_place_from_being_claimed) {
   Fixture f("proof");
-  const auto description = Description::open(f.guard.name, O_RDWR);
+  const auto description = Description::open(Place::of(f.guard.name), O_RDWR);
   {
     const auto proof = DeadOwner::prove(description->fd(), 1);
     CHECK(proof);

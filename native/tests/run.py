@@ -50,6 +50,7 @@ TESTS = {
         "futex_test",
         "creation_test",
         "crash_test",
+        "file_test",
         "finishes_test",
         "engine_test",
     ],
@@ -77,6 +78,7 @@ TESTS = {
         "futex_test",
         "creation_test",
         "crash_test",
+        "file_test",
         "finishes_test",
     ],
 }

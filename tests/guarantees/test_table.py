@@ -127,6 +127,21 @@ TESTS: dict[str, dict[str, list[str]]] = {
     "the network between a trainer and a ring is away": {
         "guarantees/test_listeners.py": ["test_a_network_that_is_away_for_too_long_while_a_trainer_consumes"],
     },
+    "every process of a job is killed, its rings in files": {
+        "guarantees/test_files.py": [
+            "test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed",
+            "test_a_ring_in_a_file_whose_processes_were_all_killed_is_served_again",
+        ],
+    },
+    "their host starts again": {
+        "guarantees/test_files.py": ["test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed"],
+    },
+    "their host loses its power, with sync": {
+        "guarantees/test_files.py": ["test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_power"],
+    },
+    "their host loses its power, without": {
+        "guarantees/test_files.py": ["test_without_a_sync_what_is_left_after_a_loss_of_power_is_as_it_was_published"],
+    },
     "a host dies, or is out of reach": {
         "guarantees/test_hosts.py": [
             "test_the_payloads_of_a_host_that_dies_are_lost_and_reported",

@@ -10,7 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from delivery_accounts import Place, Told, compare, gone, kill, looking, place_of, served_by, states
+from delivery_accounts import (
+    Place,
+    Serving,
+    Told,
+    compare,
+    consumed,
+    gone,
+    kill,
+    looking,
+    place_of,
+    served_by,
+    states,
+)
 from helpers import eventually, parent_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -23,22 +35,6 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 redis_alone = pytest.mark.parametrize("place", ["redis"], indirect=True)
-
-
-class Serving:
-    """A writer's segment and the processes that serve it."""
-
-    def __init__(self, writer: Told) -> None:
-        self.writer = writer
-        self.segment: str = writer.ask("segment")
-        with looking(self.segment) as ring:
-            self.listeners = served_by(ring)()
-        self.supervisor = parent_of(self.listeners[0])
-
-    def kill_all(self) -> None:
-        """Writer, supervisor and listeners, at one moment."""
-        kill(self.writer.pid, self.supervisor, *self.listeners)
-        self.writer.wait()
 
 
 @contextlib.contextmanager
@@ -54,15 +50,6 @@ def away(place: Place) -> Iterator[None]:
         place.server.start()
     else:
         yield
-
-
-def consumed(place: Place, count: int) -> list[int]:
-    """What a trainer consumes: so many, and then there is nothing left."""
-    with Told("trainer", place) as trainer:
-        accepted: list[int] = trainer.ask("train", count)
-        assert trainer.ask("claim", 1, 0.0) == []
-        trainer.end()
-    return accepted
 
 
 @pytest.mark.nightly(keep=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from detour import Detour
-from helpers import Child, eventually
+from helpers import Child, eventually, parent_of
 from redis_server import WHY_NOT, RedisServer, redis_server
 from told import MARKED, PROGRAM
 
@@ -230,3 +230,28 @@ def kill(*pids: int) -> None:
 def served_by(ring: SharedRingBuffer) -> Callable[[], list[int]]:
     """The processes of its listeners that live."""
     return lambda: [owner.pid for owner in ring.native.owners() if owner.alive and owner.port]
+
+
+class Serving:
+    """A writer's segment and the processes that serve it."""
+
+    def __init__(self, writer: Told) -> None:
+        self.writer = writer
+        self.segment: str = writer.ask("segment")
+        with looking(self.segment) as ring:
+            self.listeners = served_by(ring)()
+        self.supervisor = parent_of(self.listeners[0])
+
+    def kill_all(self) -> None:
+        """Writer, supervisor and listeners, at one moment."""
+        kill(self.writer.pid, self.supervisor, *self.listeners)
+        self.writer.wait()
+
+
+def consumed(place: Place, count: int) -> list[int]:
+    """What a trainer consumes: so many, and then there is nothing left."""
+    with Told("trainer", place) as trainer:
+        accepted: list[int] = trainer.ask("train", count)
+        assert trainer.ask("claim", 1, 0.0) == []
+        trainer.end()
+    return accepted

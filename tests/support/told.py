@@ -172,7 +172,14 @@ class ToldWriter:
     """A rollout worker whose steps are calls."""
 
     def __init__(
-        self, url: str, name: str = "", slots: int = 16, store: str = "", port: int = 0, group: bool = False
+        self,
+        url: str,
+        name: str = "",
+        slots: int = 16,
+        store: str = "",
+        port: int = 0,
+        group: bool = False,
+        file: str = "",
     ) -> None:
         self.queue = open_queue(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
@@ -180,6 +187,7 @@ class ToldWriter:
             SCHEMA,
             slots=slots,
             name=name or None,
+            file=file or None,
             queue=self.queue,
             readers=1 + group,
             grouped=group,

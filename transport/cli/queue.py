@@ -31,6 +31,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[Failure]  # the latest published first
     nothing: str = ""  # why nothing can be claimed at the moment
     holders: list[Holder] = []  # of claims of rings on this host
+    files: list[str] = []  # that rings of this host lie in
     not_counted: list[str] = []  # where rings of other hosts are served, whose depth and failures these are not
 
 
@@ -55,6 +56,7 @@ def queue(
     from transport.claims.open import open_queue
     from transport.claims.places import OnThisHost
     from transport.claims.rings import FoundRings
+    from transport.ring.attachment import file_of
     from transport.runtime.progress import slow
 
     if not has_scheme(url):
@@ -78,6 +80,7 @@ def queue(
             failures=opened.failures(limit),
             nothing=nothing.text if nothing is not None else "",
             holders=found.holders() if found is not None else [],
+            files=sorted(filter(None, map(file_of, found.places.segments()))) if found is not None else [],
             not_counted=sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in places.values() if each.ports),
         )
     emit(report, _text(report, requeue), json_target)
@@ -107,6 +110,7 @@ def _text(report: Report, requeue: bool) -> str:
         "  ".join(f"{name} {getattr(depth, name)}" for name in _SHOWN_STATES),
         "  ".join(f"{name} {getattr(depth, name)}" for name in _EVENTS),
     ]
+    lines += [f"a ring is in {each}" for each in report.files]
     lines += [str(each) for each in report.holders]
     if report.nothing:
         lines.append(f"nothing can be claimed: {report.nothing}")

@@ -1,4 +1,7 @@
-"""``transport reclaim``: lists the ring segments of this host and removes those whose owners are dead."""
+"""``transport reclaim``: lists the ring segments of this host and removes those whose owners are dead.
+
+Of a ring in a file it removes the name in /dev/shm; the file, and what is unread in it, stays.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class Segment(msgspec.Struct, kw_only=True):
 
     name: str
     bytes: int
+    file: str = ""  # that it lies in, and which stays
     free: int = 0
     writing: int = 0
     ready: int = 0
@@ -41,14 +45,15 @@ class Segment(msgspec.Struct, kw_only=True):
         else:
             what = f"{self.free} free, {self.writing} writing, {self.ready} ready, {self.reading} reading"
         if self.removed:
-            fate = "removed"
+            fate = "its name is removed" if self.file else "removed"
         elif self.dead:
             fate = "its owners are dead"
         elif self.owners:
             fate = f"in use by {', '.join(map(str, self.owners))}"
         else:
             fate = "kept"
-        return f"{self.name}  {size}  {what}  {fate}"
+        where = f"  in {self.file}" if self.file else ""
+        return f"{self.name}  {size}{where}  {what}  {fate}"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +71,10 @@ def reclaim(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the segments, remove none.")] = False,
     json_target: JsonTarget = None,
 ) -> None:
-    """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included."""
+    """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included.
+
+    A ring's file is never removed, only its name in /dev/shm: delete it yourself when you do not need its payloads.
+    """
     from transport import _ring
     from transport.observe import overview
 
@@ -77,7 +85,8 @@ def reclaim(
             _remove(segment, sequence)
     segments = [segment for segment, _ in found]
     removed = [segment for segment in segments if segment.removed]
-    report = Report(segments=segments, removed=len(removed), bytes_freed=sum(segment.bytes for segment in removed))
+    freed = sum(segment.bytes for segment in removed if not segment.file)
+    report = Report(segments=segments, removed=len(removed), bytes_freed=freed)
     total = f"{report.removed} of {count(len(segments), 'segment')} removed, {shown(report.bytes_freed)} freed"
     emit(report, "\n".join([*map(str, segments), total]), json_target)
 
@@ -85,15 +94,18 @@ def reclaim(
 def _look(name: str) -> tuple[Segment, int] | None:
     """What is known of a segment, and its ring's sequence; None when it has gone meanwhile."""
     from transport.errors import RingError, RingNotFoundError
+    from transport.ring.attachment import file_of
     from transport.ring.buffer import SharedRingBuffer
 
+    file = file_of(name)
     try:
         size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
         ring = SharedRingBuffer.attach(name, role="observer")
     except (FileNotFoundError, RingNotFoundError):
-        return None
+        gone = file and not Path(file).exists()
+        return (Segment(name=name, bytes=0, file=file, unreadable="its file is gone", dead=True), 0) if gone else None
     except RingError as error:
-        return Segment(name=name, bytes=size, unreadable=str(error).removeprefix(f"{name}: ")), 0
+        return Segment(name=name, bytes=size, file=file, unreadable=str(error).removeprefix(f"{name}: ")), 0
     try:
         sequence = ring.native.sequence  # first: what the counts do not show is not given up
         return _described(ring, size), sequence
@@ -111,6 +123,7 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
     return Segment(
         name=ring.name,
         bytes=size,
+        file=ring.file,
         free=free,
         writing=writing,
         ready=ready,

@@ -209,6 +209,8 @@ def _processes(view: RingView, between: str) -> str:
         parts.append(f"no heartbeat: {','.join(late)}")
     if view.readers:
         parts.append(count(len(view.readers), "mapped reader"))
+    if view.file:
+        parts.append(f"in {view.file}")
     return between.join(parts)
 
 

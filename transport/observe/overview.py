@@ -36,6 +36,7 @@ class RingView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     ring: str = ""
+    file: str = ""  # that it lies in; "": in /dev/shm
     segment_bytes: int = 0
     writer: int = 0  # process id; 0: gone
     readers: tuple[int, ...] = ()  # processes that map it
@@ -142,6 +143,7 @@ def _view(ring: SharedRingBuffer, size: int) -> RingView:
     return RingView(
         name=ring.name,
         ring=ring.ring_id,
+        file=ring.file,
         segment_bytes=size,
         writer=next((owner.pid for owner in owners if owner.role == _native.ROLE_WRITER), 0),
         readers=tuple(owner.pid for owner in owners if owner.role == _native.ROLE_READER),

@@ -8,6 +8,7 @@ import msgspec
 
 from transport.client.device_reads import DeviceReceive
 from transport.client.trace import Trace
+from transport.ring.buffer import Sync
 from transport.ring.overflow import Overflow
 from transport.runtime.arguments import expect
 from transport.runtime.decoders import hiding
@@ -23,11 +24,13 @@ class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
         overflow: what a full ring does.
         consumers: names of the stages that each see every payload once, or names with how many ranks each has; the
             worker's ``readers`` are these then.
+        sync: of a ring in a file; "publish": what is published outlives a loss of power.
     """
 
     slot_bytes: int | None = None
     overflow: Overflow = "block"
     consumers: Sequence[str] | Mapping[str, int] | None = None
+    sync: Sync = "never"
 
 
 @hiding("secret")

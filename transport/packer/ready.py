@@ -9,6 +9,7 @@ with Trainer(schemas=[schema], queue=queue) as trainer:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -40,9 +41,10 @@ class Rollout(UCXXRolloutMixin):
 
     Args:
         drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
-            with the ring. Not where an exception ends it. `close` waits for its own ``drain_s``. Default: 30 s, but
-            until 2 s after the signal where one ends the program, also during this wait: the trainers may be ending,
-            too. That is for a ``with`` inside `until_stopped`, whose end forgets the signal.
+            with the ring, unless it lies in a ``file``. Not where an exception ends it. `close` waits for its own
+            ``drain_s``. Default: 30 s, but until 2 s after the signal where one ends the program, also during this
+            wait: the trainers may be ending, too. That is for a ``with`` inside `until_stopped`, whose end forgets the
+            signal.
 
     The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.
     """
@@ -53,6 +55,7 @@ class Rollout(UCXXRolloutMixin):
         *,
         slots: int = 64,
         name: str | None = None,
+        file: str | os.PathLike[str] | None = None,
         queue: TicketQueue | None = None,
         readers: int = 1,
         grouped: bool = False,
@@ -70,6 +73,7 @@ class Rollout(UCXXRolloutMixin):
             schema,
             slots=slots,
             name=name,
+            file=file,
             queue=queue,
             readers=readers,
             grouped=grouped,

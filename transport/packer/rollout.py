@@ -9,6 +9,7 @@ with Worker() as worker:
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Literal
 
 import msgspec
@@ -59,6 +60,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         *,
         slots: int = 64,
         name: str | None = None,
+        file: str | os.PathLike[str] | None = None,
         queue: TicketQueue | None = None,
         readers: int = 1,
         grouped: bool = False,
@@ -73,6 +75,9 @@ class UCXXRolloutMixin(Writing, WithBlock):
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
                 over its old ring, and `reconcile` publishes payloads missing in the queue.
+            file: where the ring lies instead of /dev/shm, see `SharedRingBuffer.create`. What is unread when the worker
+                ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
+                host's next start after a loss of power.
             queue: where `write_to_buffer` publishes tickets; None: the ring hands its payloads out itself, to trainers
                 of this host that were given no queue either, unless the caller passes the tickets on.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
@@ -118,6 +123,8 @@ class UCXXRolloutMixin(Writing, WithBlock):
             prefix=prefix,
             overflow=ring.overflow,
             consumers=ring.consumers,
+            file=file,
+            sync=ring.sync,
         )
         try:
             readers = made.readers_of(None if ring.consumers and readers == 1 else readers)

@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 
 from transport.client.payload import ReceivedPayload
 from transport.errors import TransportError
+from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.queue.base import Claim, TicketQueue
 
@@ -90,6 +91,15 @@ class BatchStream:
     def used(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch; returns the payloads that this trainer has consumed, and no other."""
         return self._packer.consume(batch)
+
+    def record_with(self, batch: FetchedBatch) -> bytes:
+        """For a checkpoint of a model that has learned from the batch, which is `used` later: the record with it."""
+        session = self._packer._packer
+        record = ConsumedRecord.from_bytes(session.record.to_bytes(), session.settings)
+        for item in batch.items:
+            if item.payload is not None:
+                record.accept(*item.ticket.identity, session.rank_of(item))
+        return record.to_bytes()
 
     def close(self) -> None:
         """Give unused payloads back, and end. Idempotent."""

@@ -6,6 +6,8 @@ Listeners and supervisors use nothing else of a ring. This file does not import 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 from transport import _ring
-from transport.errors import RingNotFoundError
+from transport.errors import RingNotFoundError, UsageError
 from transport.ring.states import named
 
 log = logging.getLogger(__name__)
@@ -118,20 +120,48 @@ def random_name(prefix: str) -> str:
     return f"{_BEGINNING}{prefix}{secrets.token_hex(8)}"
 
 
-def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.Ring:
+def placed(file: str | os.PathLike[str]) -> str:
+    """The absolute path of a ring's file. UsageError: it is none, or its folder does not exist."""
+    try:
+        given = os.fsdecode(file)
+        found = Path(given).resolve()
+        found.parent.resolve(strict=True)
+        str(found).encode()
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise UsageError(f"file={file!r:.200}: {error}; give the path of a file in a folder that exists") from None
+    if not given or found.is_dir():
+        raise UsageError(f"file={file!r:.200} names no file")
+    return str(found)
+
+
+def name_in(file: str, prefix: str) -> str:
+    """The name of the ring in this file: the same in every run with the prefix."""
+    return f"{_BEGINNING}{prefix}{hashlib.sha256(file.encode()).hexdigest()[:16]}"
+
+
+def create(
+    name: str, slots: int, slot_bytes: int, fingerprint: bytes, *, file: str = "", synced: bool = False
+) -> _ring.Ring:
     """Make the segment, or take it over from a dead writer. Raises what `SharedRingBuffer.create` raises."""
     if not name.startswith(_BEGINNING):
         name = f"{_BEGINNING}{name}"
     made: list[_ring.Ring] = []
+    make = functools.partial(_ring.Ring.create, file=file, synced=synced)
     try:
         # Python handles a signal as soon as a call is over, before its result has a name: by then it has a place here.
-        made.extend(itertools.starmap(_ring.Ring.create, [(name, slots, slot_bytes, fingerprint)]))
+        made.extend(itertools.starmap(make, [(name, slots, slot_bytes, fingerprint)]))
         [native] = made
         if native.taken_over:
-            log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.unread)
+            log.warning("took over ring %s from a dead writer, %d payloads unread", file or name, native.unread)
+        if native.torn:
+            log.error(
+                "%s: %d payloads were not as they were published (a loss of power, or a changed file); freed unread",
+                file,
+                native.torn,
+            )
         return native
     except _ring.RingFault as fault:
-        raise named(fault) from None
+        raise named(fault, in_a_file=bool(file)) from None
     except BaseException:  # an interrupt: no caller has it yet
         for native in made:
             give_up(native)
@@ -181,6 +211,14 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
     if removes and not removed:  # what was to be given up is; what is there now is a successor's
         remove_if_dead(native.name, only_empty=only_empty or give_up_unread)
+
+
+def file_of(name: str) -> str:
+    """The file that a segment of this host lies in, also when that is gone; "": it lies in /dev/shm itself."""
+    try:
+        return str(Path(f"/dev/shm{name}").readlink())
+    except OSError:
+        return ""
 
 
 def shares_memory(name: str, *, seen: bool = False) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
@@ -64,6 +65,10 @@ _ROLES: Final = "'writer', 'listener', 'reader' or 'observer'"
 _TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
+Sync = Literal["never", "publish"]
+"""When what is written to a ring's file is on disk: when the system writes it there, or before it can be read."""
+
+
 class Unread(NamedTuple):
     """A payload that is not consumed by all of its ranks: its ticket, and the version that its writer gave."""
 
@@ -91,6 +96,7 @@ class SharedRingBuffer(Attachment):
 
     Attributes:
         name: of the segment; `attach` and same-host readers use it.
+        file: the path of the file that it lies in; "": it lies in /dev/shm.
         ring_id: 32 hex digits, random, in every ticket.
         schema: what payloads look like, or None: any mapping of names to values, described by its ticket.
         fingerprint: of the schema, 16 bytes; zeros without one.
@@ -104,6 +110,7 @@ class SharedRingBuffer(Attachment):
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
         self.data_ended = False
+        self.file = native.file
         self.fingerprint = native.fingerprint
         self._named_ranks = 0
         if writable:
@@ -136,8 +143,10 @@ class SharedRingBuffer(Attachment):
         prefix: str = "",
         overflow: Overflow = "block",
         consumers: Sequence[str] | Mapping[str, int] | None = None,
+        file: str | os.PathLike[str] | None = None,
+        sync: Sync = "never",
     ) -> Self:
-        """Make the ring, or take over the one of a dead writer when ``name`` exists.
+        """Make the ring, or take over the one of a dead writer when ``name`` or ``file`` exists.
 
         Args:
             schema: of every payload; None: each payload brings its own description.
@@ -148,13 +157,18 @@ class SharedRingBuffer(Attachment):
             overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
             consumers: names of stages that each see every payload once, or names with how many ranks each has; at most
                 16 together. Every payload is written for all of them; `rank_of` and ``claim(rank="name")`` know them.
+            file: the ring lies in this file instead of /dev/shm, and outlives every process with what is unread in it
+                (docs/UCXX.md#a-ring-in-a-file). The file names the ring. It is removed by nobody but its user.
+            sync: of a file: "never", or "publish": a payload is on disk, and then it can be read; so it outlives a loss
+                of power. `write_many` syncs once for all that it writes at a time.
 
         Raises:
-            RingBusyError: a living process keeps a ring of this name.
+            RingBusyError: a living process keeps a ring of this name, or in this file.
             LayoutError: a dead writer's ring of this name has another layout or schema. Without ``name`` the new ring
                 is made beside it. With one it is not: other processes attach by the name, and would find the old ring.
-            SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
-            UsageError: a size that makes no sense.
+                Of a file: it has such a ring, or it is truncated, damaged or no ring; it is left as it is.
+            SharedMemoryError: /dev/shm, or the file system, is too small or full; nothing is left behind.
+            UsageError: a size that makes no sense, or ``name`` with ``file``.
         """
         if schema is not None:
             expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
@@ -175,22 +189,30 @@ class SharedRingBuffer(Attachment):
             )
         if slots < 1 or slot_bytes < 1:
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
+        if sync not in ("never", "publish"):
+            raise UsageError(f"sync={sync!r}; choose 'never' or 'publish'")
+        if file is None and sync != "never":
+            raise UsageError(f"sync={sync!r} is for a ring in a file, and there is no file")
+        if file is not None and name is not None:
+            raise UsageError(f"name={name!r} and a file: the file names the ring; leave the name out")
+        path = "" if file is None else attachment.placed(file)
         names = consumers_text(consumers)
         fingerprint = bytes.fromhex(schema.fingerprint) if schema is not None else bytes(16)
-        chosen = attachment.random_name(prefix) if name is None else name
+        given = attachment.name_in(path, prefix) if path else name
+        chosen = attachment.random_name(prefix) if given is None else given
         native: _ring.Ring | None = None
         try:
-            native = attachment.create(chosen, slots, slot_bytes, fingerprint)
+            native = attachment.create(chosen, slots, slot_bytes, fingerprint, file=path, synced=sync == "publish")
             ring = cls(native, schema, overflow)
-            ring._made_here = True
+            ring._made_here = not path  # what is unread in a file stays in it
             ring._name_consumers(names)
             if schema is not None and len(schema.encode()) <= _ring.MAX_SCHEMA:
                 native.schema = schema.encode()
-            if name is None:  # a named ring may be meant for a successor
+            if given is None:  # one that is to be found again may be for a successor
                 ring._forget_with(ring._pages.release, only_empty=False)
             return ring
         except LayoutError as error:
-            if native is not None:  # it was attached to, and has other consumers
+            if native is not None or path:  # it was attached to, and has other consumers, or the error says what to do
                 raise
             raise LayoutError(
                 f"{error}, expected {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. The "
@@ -242,7 +264,7 @@ class SharedRingBuffer(Attachment):
                 self.close(keep_unread=True)
                 raise LayoutError(
                     f"ring {self.name} was made for the consumers {before or 'without names'}, not for "
-                    f"{names or 'none with names'}; give the same ones, or another name"
+                    f"{names or 'none with names'}; give the same ones, or another {'file' if self.file else 'name'}"
                 )
             self.native.consumers = names
         self._named_ranks = sum(map(len, self.consumers.values()))
@@ -801,7 +823,8 @@ class SharedRingBuffer(Attachment):
 
         When the writer closes, it discards unread payloads, because no process serves them. It removes the segment
         unless listeners or other writers are attached. Others leave unread payloads, because a successor may take over
-        the ring of a dead writer. The last owner removes an empty segment.
+        the ring of a dead writer. The last owner removes an empty segment. The writer of a ring in a file leaves as
+        others do: what is unread waits there for the next one.
 
         It does not wait. A slot that a write, a lease or a view of another thread still uses stays theirs until they
         end, with ClosedError where there is something to publish or to consume, and so does the owner place.

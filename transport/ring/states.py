@@ -58,6 +58,7 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes_tcp: int = 0
     bytes_rdma: int = 0
     bytes_cuda: int = 0
+    torn: int = 0  # payloads whose bytes in a ring's file were not those published, freed unread
 
     @property
     def bytes_read(self) -> int:
@@ -111,7 +112,18 @@ _REMEDIES: dict[int, str] = {
 }
 
 
-def named(fault: _ring.RingFault) -> TransportError:
-    """The error class for a fault of the native core."""
+_REMEDIES_IN_A_FILE: dict[int, str] = {
+    _ring.FAULT_NO_MEMORY: "; take fewer or smaller slots, or a file on another file system",
+    _ring.FAULT_EXISTS: "; stop it: one writer at a time has a ring's file",
+    _ring.FAULT_LAYOUT: (
+        "; start with the same slots, sizes and schema to go on with what is unread in it, or give another file. "
+        "Nothing of it was changed"
+    ),
+}
+
+
+def named(fault: _ring.RingFault, *, in_a_file: bool = False) -> TransportError:
+    """The error class for a fault of the native core; ``in_a_file``: of the making of a ring there."""
     code, message = fault.args
-    return _FAULTS.get(code, InternalError)(message + _REMEDIES.get(code, ""))
+    remedies = _REMEDIES_IN_A_FILE if in_a_file else _REMEDIES
+    return _FAULTS.get(code, InternalError)(message + remedies.get(code, ""))

@@ -210,9 +210,12 @@ class UCXXServer:
             native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
 
     def _give_up_unread(self) -> None:
-        """Behind `end_data`, what is not consumed ends before the ring does, so that the listeners can tell of both."""
+        """Behind `end_data`, what is not consumed ends before the ring does, so that the listeners can tell of both.
+
+        In a file it waits for the next writer, and this is not the end of the data.
+        """
         native = self._ring.native
-        if native.closed or not native.ended:
+        if native.closed or native.file or not native.ended:
             return
         infos = [(slot, native.info(slot)) for slot in range(self._ring.slot_count)]
         published = (_ring.READY, _ring.READING)

@@ -4,6 +4,8 @@
     for batch in TicketLoader(dataset, num_workers=2):
         ...                    # asking for the next batch acknowledges this one
 
+torchdata's StatefulDataLoader takes the dataset as well (``batch_size=None``), and resumes in the middle of an epoch.
+
 A batch is acknowledged when the loop asks for the next one. If the loop ends early, its last batch is given back to the
 queue, unless `consume` was called. The claims of a killed trainer return to the queue when their leases end: a batch
 that it trained on without asking for the next one is trained on again, from the checkpoint it restarts with.
@@ -31,12 +33,14 @@ from transport.adapters.torch.in_place import tensor_batch
 from transport.adapters.torch.tensors import tensors
 from transport.claims.open import open_queue
 from transport.errors import UsageError
+from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import FetchedBatch
 from transport.packer.options import ClientOptions
 from transport.packer.stream import BatchStream
 from transport.queue.base import TicketQueue
 from transport.ring.batch_shape import BatchLayout, Shape
 from transport.runtime.arguments import at_least, seconds
+from transport.settings import DEFAULTS
 from transport.ticket import Metadata
 from transport.wire import ucx
 
@@ -110,6 +114,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             )
         self._collate = collate
         self._fill_s, self._idle_s = fill_s, idle_s
+        if options.get("consumed") is None:
+            options["consumed"] = ConsumedRecord(options.get("settings") or DEFAULTS)
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
         self._in_hand: tuple[BatchStream, FetchedBatch] | None = None
@@ -164,6 +170,34 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             stream, batch = self._in_hand
             self._in_hand = None
             stream.used(batch)
+
+    # --- in a checkpoint ----------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs for the loop to go on behind the batch that it has. StatefulDataLoader asks for it.
+
+        The batch in hand counts as learned. It is acknowledged when the next one is asked for, behind the checkpoint: a
+        trainer that is killed in between gets it again, and a dataset with this state leaves it out.
+
+        UsageError: worker processes fetch.
+        """
+        self._check_own()
+        if self._in_hand is not None:
+            stream, batch = self._in_hand
+            return {"consumed": stream.record_with(batch)}
+        return {"consumed": self._options["consumed"].to_bytes()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, before the loop begins. UsageError: this is no such state."""
+        self._check_own()
+        record = state.get("consumed") if isinstance(state, Mapping) else None
+        if not isinstance(record, bytes):
+            raise UsageError(f"{state!r:.80} is not what state_dict() of a TicketDataset returns")
+        settings = self._options.get("settings") or DEFAULTS
+        self._options["consumed"] = ConsumedRecord.from_bytes(record, settings)
+
+    def _check_own(self) -> None:
+        if self._orders:
+            raise UsageError("the state of a TicketDataset needs num_workers=0: each worker has its own record")
 
     # --- used by both -----------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
+
 from transport.client.device_reads import DevicePayload
 from transport.client.payload import ReceivedPayload
 from transport.devices.libraries import TORCH
@@ -38,7 +40,7 @@ def tensors(payload: ReceivedPayload) -> dict[str, Any]:
         return {name: found for part in payload.parts for name, found in tensors(part).items() if name in payload}
     if isinstance(payload, DevicePayload):
         return dict(payload)
-    data = payload.data
+    data = np.asarray(payload.data)  # what came with its claim is a memoryview
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the memory is only to be read
         flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)

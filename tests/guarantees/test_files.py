@@ -1,0 +1,220 @@
+"""Rings in files: a job that is killed whole, its host that starts again, and a host that loses its power.
+
+What a loss of power leaves is made of copies: the pages of the file as they were when it was synced last, and as they
+were at moments after that, in any mixture. A real disk may also write a part of a page; then the page's payload, or its
+ticket, has another checksum, as after the changes of tests/ring/test_files.py.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import file_job
+import pytest
+from delivery_accounts import Serving, Told, compare, consumed, place_of
+from file_job import checkpoint, written
+from helpers import PATIENCE_S, Child, eventually
+from machines import Machine, why_not
+from preloaded import needs_compiler, preloaded
+from ring_files import SCHEMA, forget, links_to, payload, take_all
+
+from transport import SharedRingBuffer
+from transport.packer.consumed_record import ConsumedRecord
+
+_PAGE = 4096
+_SLOTS = 4
+
+
+# --- the whole job ------------------------------------------------------------------------------------------
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[str]:
+    """The name of a run, whose rings' names go at its end."""
+    yield f"files-{secrets.token_hex(4)}-"
+    for ring in tmp_path.glob("*.ring"):
+        forget(ring)
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("wires", ["mapped", "tcp"])
+@pytest.mark.parametrize("sync", ["never", "publish"])
+@pytest.mark.parametrize("kind", ["job", "host"])
+@pytest.mark.parametrize("kills", [2])
+def test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed(
+    kind: str, sync: str, wires: str, kills: int, run: str, tmp_path: Path
+) -> None:
+    chosen = random.Random(f"{kind} {sync} {wires}")
+    program = Path(file_job.__file__)
+    for boot in range(kills):
+        lines = sum(map(len, written(tmp_path))) + chosen.randrange(1, 60)
+        with Machine(kind, tmp_path, program, tmp_path, run, boot, 10_000, sync, wires) as machine:  # type: ignore[arg-type]
+            eventually(lambda lines=lines: sum(map(len, written(tmp_path))) >= lines, "it writes")
+            machine.kill()
+        ledger = Counter(checkpoint(tmp_path)[0])
+        assert [number for number, times in ledger.items() if times > 1] == []
+    with Machine(kind, tmp_path, program, tmp_path, run, kills, 20, sync, wires) as machine:  # type: ignore[arg-type]
+        assert machine.wait(PATIENCE_S) == 0
+    begun, done = written(tmp_path)
+    ledger = Counter(checkpoint(tmp_path)[0])
+    assert [number for number, times in ledger.items() if times > 1] == []
+    assert done - ledger.keys() == set(), "lost"
+    assert ledger.keys() - begun == set()
+    assert len(ledger.keys() - done) <= 2 * kills, "a write that did not return is published, or is not"
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["redis", "tcp"])
+def test_a_ring_in_a_file_whose_processes_were_all_killed_is_served_again(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "ring"
+    with place_of(kind) as place:
+        with Told("writer", place, file=str(file)) as first:
+            serving = Serving(first)
+            first.ask("write", 0, 3)
+            first.ask("flush")
+            serving.kill_all()
+        forget(file)
+        with Told("writer", place, file=str(file)) as second:
+            assert second.ask("segment") == serving.segment
+            second.ask("write", 3, 1)
+            second.ask("flush")
+            compare(range(4), consumed(place, 4))
+            second.end()
+    assert links_to(file) == []
+
+
+# --- a loss of power ----------------------------------------------------------------------------------------
+LIFE = """
+import random, sys
+from ring_files import SCHEMA, payload
+from transport import SharedRingBuffer
+from transport.errors import RingFullError
+
+def say(what, *about):
+    print(what, *about, flush=True)
+
+chosen = random.Random(sys.argv[2])
+ring = SharedRingBuffer.create(SCHEMA, slots=4, file=sys.argv[1], sync=sys.argv[3], overflow="error")
+reader = SharedRingBuffer.attach(ring.name, SCHEMA, role="reader")
+number, claims, readable, delays = 0, [], {}, [1e6]
+while True:
+    if chosen.random() < 0.5 and ring.statistics().free:
+        count = chosen.randrange(1, ring.statistics().free + 1)
+        numbers = range(number, number + count)
+        number += count
+        say("begin", *numbers)
+        for each, ticket in zip(numbers, ring.write_many(map(payload, numbers)), strict=True):
+            readable[ticket.identity] = each
+        say("written", *numbers)
+    elif not claims:
+        claims = reader.claim(chosen.randrange(1, 4)) if ring.statistics().ready else []
+    elif chosen.random() < 0.3:
+        claims.pop().release(delays.pop() if delays else 0.0)
+    else:
+        claim = claims.pop(0)
+        say("recorded", *claim.ticket.identity, readable[claim.ticket.identity])  # the trainer's checkpoint
+        assert claim.consume()
+"""
+
+
+class Life:
+    """What a process said before it was killed."""
+
+    def __init__(self) -> None:
+        self.begun: set[int] = set()
+        self.written: set[int] = set()
+        self.recorded: set[int] = set()
+        self.record = ConsumedRecord()
+
+    def hear(self, line: str) -> None:
+        """One line; one that was cut off says nothing."""
+        what, *rest = line.split()
+        if what == "recorded":
+            ring, slot, generation, number = rest
+            assert self.record.accept(ring, int(slot), int(generation), 0)
+            self.recorded.add(int(number))
+        else:
+            (self.begun if what == "begin" else self.written).update(map(int, rest))
+
+
+def lives(file: Path, seed: int, sync: str, environment: dict[str, str], synced: Path) -> tuple[Life, list[bytes]]:
+    """A process that writes and consumes until it is killed, and what the disk may have of each page then."""
+    chosen = random.Random(seed)
+    life = Life()
+    copies: list[tuple[object, bytes]] = []  # with the identity of the copy that was the last synced one before
+
+    def last_synced() -> object:
+        return ((found := synced.stat()).st_ino, found.st_mtime_ns) if synced.exists() else None
+
+    with Child(LIFE, file, str(seed), sync, env=environment) as child:
+        for _ in range(chosen.randrange(5, 80)):
+            life.hear(child.line())
+            if chosen.random() < 0.3:
+                before = last_synced()
+                copies.append((before, file.read_bytes()))
+        child.process.kill()
+        assert child.process.stdout is not None
+        for line in child.process.stdout:
+            if line.endswith("\n"):
+                life.hear(line)
+        child.wait()
+    after = [data for before, data in copies if before == last_synced()]
+    first = [synced.read_bytes()] if synced.exists() else after[:1]
+    return life, [*first, *after, file.read_bytes()]
+
+
+def mixed(versions: list[bytes], chosen: random.Random) -> bytes:
+    """A page of each version, by chance."""
+    pages = range(0, len(versions[0]), _PAGE)
+    return b"".join(chosen.choice(versions)[at : at + _PAGE] for at in pages)
+
+
+@needs_compiler
+@pytest.mark.nightly(keep=6)
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_power(seed: int, tmp_path: Path) -> None:
+    file, synced = tmp_path / "ring", tmp_path / "synced"
+    environment = preloaded("synced", tmp_path) | {"SYNCED_COPY": str(synced)}
+    life, versions = lives(file, seed, "publish", environment, synced)
+    forget(file)
+    chosen = random.Random(seed)
+    for each in range(20):
+        left = tmp_path / f"left-{each}"
+        left.write_bytes(mixed(versions, chosen))
+        record = ConsumedRecord.from_bytes(life.record.to_bytes())
+        with SharedRingBuffer.create(SCHEMA, slots=_SLOTS, file=left, sync="publish") as ring:
+            found = take_all(ring, record)
+            assert len(set(found)) == len(found)
+            assert life.written - life.recorded - set(found) == set(), "lost"
+            assert set(found) <= life.begun - life.recorded
+            later = [max(life.begun, default=0) + number for number in range(1, 2 * _SLOTS + 1)]
+            accepted = []
+            for half in (later[:_SLOTS], later[_SLOTS:]):
+                ring.write_many(map(payload, half))
+                accepted += take_all(ring, record)
+            assert accepted == later, "no number of a slot is used again"
+        forget(left)
+        left.unlink()
+
+
+@pytest.mark.nightly(keep=2)
+@pytest.mark.parametrize("seed", range(10))
+def test_without_a_sync_what_is_left_after_a_loss_of_power_is_as_it_was_published(seed: int, tmp_path: Path) -> None:
+    file = tmp_path / "ring"
+    life, versions = lives(file, seed, "never", {}, tmp_path / "none")
+    forget(file)
+    chosen = random.Random(seed)
+    for each in range(20):
+        left = tmp_path / f"left-{each}"
+        left.write_bytes(mixed(versions, chosen))
+        with SharedRingBuffer.create(SCHEMA, slots=_SLOTS, file=left) as ring:
+            found = take_all(ring, ConsumedRecord())  # compares the bytes
+            assert len(set(found)) == len(found) and set(found) <= life.begun
+        forget(left)
+        left.unlink()
