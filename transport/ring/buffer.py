@@ -776,8 +776,8 @@ class SharedRingBuffer(Attachment):
     def hold_unread(self) -> list[HeldPayload]:
         """Pin all published, not fully consumed payloads, oldest first: their memory stays, whatever becomes of them.
 
-        Others claim and consume them meanwhile. `ReadLease(ring, ticket, due[0])` reads one and unpins it; what is not
-        unpinned stays until this attachment is closed. One attachment pins a payload once: use one of its own.
+        Others claim and consume them meanwhile. A `ReadLease` with a loan of the slot reads one and unpins it; what is
+        not unpinned stays until this attachment is closed. One attachment pins a payload once: use one of its own.
         """
         native = self.native
         held = []

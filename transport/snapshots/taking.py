@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from transport import _ring
 from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.config import configuration
@@ -233,7 +234,10 @@ class _Payloads:
         known = [(each, ticket) for each, ticket in found if ticket is not None]  # no reader has the others, either
         self.entries = tuple(Entry(ticket.encode(), each.due, each.policy_version) for each, ticket in known)
         self.bytes = sum(ticket.size for _, ticket in known)
-        self.leases = [ReadLease(ring, ticket, each.due[0]) for each, ticket in known]
+        self.leases = [
+            ReadLease(ring, ticket, each.due[0], _ring.Loan(ring.native, each.slot, each.generation))
+            for each, ticket in known
+        ]
 
     def pieces(self) -> Iterator[bytes]:
         """All bytes, in pieces of `PIECE` and the rest."""
