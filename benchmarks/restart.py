@@ -33,7 +33,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -113,7 +113,8 @@ def rollout(job: Job, index: int, of: int, prefix: str, say: Any) -> None:
             say(f"restoring {index}")
             with Saved(job.destination, found.step, run=RUN, attempt=found.attempt) as saved:
                 # The ledger may have an id whose writer had not come to note it in the journal.
-                known = {*found.published, *found.ledger, *(int(each.ticket.metadata["id"]) for each in saved.payloads)}
+                ids = (cast("int", each.ticket.metadata["id"]) for each in saved.payloads)
+                known = {*found.published, *found.ledger, *ids}
                 saved.restore(ring, share=(index, of), consumed=[found.record])
             say(f"restored {index}")
         for number in known:
@@ -207,10 +208,10 @@ def live(job: Job, rings: int, prefix: str, out: int) -> int:
 
 
 class Plan(NamedTuple):
-    """When a life is killed: ``delay_s`` after the ``count``-th line that begins so ("": after its start)."""
+    """When a life is killed: ``delay_s`` after the ``nth`` line that begins so ("": after its start)."""
 
     event: str
-    count: int
+    nth: int
     delay_s: float
 
 
@@ -253,7 +254,7 @@ def run_life(job: Job, rings: int, kill: Plan | None) -> str:
             *lines, text = (text + data).split(b"\n")
             for line in lines:
                 seen += kill is not None and bool(kill.event) and line.startswith(kill.event.encode())
-            if kill is not None and kill.event and seen >= kill.count and kill_at == float("inf"):
+            if kill is not None and kill.event and seen >= kill.nth and kill_at == float("inf"):
                 kill_at = time.monotonic() + kill.delay_s
     os.close(reading)
     if ended != "ended":
