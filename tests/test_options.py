@@ -111,7 +111,8 @@ def address_of_metrics(found: Configuration) -> str | None:
     if exporter is None:
         return None
     with exporter:
-        return str(exporter._server.server_address[0])
+        assert exporter._shared is not None
+        return str(exporter._shared._server.server_address[0])
 
 
 def store_of_a_command(_: Configuration) -> int:

@@ -24,6 +24,7 @@ ROW_KEYS = ("case", "peer", "wire", "size_bytes", "concurrency", "checksum", "gb
 
 
 # --- short real ones ------------------------------------------------------------------------------
+@pytest.mark.nightly
 @pytest.mark.ucx
 def test_loopback_measures_us_and_peers_and_says_who_was_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -110,7 +110,7 @@ def test_old_snapshots_go_with_their_number_and_with_their_checkpoints(
     destination = Folder(tmp_path)
     for epoch, step in ((1, 20), (2, 30)):
         place = upload_folder("grpo", epoch, "a", "0" * 16)
-        file = File(name="model", size=1, sha256="0" * 64)
+        file = File(name="model", size=1, blocks=("0" * 64,))
         manifest = Manifest(run="grpo", epoch=epoch, step=step, client="a", attempt="0" * 16, files=(file,)).encode()
         destination.put(f"{place}/files/model", b"m")
         destination.put(f"{place}/manifest.json", manifest)

@@ -223,7 +223,10 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
             connected = trainer._packer.queue
             assert isinstance(connected, FoundRings)
             eventually(
-                lambda: trainer.claim_tickets(1, 0.05) == [] and bool(connected._network.reached()[0]), "connected"
+                lambda: (
+                    trainer.claim_tickets(1, 0.05) == [] and bool(connected._network.reached(None, named=False).rings)
+                ),
+                "connected",
             )
             end(rollout)
             assert consumed(trainer) == 0

@@ -28,6 +28,7 @@ from transport.packer.republish import Republishing
 from transport.queue import Claim, QueuedTicket
 from transport.queue.base import PayloadBytes, QueueAddress
 from transport.server.after_writer import AfterWriter
+from transport.snapshots.manifest import Entry as SavedEntry
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.store.decision import Next
@@ -60,6 +61,7 @@ RECORDS = [
     FetchedItem(TICKET, CLAIM),
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),
+    SavedEntry(TICKET.encode(), (0,), None),
     Change("groups/g/claims/1", TICKET.encode()),
     Next(TICKET.encode()),
     RedisURL(PLACE, "run"),
@@ -99,6 +101,7 @@ _TELLING = ("key", "token", "secret", "data", "url", "value", "store")
 _HARMLESS = {
     "transport.wire.frames.Answer",  # `value` is a length
     "transport.cooldown.destinations.base.Destination",
+    "transport.snapshots.manifest.RingPart",  # `data` is a file's name and checksums
     "transport.ticket._Row",  # never leaves its module
     "transport.adapters.torchrun.options.Options",  # its URL hides the password itself
 }

@@ -85,6 +85,7 @@ async def test_when_every_member_is_killed_their_closing_removes_what_they_left(
         assert left() == []
 
 
+@pytest.mark.nightly  # the matrix of test_step_kills has its like
 @asynchronous
 async def test_a_replica_killed_after_the_transfer_leaves_its_host_with_what_it_landed() -> None:
     async with group_of(2) as group:
@@ -101,6 +102,7 @@ async def test_a_replica_killed_after_the_transfer_leaves_its_host_with_what_it_
         await group.serves(-1, 3)
 
 
+@pytest.mark.nightly  # the matrix of test_step_kills has its like
 @asynchronous
 async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_before() -> None:
     async with group_of(3) as group:

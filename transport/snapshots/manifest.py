@@ -13,7 +13,7 @@ from transport.cooldown.epochs.records import check_name, is_attempt
 from transport.errors import CheckpointDamagedError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS
 from transport.runtime.arguments import whole
-from transport.runtime.decoders import ready
+from transport.runtime.decoders import hiding, ready
 from transport.ticket import Ticket
 
 FORMAT: Final = 1
@@ -83,6 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.json.encode(self)
 
 
+@hiding("ticket")
 class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One payload of a ring; its bytes stand behind those of the entry before."""
 
