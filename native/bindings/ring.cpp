@@ -72,7 +72,11 @@ class Loan {
   bool release() {
     if (ended_) return false;
     const Ending ending(*this);
-    return ring_->closed() || ring_->unpin(slot_, generation_);  // a closed ring unpins with its last loan
+    try {
+      return ring_->unpin(slot_, generation_);
+    } catch (const RingFault&) {  // closed: it unpins with its last loan
+      return true;
+    }
   }
   bool consume(unsigned rank) {
     if (ended_) return false;

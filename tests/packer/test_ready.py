@@ -81,6 +81,8 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
             assert len(accepted) == 2
             assert trainer.accept(batch) == accepted
             stored = trainer.consumed_record().to_bytes()
+            with pytest.raises(UsageError, match="accepted"):
+                trainer.abandon(batch)
             del accepted
             batch.release()
         assert rollout.ring_statistics().ready == 2  # its end gave the claims back

@@ -439,6 +439,17 @@ def test_a_ring_that_is_still_there_is_not_restored_beside_itself(
         with pytest.raises(SnapshotError, match="is still here"):
             restore(str(place), 1, second)
         assert second.unread() == []
+        assert len(ring.consume(ring.claim(1))) == 1  # its next payloads have the ids behind those of the snapshot
+        with pytest.raises(SnapshotError, match="is still here"):
+            restore(str(place), 1, second)
+
+
+def test_of_a_ring_in_a_file_there_is_no_snapshot(prefix: str, place: Path, tmp_path: Path) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, file=tmp_path / "ring") as kept:
+        written(kept, [1])
+        with pytest.raises(SnapshotError, match="lies in"):
+            saved_of(kept, place)
+        assert len(kept.consume(kept.claim(1))) == 1
 
 
 @pytest.mark.parametrize(

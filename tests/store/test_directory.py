@@ -57,6 +57,15 @@ def store(tmp_path: Path) -> Iterator[SQLiteStore]:
 
 
 # --- records -----------------------------------------------------------------------------------------
+def test_a_ring_that_is_published_again_has_not_ended(store: SQLiteStore) -> None:
+    directory = Directory(store)
+    directory.publish(serving())
+    directory.end(serving().ring, bytes(16))
+    assert directory.ended().keys() == {serving().ring}
+    directory.publish(serving(epoch=2))  # another writer has opened the file that it lies in
+    assert directory.ended() == {}
+
+
 def test_what_is_published_is_found_until_it_is_withdrawn(store: SQLiteStore) -> None:
     directory = Directory(store)
     assert directory.find(RING) is None

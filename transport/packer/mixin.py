@@ -164,11 +164,13 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """The payloads of a batch to train on before it is consumed, each once. `consumed_record` has them then.
 
         For checkpoints: accept, learn, store weights and record, and only then `consume`. A trainer that is killed
-        before the checkpoint is stored gets the payloads again; one that is killed behind it drops them.
+        before the checkpoint is stored gets the payloads again; one that is killed behind it drops them. There is no
+        way back: where learning fails, start this trainer again from its last checkpoint.
         """
         expect(batch, FetchedBatch, "accept()", _BATCH)
         if batch.consumed:
             raise UsageError("this batch was already consumed")
+        batch.accepted = True
         return self._packer.accept([item for item in batch.items if item.payload is not None])
 
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
@@ -194,6 +196,11 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer = self._packer
         expect(batch, FetchedBatch, "abandon()", _BATCH)
         text(reason, "reason of abandon()")  # before anything is given up
+        if batch.accepted and not batch.consumed:
+            raise UsageError(
+                "abandon(): this batch was accepted, and the record drops it when it comes again: consume it, or start "
+                "this trainer again from its last checkpoint"
+            )
         batch.consumed, batch.in_question = True, []
         packer.forget(batch)
         batch.release()

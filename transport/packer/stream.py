@@ -98,7 +98,7 @@ class BatchStream:
         record = ConsumedRecord.from_bytes(session.record.to_bytes(), session.settings)
         for item in batch.items:
             if item.payload is not None:
-                record.accept(*item.ticket.identity, session.rank_of(item))
+                record.accept(*item.ticket.origin, session.rank_of(item))
         return record.to_bytes()
 
     def close(self) -> None:

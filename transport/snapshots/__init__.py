@@ -5,7 +5,7 @@
    what was written before is in the record or in the snapshot. A payload that is only claimed is not consumed.
 2. **The upload.** A thread streams the pinned slots to the destination while training goes on, and lets go of each slot
    when its bytes are on their way. For each ring one file of payloads, one behind the other, and one index: ticket, due
-   ranks, policy version. It is the cooldown's upload (`cooldown.upload.copied`), with SHA-256 of each file and block.
+   ranks, policy version. It is the cooldown's upload (`cooldown.upload.copied`), with SHA-256 of each block.
 3. **The manifest** is written last. A snapshot without one does not exist. Rings of several hosts are parts, each taken
    on its host under the name of one attempt; part 0 writes the manifest when all parts are there.
 4. **The way back.** `restore` verifies every byte that it needs, then writes the payloads into a ring of the new run,

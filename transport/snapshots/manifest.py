@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from transport.cooldown.epochs.manifest import FILES, File, is_safe
+from transport.cooldown.epochs.manifest import FILES, File
 from transport.cooldown.epochs.records import check_name, is_attempt
 from transport.errors import CheckpointDamagedError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS
@@ -179,9 +179,9 @@ def decode(data: bytes, run: str, step: int, attempt: str) -> Manifest:
     files = [file for ring in manifest.rings for file in (ring.data, ring.index) if file is not None]
     names = [file.name for file in files]
     whole = all((ring.data is None) == (ring.index is None) == (not ring.payloads) for ring in manifest.rings)
-    if not whole or len(set(names)) != len(names) or not all(map(is_safe, names)):
+    if not whole or len(set(names)) != len(names) or not all(file.plausible for file in files):
         raise CheckpointDamagedError(
-            "the snapshot's manifest lists a file twice, or outside its folder, or no file of payloads"
+            "the snapshot's manifest lists a file twice, outside its folder, without its checksums, or none of payloads"
         )
     return manifest
 

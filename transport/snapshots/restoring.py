@@ -234,10 +234,12 @@ class Saved:
             expired += bool(due) and each.ticket.deadline is not None and each.ticket.deadline <= now
             if due and (each.ticket.deadline is None or each.ticket.deadline > now):
                 mine.append((each, due))
-        if ring.overflow == "overwrite" and len(mine) > ring.statistics().free:
+        # A queue beside the rings learns of them when all are written: no trainer makes room before.
+        all_at_once = ring.overflow == "overwrite" or (isinstance(into, Writing) and into._ucxx_queue is not None)
+        if all_at_once and len(mine) > ring.statistics().free:
             raise RingFullError(
-                f"{len(mine)} payloads are to be restored, and this ring would overwrite the first of them: make "
-                'it with more slots, or with overflow="block"'
+                f"{len(mine)} payloads are to be restored, and this ring cannot hold all of them at once: make it with "
+                'more slots, or with overflow="block" and the rings as the queue'
             )
         for each, _ in mine:
             self._check(each, ring)
@@ -251,10 +253,11 @@ class Saved:
     def _refuse_living(self) -> None:
         for ring in self.manifest.rings:
             with contextlib.suppress(RingError), SharedRingBuffer.attach(ring.segment, role="observer") as seen:
-                if seen.ring_id == ring.ring and seen.native.unread:
+                if seen.ring_id == ring.ring and ring.payloads:
                     raise SnapshotError(
-                        f"ring {ring.segment} of the snapshot is still here, with {seen.native.unread} payloads: "
-                        "they would come twice. End its processes and remove it with `transport reclaim`"
+                        f"ring {ring.segment} of the snapshot is still here, with {seen.native.unread} payloads: those "
+                        "would come twice, and records would take its next ones for those of the snapshot. End its "
+                        "processes and remove it with `transport reclaim`"
                     )
 
     def _check(self, payload: SavedPayload, ring: SharedRingBuffer) -> None:

@@ -124,7 +124,7 @@ def snapshot(
         progress: called with (files done, files in all, bytes done).
 
     Raises:
-        SnapshotError: rings are served by other hosts, and no part of them is asked for.
+        SnapshotError: rings are served by other hosts, and no part of them is asked for; or a ring lies in a file.
         NoOwnerError: a ring has 16 attached processes. Whatever is raised, nothing stays pinned.
     """
     began = time.monotonic()
@@ -154,6 +154,11 @@ def snapshot(
                 with contextlib.suppress(RingNotFoundError):  # it has ended meanwhile, with nothing unread
                     ring = attached_reader(segment)
                     undo.callback(ring.close)
+                    if ring.file:
+                        raise SnapshotError(
+                            f"ring {ring.name} lies in {ring.file}, which keeps its payloads for the next run: with a "
+                            "snapshot they would come twice"
+                        )
                     rings.append(_Held(ring, ring.hold_unread()))
             created = time.time()
             ids = tuple(each.ring for each in elsewhere.values() if each.ring)
@@ -173,9 +178,11 @@ def rings_of(text: str) -> FoundRings:
 
 def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progress: Progress) -> Manifest:
     place = manifests.place_of(cut.run, cut.step, cut.attempt)
-    with rings, open_destination(url) as destination, removed_on_failure(destination, place):
+    number, parts = cut.part
+    with rings, open_destination(url) as destination, contextlib.ExitStack() as stack:
+        if parts == 1:  # else the other parts lie in the same place; `prune` removes what has no manifest
+            stack.enter_context(removed_on_failure(destination, place))
         manifest = _sent(cut, destination, place, stop, progress)
-        number, parts = cut.part
         if parts > 1:
             destination.put(f"{place}/{manifests.part_name(number)}", manifest.encode())
             if number:

@@ -151,6 +151,7 @@ class Directory:
                 key, value, ABSENT if entry is None else entry.version, lease_s=self.lease_s
             )
             if version is not None:
+                self._store.delete(_ENDED + serving.ring)  # of the writer before, whose file this one has
                 return version  # else another write was faster: read again
 
     def renew(self, ring: str, version: int) -> bool:

@@ -33,6 +33,12 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     proofs: dict[str, str] = {}  # by kind, checksums as the destination computes them; these the uploader computed
     upload: str = ""  # whose folder has it, "CLIENT/ATTEMPT"; empty: that of the manifest
 
+    @property
+    def plausible(self) -> bool:
+        """Whether it has a name below its folder, and a checksum for each block of its size."""
+        digests = len(self.blocks) == max(1, -(-self.size // BLOCK)) and all(map(_DIGEST.fullmatch, self.blocks))
+        return is_safe(self.name) and self.size >= 0 and digests
+
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The files of an upload, and its epoch."""
@@ -108,8 +114,7 @@ def decode(data: bytes) -> Manifest:
         raise CheckpointDamagedError(f"the manifest lists {both} as a file and as a folder")
     for file in manifest.files:
         other = not file.upload or is_upload(file.upload)
-        digests = len(file.blocks) == max(1, -(-file.size // BLOCK)) and all(map(_DIGEST.fullmatch, file.blocks))
-        if not (is_safe(file.name) and other and digests) or file.size < 0:
+        if not (other and file.plausible):
             raise CheckpointDamagedError(
                 f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"
             )
