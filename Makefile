@@ -160,7 +160,8 @@ endif
 
 # The real frameworks: torch, CuPy, Ray, verl, cosmos-rl and TransferQueue in an environment of their own (2.6 GB), of the
 # versions in constraints-adapters.txt. Nothing is skipped in silence: tests/support/frameworks.py has what may be, and why.
-ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist worksteal
+# Each of some tests starts a Ray cluster of its own: one worker less than make pytest has.
+ADAPTERS_OPTIONS ?= -n $(shell echo $$(($(PYTEST_WORKERS) - 1))) --dist worksteal
 adapters: build/adapters/installed | redis ## every test that needs a framework, with all of them installed in build/adapters
 	@build/adapters/bin/python -m pytest --frameworks $(ADAPTERS_OPTIONS) || \
 	$(call tried_again,build/adapters/bin/python -m pytest --frameworks)
