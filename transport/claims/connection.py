@@ -431,7 +431,7 @@ class ClaimConnection:
         return future
 
     def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
-        """An answer whose bytes have changed ends the connection, also when nobody waits for the answer."""
+        """An answer whose bytes have changed ends the connection, also after its caller was cancelled."""
         self._unanswered -= count
         self._answered.set()
         if not future.cancelled() and future.exception() is None and future.result() == engine().PROTOCOL:
@@ -498,6 +498,6 @@ def _given_back_on_error(claims: ClaimedRows) -> Iterator[None]:
     """Give the claims back at once: an error that a caller keeps has frames, in which their owner stands."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # a cancellation, too
         claims.return_soon(np.arange(len(claims.rows), dtype=np.intp))
         raise

@@ -166,7 +166,7 @@ class Waiting:
         self._said = {why: LogLimit(_SAY_AGAIN_S) for why in Why}
 
     def text(self) -> str:
-        """Why nothing comes, as `transport top` shows it; empty where payloads come, or nobody asks for any."""
+        """Why nothing comes, as `transport top` shows it; empty where payloads come, or no call asks for any."""
         recent = self._look_at is not None and time.monotonic() < self._look_at + LOOK_S
         return self._found.text if recent and self._found is not None else ""
 

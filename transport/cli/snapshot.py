@@ -76,28 +76,16 @@ def _looked(queue: str, step: int, run: str | None) -> Manifest:
 
     from transport.config import configuration
     from transport.ring.buffer import SharedRingBuffer
-    from transport.snapshots import Manifest, RingPart
-    from transport.snapshots.taking import rings_of
-    from transport.ticket import host_identity
+    from transport.snapshots import Manifest
+    from transport.snapshots.taking import part_of, require_in_memory, rings_of
 
     rings = []
     with rings_of(queue) as found:
         for segment in found.segments_here():
             with SharedRingBuffer.attach(segment, role="observer") as ring:
+                require_in_memory(ring)
                 sizes = [each.size for each in ring.tickets()]
-                rings.append(
-                    RingPart(
-                        ring=ring.ring_id,
-                        segment=ring.name,
-                        host=host_identity(),
-                        fingerprint=ring.fingerprint.hex(),
-                        consumers=ring.native.consumers,
-                        slots=ring.slot_count,
-                        slot_bytes=ring.slot_capacity,
-                        payloads=len(sizes),
-                        bytes=sum(sizes),
-                    )
-                )
+                rings.append(part_of(ring, len(sizes), sum(sizes)))
         elsewhere = tuple(found.not_counted())
     name = run or configuration().run or "run"
     return Manifest(run=name, step=step, attempt="", created=time.time(), rings=tuple(rings), elsewhere=elsewhere)

@@ -90,7 +90,7 @@ def found(plan: Plan, url: str) -> ResumePlan:
 
 
 def _remove_rings(url: str, model: Model) -> None:
-    """The segments of the killed run, where they are on this host and nobody uses them: it is restored instead."""
+    """The segments of the killed run, where they are on this host and no process uses them: it is restored instead."""
     with Saved(url, model.version, run=_RUN, attempt=model.attempt) as saved:
         for ring in saved.manifest.rings:
             prefix = ring.segment.removeprefix("/transport-").rpartition("rollout-")[0]

@@ -158,7 +158,7 @@ class SharedRingBuffer(Attachment):
             consumers: names of stages that each see every payload once, or names with how many ranks each has; at most
                 16 together. Every payload is written for all of them; `rank_of` and ``claim(rank="name")`` know them.
             file: the ring lies in this file instead of /dev/shm, and outlives every process with what is unread in it
-                (docs/UCXX.md#a-ring-in-a-file). The file names the ring. It is removed by nobody but its user.
+                (docs/UCXX.md#a-ring-in-a-file). The file names the ring. Only its user removes it.
             sync: of a file: "never", or "publish": a payload is on disk, and then it can be read; so it outlives a loss
                 of power. `write_many` syncs once for all that it writes at a time.
 

@@ -344,7 +344,7 @@ class LoopThread:
     def closes(self, closing: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Have `close` await this before it cancels what still runs; the last one given is the first.
 
-        ClosedError: nobody would await it any more.
+        ClosedError: the thread ends without awaiting it.
         """
         if self.closed or self.ending:
             raise ClosedError("it was closed before this call; make a new one")

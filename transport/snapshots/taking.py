@@ -154,11 +154,7 @@ def snapshot(
                 with contextlib.suppress(RingNotFoundError):  # it has ended meanwhile, with nothing unread
                     ring = attached_reader(segment)
                     undo.callback(ring.close)
-                    if ring.file:
-                        raise SnapshotError(
-                            f"ring {ring.name} lies in {ring.file}, which keeps its payloads for the next run: with a "
-                            "snapshot they would come twice"
-                        )
+                    require_in_memory(ring)
                     rings.append(_Held(ring, ring.hold_unread()))
             created = time.time()
             ids = tuple(each.ring for each in elsewhere.values() if each.ring)
@@ -167,6 +163,30 @@ def snapshot(
             # From here on the rings are the thread's.
             upload = started(partial(_upload, undo.pop_all(), cut, url, stop, progress))
     return Snapshot(cut, upload, stop)
+
+
+def require_in_memory(ring: SharedRingBuffer) -> None:
+    """SnapshotError: the ring lies in a file."""
+    if ring.file:
+        raise SnapshotError(
+            f"ring {ring.name} lies in {ring.file}, which keeps its payloads for the next run: with a snapshot they "
+            "would come twice"
+        )
+
+
+def part_of(ring: SharedRingBuffer, payloads: int, size: int) -> RingPart:
+    """A ring's part of a manifest, without its files. ``size``: bytes of all ``payloads`` together."""
+    return RingPart(
+        ring=ring.ring_id,
+        segment=ring.name,
+        host=host_identity(),
+        fingerprint=ring.fingerprint.hex(),
+        consumers=ring.native.consumers,
+        slots=ring.slot_count,
+        slot_bytes=ring.slot_capacity,
+        payloads=payloads,
+        bytes=size,
+    )
 
 
 def rings_of(text: str) -> FoundRings:
@@ -205,19 +225,7 @@ def _sent(cut: _Cut, destination: Destination, place: str, stop: Stop, progress:
                 index = msgspec.msgpack.encode(Index(schema=ring.native.schema, entries=payloads.entries))
                 sources.append((f"{ring.ring_id}.{_DATA}", Stream(payloads.bytes, payloads.pieces)))
                 sources.append((f"{ring.ring_id}.{_INDEX}", Stream(len(index), partial(_cut_up, index))))
-            parts.append(
-                RingPart(
-                    ring=ring.ring_id,
-                    segment=ring.name,
-                    host=host_identity(),
-                    fingerprint=ring.fingerprint.hex(),
-                    consumers=ring.native.consumers,
-                    slots=ring.slot_count,
-                    slot_bytes=ring.slot_capacity,
-                    payloads=len(payloads.leases),
-                    bytes=payloads.bytes,
-                )
-            )
+            parts.append(part_of(ring, len(payloads.leases), payloads.bytes))
         files = {file.name: file for file in copied(sources, destination, place, stop, progress)}
     rings = (
         msgspec.structs.replace(part, data=files.get(f"{part.ring}.{_DATA}"), index=files.get(f"{part.ring}.{_INDEX}"))

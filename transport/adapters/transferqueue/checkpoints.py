@@ -115,7 +115,7 @@ def load(folder: Path, rings: Rings, reader: Reader) -> None:
                     raise CheckpointDamagedError(f"{inner}: the slot of a value of field {name!r} was not saved")
                 known[name] = msgspec.structs.replace(new[old.identity], row=old.row, fields=old.fields).encode()
         write_whole(folder / _STATE, [pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)])
-    except BaseException:
+    except BaseException:  # an interrupt, too: nothing of a checkpoint that is not loaded stays in the rings
         for _, place in written:
             _discard(place, reader)
         raise
