@@ -185,6 +185,18 @@ def test_a_reader_that_was_stopped_while_it_left_removes_no_ring_that_was_filled
     assert attachment.remove_if_dead(name)
 
 
+@pytest.mark.parametrize("ends", ["closed", "forgotten"])
+def test_an_observer_leaves_the_empty_ring_of_a_dead_writer(name: str, ends: str) -> None:
+    """A trainer of another host may have it in question."""
+    SharedRingBuffer.create(slots=2, slot_bytes=100, name=name).native.close()  # as if it was killed
+    observer = SharedRingBuffer.attach(name, role="observer")
+    if ends == "closed":
+        observer.close()
+    del observer
+    assert name in _ring.segments()
+    assert attachment.remove_if_dead(name)
+
+
 def test_a_writer_that_was_stopped_while_it_closed_removes_no_ring_that_its_successor_filled(name: str) -> None:
     writer = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
     writer.write_raw(b"given up")

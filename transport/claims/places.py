@@ -102,7 +102,7 @@ class Observed:
             if not ring.native.still_named:
                 with contextlib.suppress(_ring.RingFault):
                     self.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
-                ring.native.close()
+                ring.close()
                 del self._rings[name]
         for name in names:
             if name not in self._rings:
@@ -113,7 +113,7 @@ class Observed:
     def close(self) -> None:
         """Detach."""
         while self._rings:
-            self._rings.popitem()[1].native.close()
+            self._rings.popitem()[1].close()
 
 
 class Given:

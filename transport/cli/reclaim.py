@@ -106,11 +106,9 @@ def _look(name: str) -> tuple[Segment, int] | None:
         return (Segment(name=name, bytes=0, file=file, unreadable="its file is gone", dead=True), 0) if gone else None
     except RingError as error:
         return Segment(name=name, bytes=size, file=file, unreadable=str(error).removeprefix(f"{name}: ")), 0
-    try:
+    with ring:
         sequence = ring.native.sequence  # first: what the counts do not show is not given up
         return _described(ring, size), sequence
-    finally:
-        ring.native.close()  # not ring.close(), which removes a segment without other attachments
 
 
 def _described(ring: SharedRingBuffer, size: int) -> Segment:

@@ -22,10 +22,8 @@ def worker_samples(processes: Workers, queue: TicketQueue) -> Iterator[Sample]:
             ring = SharedRingBuffer.attach(worker.ring, role="observer")
         except RingError:  # not made yet, gone again, or this worker makes none
             continue
-        try:
+        with ring:
             yield from ring_samples(ring, time.monotonic_ns())
-        finally:
-            ring.native.close()  # an observer must not remove it
     names = {worker.process.pid: worker.name for worker in workers}
     for client in status_socket.clients():
         if client.pid in names:

@@ -130,10 +130,8 @@ def _ring(name: str) -> RingView | None:
         return None
     except RingError as error:
         return RingView(name=name, segment_bytes=size, unreadable=str(error).removeprefix(f"{name}: "))
-    try:
+    with ring:
         return _view(ring, size)
-    finally:
-        ring.native.close()  # not ring.close(), which removes a segment without other owners
 
 
 def _view(ring: SharedRingBuffer, size: int) -> RingView:

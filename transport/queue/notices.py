@@ -172,20 +172,18 @@ class RingNotices:
             except RingError:
                 return seen
             if seen is not None and found.ring_id == seen.ring_id:
-                found.native.close()
+                found.close()
                 return seen
             if seen is not None:
-                seen.native.close()
+                seen.close()
             self._seen[name] = found
             return found
 
     def close(self) -> None:
         """Notices end with who announced them."""
         with self._lock:
-            for ring in self._own.values():
+            for ring in (*self._own.values(), *self._seen.values()):
                 ring.close()
-            for ring in self._seen.values():
-                ring.native.close()
             self._own.clear()
             self._seen.clear()
 

@@ -194,6 +194,9 @@ def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empt
 def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False) -> None:
     """Detach; the last owner removes the segment. Lent memory stays attached until it is returned, and removes it then.
 
+    An observer removes nothing: a segment that only observers see may be in question elsewhere, and stays for its next
+    writer or for `transport reclaim`.
+
     ``give_up_unread``: discard unread payloads in one step with closing, so that no thread publishes in between. A
     reader that has pinned a slot keeps the memory until it unpins.
 
@@ -202,6 +205,9 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
     If several owners detach at once, each may still see another's owner number in use. So an owner that may remove the
     segment checks again after its own number is free: the last one finds no other.
     """
+    if native.owner < 0:
+        native.close()
+        return
     removes = not only_empty or native.unread == 0  # a first look; the removal looks again, when no process can join
     removed = removes and native.unlink_if_last(
         readers_may_stay=give_up_unread, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL

@@ -382,11 +382,8 @@ class Supervisor:
 
 
 def _writers_of(segment: str) -> set[tuple[int, int]]:
-    ring = attached(segment, "observer")
-    try:
+    with attached(segment, "observer") as ring:
         return _living_writers(ring)
-    finally:
-        ring.native.close()  # not ring.close(), which may remove the segment
 
 
 def _living_writers(ring: Attachment) -> set[tuple[int, int]]:
