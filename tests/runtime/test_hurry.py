@@ -156,6 +156,23 @@ def test_a_server_that_was_away_before_an_end_is_asked_again(server: RedisServer
             assert queue.claim(1, consumer="a") == []
 
 
+def test_what_a_call_connects_behind_a_cut_is_closed(queue: TicketQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    import redis
+
+    evalsha = redis.Redis.evalsha
+    used = []  # as the traceback of an error may keep it
+
+    def cut_first(self: redis.Redis, *arguments: object) -> object:
+        used.append(self)
+        queue._connection.cut()  # type: ignore[attr-defined]
+        return evalsha(self, *arguments)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(redis.Redis, "evalsha", cut_first)
+    assert queue.claim(1, consumer="a") == []
+    assert len(os.listdir("/proc/self/fd")) < before
+
+
 def test_a_child_does_not_end_because_its_parent_does() -> None:
     with hurry.while_ending(0.0):
         child = os.fork()

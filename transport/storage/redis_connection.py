@@ -210,8 +210,8 @@ class RedisConnection:
             room = self._room()
             if self._failed_at > hurry.since() and time.monotonic() > hurry.until():
                 raise self._words.busy(f"the {self._words.what} at {self.name} is away, and this process is ending")
+            client = room.client
             try:
-                client = room.client
                 with self._translated():
                     answer = attempt(client)
                 self._failed_at = -1.0
@@ -231,6 +231,9 @@ class RedisConnection:
             except (AttributeError, TypeError, ValueError):
                 if not self._closed and room.client is client:  # else another thread closed or cut it during the call
                     raise
+            finally:
+                if self._closed or room.client is not client:  # what it has connected since is closed by no other call
+                    client.connection_pool.disconnect()
             room.pause(pause_s * random.uniform(0.5, 1.0))  # closed meanwhile: the next iteration raises ClosedError
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
@@ -308,9 +311,14 @@ class RedisConnection:
             room = self._rooms.setdefault(os.getpid(), _Room(self._make_client()))
             room.hurried = hurry.until() < float("inf")
         if room.hurried and hurry.until() == float("inf"):  # the end is over, and this connection goes on
-            room.hurried = False
-            room.client = self._make_client()
+            self._replace(room, hurried=False)
         return room
+
+    def _replace(self, room: _Room, *, hurried: bool) -> None:
+        """Go on with other limits. Calls in progress fail, and are made again."""
+        room.hurried = hurried
+        before, room.client = room.client, self._make_client()
+        before.connection_pool.disconnect(inuse_connections=True)
 
     def _make_client(self) -> redis.Redis:
         from redis.backoff import NoBackoff
@@ -333,9 +341,7 @@ class RedisConnection:
         """End the calls that are in progress; those to come have a short limit. For a process that ends."""
         room = self._rooms.get(os.getpid())
         if room is not None:
-            room.hurried = True
-            before, room.client = room.client, self._make_client()
-            before.connection_pool.disconnect(inuse_connections=True)
+            self._replace(room, hurried=True)
 
     def close(self) -> None:
         """Close all connections of this process, and end its waits with ClosedError. Idempotent."""
