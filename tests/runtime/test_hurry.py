@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from redis_server import RedisServer, needs_redis, redis_server
@@ -167,10 +168,10 @@ def test_what_a_call_connects_behind_a_cut_is_closed(queue: TicketQueue, monkeyp
         queue._connection.cut()  # type: ignore[attr-defined]
         return evalsha(self, *arguments)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(redis.Redis, "evalsha", cut_first)
     assert queue.claim(1, consumer="a") == []
-    assert len(os.listdir("/proc/self/fd")) < before
+    assert len(list(Path("/proc/self/fd").iterdir())) < before
 
 
 def test_a_child_does_not_end_because_its_parent_does() -> None:
