@@ -56,7 +56,7 @@ class BenchServer(socketserver.ThreadingTCPServer):
     """Answers `bench fetch`, each connection with a writing process of its own. Call `stop` from another thread.
 
     Args:
-        addresses: what tickets advertise; empty: as any server chooses.
+        addresses: what tickets advertise; empty: ``bind``, else as any server chooses.
 
     Raises BusyPortError.
     """
@@ -66,7 +66,7 @@ class BenchServer(socketserver.ThreadingTCPServer):
     block_on_close = True
 
     def __init__(self, bind: str, port: int, addresses: Sequence[str] = ()) -> None:
-        self.addresses = tuple(addresses)
+        self.addresses = tuple(addresses) or ((bind,) if bind else ())
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         try:
