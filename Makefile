@@ -212,10 +212,8 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:tests/support $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
-	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
-	@MYPYPATH=.:benchmarks/weights $(WAITING) "mypy benchmarks/weights" 10 $(BIN)/mypy benchmarks/weights
-	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
-	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(WAITING) "mypy benchmarks/teardown" 10 $(BIN)/mypy benchmarks/teardown
+	@for each in harness soak cluster teardown weights; do MYPYPATH=.:benchmarks/harness:benchmarks/$$each \
+	  $(WAITING) "mypy benchmarks/$$each" 10 $(BIN)/mypy benchmarks/$$each || exit 1; done
 
 PYTHONS := 3.11 3.12 3.13
 .PHONY: lint-pythons

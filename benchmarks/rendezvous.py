@@ -14,7 +14,8 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,8 +31,11 @@ from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
 from transport.runtime.interruption import temporary_folder
 from transport.runtime.progress import Progress, bar_with_time_left
-from transport.store.base import Change, Entry, Store
+from transport.store.base import Change, Store
 from transport.store.open import open_store
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from store_proxy import StoreProxy
 
 Row = dict[str, Any]
 
@@ -40,59 +44,26 @@ _LOOKS = 7  # of the host at all members, once the round runs
 _CHUNK = 1000
 
 
-class CountingStore(Store):
-    """Another store, with counts of calls and records, and the times of large reads and writes."""
+class CountingStore(StoreProxy):
+    """Another store, with counts of calls and records, and the times of large reads."""
 
     def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
         self.calls = self.records_read = self.records_written = 0
         self.large_reads: list[tuple[int, float]] = []  # records, seconds
-        self.large_writes: list[tuple[int, float]] = []
-        self._inner = inner
 
-    def get(self, key: str) -> Entry | None:
-        return self.get_many([key])[0]
-
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+    def call(self, call: Callable[[], Any], changes: Sequence[Change] | None = None) -> Any:
+        """See `StoreProxy`."""
         self.calls += 1
-        self.records_read += len(keys)
         begun = time.perf_counter()
-        entries = self._inner.get_many(keys)
-        if len(keys) > 10:
-            self.large_reads.append((len(keys), time.perf_counter() - begun))
-        return entries
-
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        self.calls += 1
-        found = self._inner.scan(prefix)
-        self.records_read += len(found)
-        return found
-
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        self.calls += 1
-        self.records_written += len(changes)
-        begun = time.perf_counter()
-        versions = self._inner.put_many(changes)
-        if len(changes) > 10:
-            self.large_writes.append((len(changes), time.perf_counter() - begun))
-        return versions
-
-    def add(self, key: str, amount: int = 1) -> int:
-        self.calls += 1
-        self.records_written += 1
-        return self._inner.add(key, amount)
-
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        self.calls += 1
-        self.records_written += len(leases)
-        return self._inner.renew(leases, lease_s)
-
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        self.calls += 1
-        self.records_read += 1
-        return self._inner.watch(key, version, timeout_s)
-
-    def close(self) -> None:
-        """The inner store is its owner's."""
+        result = call()
+        if changes is not None:
+            self.records_written += max(1, len(changes))
+        else:
+            self.records_read += len(result)
+            if len(result) > 10:
+                self.large_reads.append((len(result), time.perf_counter() - begun))
+        return result
 
 
 def measure(counts: Sequence[int], url: str | None, progress: Progress) -> list[Row]:

@@ -17,38 +17,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "soak"), str(HERE.parent.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "harness"), str(HERE.parent.parent)]
 
 import isolation  # noqa: E402
+from command import new_folder, parser, write_json  # noqa: E402
 from faults import FAULTS  # noqa: E402
 
 if TYPE_CHECKING:
-    from parts import Finding
+    from run import Finding
 
 FINDINGS: tuple[Finding, ...] = ("addresses", "directory", "redis")
-SKIPPED = 77
 
 
 def options() -> argparse.Namespace:
     """The command line."""
     faults = "\n".join(f"  {name:15} {fault.about}" for name, fault in FAULTS.items())
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\nfaults:\n{faults}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hosts", type=int, default=8, help="4 to 64; two of them are for Redis where it is used")
-    parser.add_argument("--minutes", type=float, default=0.0, help="faults are repeated until then; one round at least")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="of those below, with commas (default all)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--find", default="all", choices=("all", *FINDINGS), help="how trainers find payloads")
-    parser.add_argument("--per-s", type=float, default=300.0, help="payloads written in a second, by all rollouts")
-    parser.add_argument("--folder", type=Path, default=Path("build/cluster"), help="journals and logs; made anew")
-    parser.add_argument("--json", type=Path, help="where the report goes besides the table")
-    chosen = parser.parse_args()
+    given = parser(f"{__doc__}\nfaults:\n{faults}", "build/cluster")
+    given.add_argument("--hosts", type=int, default=8, help="4 to 64; two of them are for Redis where it is used")
+    given.add_argument("--minutes", type=float, default=0.0, help="faults are repeated until then; one round at least")
+    given.add_argument("--faults", default=",".join(FAULTS), help="of those below, with commas (default all)")
+    given.add_argument("--find", default="all", choices=("all", *FINDINGS), help="how trainers find payloads")
+    given.add_argument("--per-s", type=float, default=300.0, help="payloads written in a second, by all rollouts")
+    chosen = given.parse_args()
     chosen.faults = [name for name in chosen.faults.split(",") if name]
     if unknown := set(chosen.faults) - set(FAULTS):
-        parser.error(f"unknown faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+        given.error(f"unknown faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
     if not 4 <= chosen.hosts <= 64:
-        parser.error(f"--hosts {chosen.hosts}: give 4 to 64")
+        given.error(f"--hosts {chosen.hosts}: give 4 to 64")
     return chosen
 
 
@@ -63,12 +58,9 @@ def main() -> int:
             raise isolation.Refused(reason)
     except isolation.Refused as error:
         print(f"there can be no cluster here: {error}", file=sys.stderr)
-        return SKIPPED
+        return isolation.SKIPPED
     logging.basicConfig(level="ERROR")
-    from command import write_json
-    from records import Options
-    from report import show
-    from run import Run
+    from run import Options, Run, show
 
     began = time.monotonic()
 
@@ -85,7 +77,7 @@ def main() -> int:
                 faults=chosen.faults,
                 seed=chosen.seed,
                 finding=finding,
-                folder=chosen.folder.resolve() / finding,
+                folder=new_folder(chosen.folder / finding),
                 per_s=chosen.per_s,
             ),
             say,

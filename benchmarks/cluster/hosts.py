@@ -25,6 +25,7 @@ from pathlib import Path
 BRIDGE, NETWORK = "br0", "10.88"
 OWN_ADDRESS = f"{NETWORK}.255.254"  # of this process, at the bridge
 REDIS_ADDRESS = f"{NETWORK}.255.1"  # moves from host to host
+REDIS_PORT = 6379
 RATE_BYTES_S = 25e6
 _BIT = 8
 _PATIENCE_S = 20.0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hosts import REDIS_ADDRESS, Host, announce
-from parts import REDIS_PORT
+from hosts import REDIS_ADDRESS, REDIS_PORT, Host, announce
+from redis_server import command
 
 from transport.storage.redis_script import require_redis
 
@@ -24,8 +23,6 @@ class RedisPair:
     """The primary is on one host, the replica on the other. All answered writes are in the primary's file."""
 
     def __init__(self, hosts: tuple[Host, Host], folder: Path, environment: Callable[[Host], dict[str, str]]) -> None:
-        if shutil.which("redis-server") is None:
-            raise SystemExit("redis-server is missing: apt-get install redis-server")
         self._redis = require_redis()
         self._primary, self._spare = hosts
         self._folder = folder
@@ -85,14 +82,10 @@ class RedisPair:
 
     def _serve(self, host: Host, files: Path, *options: str) -> None:
         self._files[host] = files
-        settings = {
-            "bind": "0.0.0.0", "port": str(REDIS_PORT), "protected-mode": "no", "dir": str(files), "save": "",
-            "appendonly": "yes", "appendfsync": "always", "repl-diskless-sync-delay": "0",
-            "logfile": str(files / "log"),
-        }  # fmt: skip
-        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
         environment = {"PATH": os.environ["PATH"], **self._environment(host)}
-        self._servers[host] = host.popen(["redis-server", *words, *options], files / "errors", environment)
+        own = {"bind": "0.0.0.0", "protected-mode": "no", "repl-diskless-sync-delay": "0"}
+        words = command(files, files / "log", REDIS_PORT, **own)
+        self._servers[host] = host.popen([*words, *options], files / "errors", environment)
 
     def _kill(self, host: Host) -> None:
         # The process of `popen` is not the server's own: that one is the only other process of its host.

@@ -213,23 +213,12 @@ class Bench:
     def weights(self, size: int) -> None:
         """A version between two processes, out of device memory and into it, without a limit of the link."""
         sys.path.append(str(Path(__file__).resolve().parents[1] / "weights"))
-        from update import Load, run
+        from measure import Case, measured
 
-        from transport.runtime.progress import silent
-
-        load = Load(
-            size_bytes=size,
-            bucket_bytes=64 << 20,
-            rate=0,
-            shape="tree",
-            hosts=1,
-            changed=0.01,
-            repetitions=2,
-            device=True,
-        )
-        for row in run(load, [1], silent):
-            share = f", {load.changed:.0%} changed" if row.mode == "delta" else ""
-            way = f"weights, device → device, two processes, tcp, {row.mode}{share}"
+        for worker in ("mapped", "delta"):
+            row = measured(Case(worker, size, 1, updates=2, bucket=64 << 20, device=True))
+            how = f"delta, {row.changed:.0%} changed" if worker == "delta" else "full"
+            way = f"weights, device → device, two processes, tcp, {how}"
             self.add(way, row.model_bytes, round(row.model_bytes / row.transfer_s / 1e9, 2))
 
     def context_memory(self) -> dict[str, Any]:

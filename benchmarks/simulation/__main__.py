@@ -3,7 +3,7 @@
 python benchmarks/simulation --seed 17               # one, again and again the same
 python benchmarks/simulation --seeds 10000           # many small ones; a failing seed is printed
 python benchmarks/simulation --members --seeds 100   # rendezvous, election and the ends of epochs
-python benchmarks/simulation --scale --minutes 60    # 1 000 trainers and 10 000 hosts
+python benchmarks/simulation --hosts 10000 --trainers 1000 --faults-per-minute 200 --minutes 10
 python benchmarks/simulation --plant fencing         # a planted fault, which must be found
 """
 
@@ -19,16 +19,19 @@ import sys
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any, get_type_hints
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a seed
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests" / "support"))  # store_proxy
+
 import planted
 from accounts import Violation
 from members import Members, MembersPlan
 from members import drawn as drawn_members
-from plans import SHARD, WHOLE, Plan, Result, drawn
+from plans import Plan, Result, drawn
 from world import World
 
 
@@ -86,12 +89,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first simulation")
     parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--scale", action="store_true", help="1 000 trainers and 10 000 hosts, with one queue")
-    parser.add_argument("--shards", action="store_true", help="the same as a hundred shards of 10 trainers, 100 hosts")
     parser.add_argument("--members", action="store_true", help="rendezvous, election and epochs, without payloads")
     parser.add_argument("--plant", choices=sorted(planted.PLANTS), help="a fault that must be found")
     parser.add_argument("--list-plants", action="version", version=" ".join(planted.PLANTS), help="print their names")
-    parser.add_argument("--report-every", type=int, default=0, metavar="SEEDS", help="print the totals so far")
     for name, kind in get_type_hints(Plan).items():
         option: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         parser.add_argument(f"--{name.replace('_', '-')}", **option)
@@ -102,16 +102,15 @@ def main() -> int:
     chosen = arguments()
     gc.freeze()  # the modules: a collection after each seed looks at what the seed left only
     given = {name: getattr(chosen, name) for name in Plan._fields if getattr(chosen, name) is not None}
-    fixed = SHARD if chosen.shards else WHOLE if chosen.scale else None
-    if chosen.plant:
-        fixed = planted.PLANTS[chosen.plant].plan
-        planted.PLANTS[chosen.plant].plant()
-    count = 100 if chosen.shards and chosen.seeds == 1 else chosen.seeds
-    seeds = range(chosen.seed, chosen.seed + count)
+    seeds = range(chosen.seed, chosen.seed + chosen.seeds)
+    plant = planted.PLANTS[chosen.plant] if chosen.plant else None
+    if plant is not None:
+        plant.plant()
 
     def plan(seed: int) -> Plan | MembersPlan:
-        members = chosen.members or (chosen.plant and planted.PLANTS[chosen.plant].members)
-        return drawn_members(seed) if members else (fixed or drawn(seed))._replace(**given)
+        if chosen.members or (plant is not None and plant.members):
+            return drawn_members(seed)
+        return (drawn(seed) if plant is None else plant.plan)._replace(**given)
 
     work = ((seed, plan(seed)) for seed in seeds)
     totals = Totals()
@@ -119,10 +118,8 @@ def main() -> int:
     try:
         for seed, found in pool.imap(_one, work) if pool else map(_one, work):
             totals.add(found)
-            if count == 1 and not isinstance(found, str):
+            if chosen.seeds == 1 and not isinstance(found, str):
                 print(f"seed {seed}: digest {found.digest}")
-            if chosen.report_every and totals.seeds % chosen.report_every == 0:
-                print(totals, flush=True)
             if chosen.plant and totals.failed:
                 break
     except KeyboardInterrupt:

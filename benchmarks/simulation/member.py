@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from store_proxy import FailingStore, Killed
 
 from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.epochs.coordinator import Begin, Refuted, Verified
@@ -11,75 +13,36 @@ from transport.cooldown.epochs.coordinator import Event as EpochEvent
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
 from transport.cooldown.epochs.records import Phase as EpochPhase
-from transport.errors import StaleRoundError, StoreError, StoreUnavailableError
+from transport.errors import StaleRoundError, StoreError
 from transport.rendezvous.member_states import State
 from transport.rendezvous.session import Session
-from transport.store.base import Change, Entry, Store
+from transport.store.base import Change
 
 RUN: Final = "run"
 _COOLDOWN_S: Final = 40.0
 
 
-class Killed(BaseException):
-    """The process is no more."""
-
-
-class _Line(Store):
-    """One member's way to the store, which may be away, forget answers, or be the last thing that the member does."""
+class _Line(FailingStore):
+    """One member's way to the store."""
 
     def __init__(self, world: Any, name: str) -> None:
+        super().__init__(world.store)
         self._world, self._name = world, name
-        self.away_until = 0.0
-        self.forgets_until = 0.0  # answers are lost, and what was asked is done
-        self.die_after = -1  # calls from now; the last one takes place, or does not
-        self.die_before = False
+        self.away_until = self.forgets_until = 0.0
 
-    def _call(self, call: Callable[[], Any], writes: bool = True, ends_epoch: bool = False) -> Any:
-        if self._world.now < max(self.away_until, self._world.away_until):
-            raise StoreUnavailableError("the store is away")
-        dies = self.die_after == 0
-        self.die_after -= 1
-        if dies and self.die_before:
-            raise Killed
-        if writes:
-            self._world.meanwhile(self._name, ends_epoch)
-        result = call()
-        if dies:
-            raise Killed
-        if writes and self._world.now < self.forgets_until:
-            raise StoreUnavailableError("the answer was lost")
-        return result
+    @property
+    def down(self) -> bool:  # type: ignore[override]
+        return bool(self._world.now < max(self.away_until, self._world.away_until))
 
-    def get(self, key: str) -> Entry | None:
-        return self._call(lambda: self._world.store.get(key), False)  # type: ignore[no-any-return]
+    @property
+    def forgets_answers(self) -> bool:  # type: ignore[override]
+        return bool(self._world.now < self.forgets_until)
 
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        return self._call(lambda: self._world.store.get_many(keys), False)  # type: ignore[no-any-return]
+    def before_write(self, changes: Sequence[Change]) -> None:
+        self._world.meanwhile(self._name, any(b'"phase":"ended"' in (change.value or b"") for change in changes))
 
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        return self._call(lambda: self._world.store.scan(prefix), False)  # type: ignore[no-any-return]
-
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        def write() -> list[int] | None:
-            versions = self._world.store.put_many(changes)
-            if versions is not None:
-                for change in changes:
-                    self._world.written(self._name, change)
-            return versions
-
-        ends_epoch = any(b'"phase":"ended"' in (change.value or b"") for change in changes)
-        return self._call(write, ends_epoch=ends_epoch)  # type: ignore[no-any-return]
-
-    def add(self, key: str, amount: int = 1) -> int:
-        return self._call(lambda: self._world.store.add(key, amount))  # type: ignore[no-any-return]
-
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        return self._call(lambda: self._world.store.renew(leases, lease_s))  # type: ignore[no-any-return]
-
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        raise AssertionError("nothing here waits in the store")
-
-    def close(self) -> None: ...
+    def wrote(self, change: Change) -> None:
+        self._world.written(self._name, change)
 
 
 class Member:

@@ -167,7 +167,7 @@ class Members:
                 self._new()
             case "die":
                 member.line.die_after = self.rng.randint(0, 6)
-                member.line.die_before = self.rng.random() < 0.5
+                member.line.die_before_the_write = self.rng.random() < 0.5
                 self._new()
             case "stop":
                 member.stopped_until = self.now + self.rng.uniform(1.0, 40.0)

@@ -39,10 +39,6 @@ class Result(NamedTuple):
     most_remembered: int  # by the queue, or records of the store
 
 
-SHARD: Final = Plan(hosts=100, trainers=10, slots=30, minutes=60.0, writes_per_s=0.1, faults_per_minute=2.0)
-WHOLE: Final = SHARD._replace(hosts=10_000, trainers=1_000, minutes=10.0, faults_per_minute=200.0)
-
-
 def drawn(seed: int) -> Plan:
     """A cluster of the seed's own size: one host and one trainer at least, faults rare or many; one in 50 is larger."""
     rng = random.Random(f"plan {seed}")
@@ -61,6 +57,3 @@ def drawn(seed: int) -> Plan:
         return plan
     hosts = rng.randint(12, 60)
     return plan._replace(hosts=hosts, trainers=rng.randint(4, 15), writes_per_s=rng.choice([1.0, 3.0]) / hosts)
-
-
-__all__ = ["LOST_AFTER_S", "SHARD", "WHOLE", "Plan", "Result", "drawn"]

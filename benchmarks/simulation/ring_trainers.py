@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from accounts import Violation, shown
-from trainer_process import TrainerProcess
+from trainers import TrainerProcess
 
 from transport import UCXXClient
 from transport.claims import network

@@ -9,46 +9,41 @@ docs/developers/TESTING.md has the rest.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from pathlib import Path
 
-from command import finish, parser, status_of_isolated_run
-from fault_injection import ISOLATED
-from run import Options, Soak
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "harness"))
 
-HERE = Path(__file__).resolve().parent
-
-
-def options() -> argparse.Namespace:
-    """The command line."""
-    options = parser(__doc__, "build/soak")
-    options.add_argument("--payloads", type=int, default=50_000)
-    options.add_argument("--kills", type=int, default=100)
-    options.add_argument("--queue", choices=("rings", "redis"), default="rings", help="redis: its own server")
-    options.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed, kills/20")
-    options.add_argument("--build", type=Path, default=None, help="of native modules with fault points (make faults)")
-    return options.parse_args()
+from command import finish, isolated, new_folder, parser
+from planted import PLANTS
 
 
 def main() -> int:
     """The exit status."""
-    chosen = options()
-    if (status := status_of_isolated_run(str(HERE))) is not None:
-        return status
+    options = parser(__doc__, "build/soak")
+    options.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
+    options.add_argument("--stuck-s", type=float, default=90.0, help="without any payload for so long it has failed")
+    options.add_argument("--payloads", type=int, default=50_000)
+    options.add_argument("--kills", type=int, default=100)
+    options.add_argument("--queue", choices=("rings", "redis"), default="rings", help="redis: its own server")
+    options.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed, kills/20")
+    options.add_argument("--build", type=Path, help="of native modules with fault points (make faults)")
+    chosen = options.parse_args()
+    alone = isolated()
+    from run import Options, Soak  # not before the fork: numpy has threads
+
     soak = Soak(
         Options(
+            folder=new_folder(chosen.folder),
+            seed=chosen.seed,
+            isolated=alone,
+            stuck_s=chosen.stuck_s,
+            plant=chosen.plant,
             payloads=chosen.payloads,
             kills=chosen.kills,
-            seed=chosen.seed,
-            folder=chosen.folder.resolve(),
-            stuck_s=chosen.stuck_s,
-            build=chosen.build.resolve() if chosen.build is not None else None,
-            isolated=os.environ[ISOLATED] == "1",
-            queue=chosen.queue,
             lapses=chosen.kills // 20 if chosen.lapses is None else chosen.lapses,
-            plant=chosen.plant,
+            queue=chosen.queue,
+            build=chosen.build and chosen.build.resolve(),
         )
     )
     report = soak.run()

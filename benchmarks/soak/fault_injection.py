@@ -5,33 +5,53 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from faults import Fault
-from process_tree import Member
-from queues import RedisServer
+from processes import Member
+from redis_server import RedisServer
 
-ISOLATED = "SOAK_ISOLATED"  # set in the namespaces
 _SLOWEST = "8kbit"  # of the loopback while it is stalled
 _KILLED_SERVERS = 0.7  # of the faults of the queue's server; the others stop it
 
 
-def isolated(command: list[str]) -> list[str]:
-    """The command in network and mount namespaces of its own; as it is where this user may not make any."""
-    tools = [shutil.which(name) for name in ("unshare", "ip", "ss", "tc")]
-    if not all(tools):
-        return command
-    for extra in ([], ["--map-root-user"]):
-        prefix = ["unshare", *extra, "--net", "--mount", "--propagation", "private"]
-        if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
-            return [*prefix, *command]
-    return command
+class Points:
+    """The traps of points/sitecustomize.py: which have closed, and steps at which whoever comes first stops.
+
+    Processes say in the file ``folder``/points that they have gone into a trap, right before they die or stop.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._at = 0
+
+    def closed(self) -> Iterator[tuple[int, str, int]]:
+        """(process, point, signal) of each since the last look."""
+        try:
+            data = (self._folder / "points").read_bytes()[self._at :]
+        except FileNotFoundError:
+            return
+        end = data.rfind(b"\n") + 1
+        self._at += end
+        for line in data[:end].decode().splitlines():
+            pid, point, number = line.split()
+            yield int(pid), point, int(number)
+
+    def stop_at(self, point: str) -> None:
+        """The next process that comes to this step in Python stops there."""
+        (self._folder / f"stop.{point}").touch()
+
+    def end(self) -> None:
+        """Processes that start from now on have no trap, and nobody waits for anybody to stop."""
+        for waiting in self._folder.glob("stop.*"):
+            waiting.unlink(missing_ok=True)
+        (self._folder / "points.off").touch()
 
 
 class FaultInjector:

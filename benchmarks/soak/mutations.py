@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "harness"))
+
 from command import write_json
 from planted import PLANTS
 
@@ -28,17 +30,8 @@ def run(plant: str, folder: Path, options: list[str]) -> dict[str, Any]:
     written = folder / "report.json"
     written.unlink(missing_ok=True)
     calm = ["--kills", "0", "--lapses", "0"] if plant and PLANTS[plant].calm else []
-    command = [
-        sys.executable,
-        str(HERE),
-        *SIZE,
-        *options,
-        *calm,
-        "--folder",
-        str(folder / "run"),
-        "--json",
-        str(written),
-    ]
+    command = [sys.executable, str(HERE), *SIZE, *options, *calm]
+    command += ["--folder", str(folder / "run"), "--json", str(written)]
     done = subprocess.run([*command, "--plant", plant] if plant else command, capture_output=True, text=True)
     if not written.exists():
         raise SystemExit(f"the soak with {plant or 'nothing'} planted ended with {done.returncode}: {done.stderr}")
@@ -84,7 +77,7 @@ def main() -> int:
             report = run(name, Path(folder), options)
         good = found(name, report)
         figures = {key: report[key] for key in ("lost", "wrong", "duplicated", "kills", "seconds")}
-        others = {key: amount(report[key]) for key in ("crashes", "left_behind", "reported", "unfinished")}
+        others = {key: amount(report[key]) for key in ("crashes", "left_behind", "excused", "unfinished")}
         rows.append({"planted": name, "found": good, **figures, **others, "named": report["named"][:3]})
         numbers = "".join(f"{each:>6}" for each in list(figures.values())[:4])
         shows = PLANTS[name].shows if name else "nothing"

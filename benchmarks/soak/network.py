@@ -15,106 +15,85 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from command import finish, parser, status_of_isolated_run
-from fault_injection import ISOLATED
-from network_proxy import KINDS, Proxy
-from plan import TrainerPlan, WriterPlan
-from process_tree import Child
-from run import RANKS, READERS, Options, Soak
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "harness"))
+os.environ["SOAK_LARGEST"] = str(6 << 20)  # read when payloads.py is imported
 
-HERE = Path(__file__).resolve().parent
-_DETOURED = HERE.parent.parent / "tests" / "support" / "detoured.c"
-_LARGEST = 6 << 20
+from command import finish, isolated, new_folder, parser
+from planted import PLANTS
+
+KINDS = {"cut by RST": 4, "cut by FIN": 4, "stall": 3, "slow": 3, "flip in a payload": 4, "flip in a message": 6}
+_DETOURED = Path(__file__).resolve().parents[2] / "tests" / "support" / "detoured.c"
 _SLOTS = 48
 _CLAIMS = 16  # of a batch
 _UNLIMITED = 1 << 40  # payloads: time ends the run
 
 
-class NetworkSoak(Soak):
-    """One run.
-
-    Args:
-        minutes: for which payloads are written and faults happen.
-        per_second: payloads, of both writers together.
-        every_s: mean time between faults.
-        only: the one kind of fault; "": all.
-    """
-
-    def __init__(
-        self, options: Options, folder: Path, minutes: float, per_second: float, every_s: float, only: str
-    ) -> None:
-        self._seconds = 60 * minutes
-        self._per_second = per_second / len(READERS)
-        super().__init__(options)
-        self._plan = msgspec.structs.replace(self._plan, slots=_SLOTS)
-        library, asked_at = folder / "detoured.so", folder / "detour"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", _DETOURED, "-o", library, "-ldl"], check=True)
-        self._environment |= {"LD_PRELOAD": str(library), "DETOUR": str(asked_at)}
-        self._proxy = Proxy(asked_at, options.seed, every_s, {only: 1} if only else KINDS)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=lambda: self._loop.run_until_complete(self._proxy.run()), daemon=True).start()
-
-    def _writer(self, number: int) -> Child:
-        def part() -> bytes:
-            first = self._accounts.intended_by(number)
-            return msgspec.json.encode(
-                WriterPlan(
-                    plan=self._plan, number=number, readers=READERS[number], first=first, left=_UNLIMITED,
-                    per_second=self._per_second, seconds=self._seconds,
-                )
-            )  # fmt: skip
-
-        return Child(f"writer-{number}", "writer.py", part, lambda: self._environment)
-
-    def _trainer(self, number: int) -> Child:
-        def part() -> bytes:
-            return msgspec.json.encode(
-                TrainerPlan(plan=self._plan, number=number, rank=RANKS[number], wire=["tcp"], batch=_CLAIMS)
-            )
-
-        return Child(f"trainer-{number}", "trainer.py", part, lambda: self._environment)
-
-    def _tend(self) -> None:
-        super()._tend()
-        if all(self._accounts.finished(number) for number in range(len(READERS))):
-            self._loop.call_soon_threadsafe(self._proxy.calm)
-
-    def run(self) -> dict[str, Any]:
-        """Everything, to the report. A listener or supervisor that was started again has ended by itself."""
-        found = super().run()
-        logs = [log.read_text(errors="replace") for log in Path(self._plan.folder).glob("*.log")]
-        found["crashes"] += [line for log in logs for line in log.splitlines() if "restarting it" in line]
-        found["passed"] = found["passed"] and not found["crashes"]
-        return found | {"network": dict(sorted(self._proxy.counts.items()))}
-
-
 def main() -> int:
     """The exit status."""
     given = parser(__doc__, "build/network")
+    given.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
+    given.add_argument("--stuck-s", type=float, default=90.0, help="without any payload for so long it has failed")
     given.add_argument("--minutes", type=float, default=60.0)
     given.add_argument("--per-second", type=float, default=100.0, help="payloads that are written, at most")
     given.add_argument("--every-s", type=float, default=1.0, help="mean time between two faults")
     given.add_argument("--only", choices=KINDS, default="", help="no other faults on the network")
     chosen = given.parse_args()
-    # SOAK_LARGEST is read when payloads.py is imported.
-    if (status := status_of_isolated_run(__file__, {"SOAK_LARGEST": str(_LARGEST)})) is not None:
-        return status
+    alone = isolated()
+    from network_proxy import Proxy  # not before the fork: numpy has threads
+    from plan import Part
+    from run import READERS, Options, Soak
+
+    class NetworkSoak(Soak):
+        """One run. A listener or supervisor that was started again has ended by itself."""
+
+        def __init__(self, options: Options, short: Path) -> None:
+            super().__init__(options)
+            library, asked_at = short / "detoured.so", short / "detour"
+            subprocess.run(["cc", "-shared", "-fPIC", "-O1", _DETOURED, "-o", library, "-ldl"], check=True)
+            self._environment |= {"LD_PRELOAD": str(library), "DETOUR": str(asked_at)}
+            self._proxy = Proxy(asked_at, options.seed, chosen.every_s, {chosen.only: 1} if chosen.only else KINDS)
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=lambda: self._loop.run_until_complete(self._proxy.run()), daemon=True).start()
+            self._ends_at = float("inf")
+            self._written = False
+
+        def _part(self, name: str, **more: Any) -> Part:
+            if name.startswith("writer"):
+                own = {"left": 0} if self._written else {}
+                return super()._part(name, slots=_SLOTS, per_s=chosen.per_second / len(READERS), **own)
+            return super()._part(name, wire=["tcp"], batch=_CLAIMS)
+
+        def _tend(self) -> None:
+            super()._tend()
+            if self._ledger.due and self._ends_at == float("inf"):
+                self._ends_at = time.monotonic() + 60 * chosen.minutes
+            if time.monotonic() >= self._ends_at and not self._written:
+                self._written = True
+                self._loop.call_soon_threadsafe(self._proxy.calm)
+                for number in range(len(READERS)):
+                    self._children[f"writer-{number}"].stop_writing()
+
+        def run(self) -> dict[str, Any]:
+            found = super().run()
+            logs = [log.read_text(errors="replace") for log in self._options.folder.glob("*.log")]
+            found["crashes"] += [line for log in logs for line in log.splitlines() if "restarting it" in line]
+            found["passed"] = found["passed"] and not found["crashes"]
+            return found | {"network": dict(sorted(self._proxy.counts.items()))}
+
     options = Options(
-        payloads=_UNLIMITED, kills=0, seed=chosen.seed, folder=chosen.folder.resolve(), stuck_s=chosen.stuck_s,
-        isolated=os.environ[ISOLATED] == "1", build=None, plant=chosen.plant,
-    )  # fmt: skip
-    if options.isolated:  # so that whatever is left there is of this run
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
-    with tempfile.TemporaryDirectory(prefix="soak-network-") as folder:
-        soak = NetworkSoak(options, Path(folder), chosen.minutes, chosen.per_second, chosen.every_s, chosen.only)
-        report = soak.run()
-    if options.isolated:
-        report["left_behind"] += [entry.name for entry in Path("/dev/shm").iterdir()]
-        report["passed"] = report["passed"] and not report["left_behind"]
+        folder=new_folder(chosen.folder),
+        seed=chosen.seed,
+        isolated=alone,
+        stuck_s=chosen.stuck_s,
+        plant=chosen.plant,
+        payloads=_UNLIMITED,
+    )
+    with tempfile.TemporaryDirectory(prefix="soak-network-") as short:  # a socket's path is short
+        report = NetworkSoak(options, Path(short)).run()
     finish(report, chosen.json)
     return 0 if report["passed"] else 1
 

@@ -35,7 +35,6 @@ SLOWEST = 2 << 20
 _CHUNK = 64 << 10
 _PATIENCE_S = 30.0  # until a connection is used
 _BETWEEN_FLIPS = 8  # messages: a busy machine that only shakes hands gets through a handshake now and then
-KINDS = {"cut by RST": 4, "cut by FIN": 4, "stall": 3, "slow": 3, "flip in a payload": 4, "flip in a message": 6}
 _SURE = 12  # consecutive bytes of a payload: that they are so by chance is out of the question
 _NOISE = payloads.NOISE.tobytes()
 _FRAME = re.compile(rb"\x05[\x10\x11]")  # version and kind, behind the checksum
@@ -83,7 +82,7 @@ class Proxy:
         path: of the Unix socket.
         seed: of what happens; when bytes pass is no part of it.
         every_s: mean time between faults.
-        kinds: of `KINDS`, by weight.
+        kinds: of faults, by weight (`network.KINDS`).
 
     Attributes:
         counts: of faults, by kind, of connections, and of bytes that passed.

@@ -2,40 +2,306 @@
 
     python benchmarks/soak --plant unfenced
 
-`PLANTS` names for each what it changes (plant_changes.py), by module, and which figure of the report must show it.
-points/sitecustomize.py makes the changes when a process imports the module; nothing of the package knows of them.
-`mutations.py` runs them all.
+`PLANTS` names for each what it changes, by module, and which figure of the report must show it. points/sitecustomize.py
+makes the changes when a process imports the module; nothing of the package knows of them. `mutations.py` runs them all.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from plant_changes import (
-    Change,
-    answers_are_lost,
-    bytes_are_flipped,
-    claims_are_dropped,
-    dead_connections_hold,
-    finishes_are_lost,
-    freed_on_arrival,
-    freed_on_send,
-    generations_are_not_compared,
-    no_ring_lingers,
-    nothing_is_given_back,
-    nothing_is_given_back_here,
-    nothing_is_mapped,
-    nothing_is_verified,
-    only_over,
-    outcomes_are,
-    rings_begin_anew,
-    segments_stay,
-    takes_are_not_verified,
-    trainers_fail,
-    unfenced,
-)
+Change = Callable[[ModuleType], None]
 
 
+# --- the queue ----------------------------------------------------------------------------------------
+def unfenced(name: str) -> Change:
+    def change(module: ModuleType) -> None:
+        queue: Any = getattr(module, name)
+        original = queue.ack_many
+
+        def ack_many(self: Any, claims: Any, **named: Any) -> Any:
+            original(self, claims, **named)
+            return list(claims)
+
+        queue.ack_many = ack_many
+
+    return change
+
+
+def claims_are_dropped(module: ModuleType) -> None:
+    book: Any = module.ClaimBook
+    original = book.claim
+    turns = itertools.count()
+
+    def claim(self: Any, *arguments: Any) -> Any:
+        kept = []
+        for each in original(self, *arguments):
+            if next(turns) % 97 == 50:
+                self._let_go([each])
+                self._queue.discard(each, "StaleSlotError: as if its deadline had passed")
+            else:
+                kept.append(each)
+        return kept
+
+    book.claim = claim
+
+
+# --- the rings as the queue ---------------------------------------------------------------------------
+_LOSE_EVERY = 3  # answers to FINISH, in the faults that need one to be lost
+
+
+def finishes_are_lost(module: ModuleType) -> None:
+    """The connection ends before what was to be consumed is sent: the ring says that it has not been."""
+    connection: Any = module.ClaimConnection
+    original = connection._settle
+    turns = itertools.count()
+
+    def settle(self: Any, kind: Any, *arguments: Any) -> Any:
+        if kind is module.Kind.FINISH and next(turns) % _LOSE_EVERY == 1:
+            self.link.abort()
+        return original(self, kind, *arguments)
+
+    connection._settle = settle
+
+
+def answers_are_lost(module: ModuleType) -> None:
+    """The connection ends before the trainer knows that the ring has consumed it: the ring says that it has."""
+    connection: Any = module.ClaimConnection
+    original = connection._answer
+    turns = itertools.count()
+
+    async def answer(self: Any, future: Any) -> Any:
+        codes = await original(self, future)
+        if next(turns) % _LOSE_EVERY != 1:
+            return codes
+        self.abort()
+        return None
+
+    connection._answer = answer
+
+
+def outcomes_are(accepted: bool) -> Change:
+    def change(module: ModuleType) -> None:
+        outcomes: Any = module.Outcomes
+
+        async def of(self: Any, broken: Any, rows: Any, *arguments: Any) -> Any:
+            return [0 if accepted else 1] * len(rows)
+
+        outcomes.of = of
+
+    return change
+
+
+def dead_connections_hold(module: ModuleType) -> None:
+    """What came through a connection that is dead by now is consumed, whatever the ring has answered."""
+    finishes_are_lost(module)
+    connection: Any = module.ClaimConnection
+    original = connection.end
+
+    async def end(self: Any, *arguments: Any) -> Any:
+        codes = await original(self, *arguments)
+        return module.np.full(len(codes), module.ACCEPTED) if self.lost else codes
+
+    connection.end = end
+
+
+def nothing_is_given_back(module: ModuleType) -> None:
+    async def give_back(self: Any, rows: Any, delay_s: float) -> Any:
+        return module.np.full(len(rows), module.ACCEPTED)
+
+    module.ClaimConnection._give_back = give_back
+
+
+def nothing_is_given_back_here(module: ModuleType) -> None:
+    source: Any = module.MappedSource
+    original = source.end
+    kept: list[Any] = []  # a claim that nothing refers to goes back by itself
+
+    def end(self: Any, claims: Any, how: Any) -> Any:
+        if how.verdict is not module.Verdict.GIVEN_BACK:
+            return original(self, claims, how)
+        kept.extend(claims)
+        return list(claims)
+
+    source.end = end
+
+
+def no_ring_lingers(module: ModuleType) -> None:
+    lifetime: Any = module.Lifetime
+    original = lifetime.__init__
+
+    def at_once(self: Any, linger_s: float) -> None:
+        original(self, 0.0)
+
+    lifetime.__init__ = at_once
+
+
+def takes_are_not_verified(module: ModuleType) -> None:
+    connection: Any = module.ClaimConnection
+    original = connection.demand
+
+    async def demand(self: Any, n: int, **named: Any) -> Any:
+        return await original(self, n, **named | {"verify": False})
+
+    connection.demand = demand
+
+
+# --- the ring -----------------------------------------------------------------------------------------
+def freed_on_arrival(module: ModuleType) -> None:
+    packer: Any = module.UCXXDataPackerMixin
+    original = packer._round
+
+    async def round_(self: Any, session: Any, todo: Any, *arguments: Any) -> None:
+        await original(self, session, todo, *arguments)
+        for item in todo:
+            if item.payload is not None:
+                item.payload.ack()
+
+    packer._round = round_
+
+
+def freed_on_send(module: ModuleType) -> None:
+    """A thread of the writer frees whatever was pinned and is not any more."""
+    rollout: Any = module.UCXXRolloutMixin
+    original = rollout.setup_ucxx
+
+    def watch(ring: Any) -> None:
+        reading: dict[int, int] = {}  # slot → generation that was being read when last seen
+        while not ring.native.closed:
+            for slot in range(ring.slot_count):
+                info = ring.native.info(slot)
+                if info.state == 3:  # READING
+                    reading[slot] = info.generation
+                elif reading.pop(slot, None) == info.generation:
+                    ring.native.discard(slot, info.generation)
+            time.sleep(0)
+
+    def setup_ucxx(self: Any, *arguments: Any, **named: Any) -> Any:
+        ring = original(self, *arguments, **named)
+        threading.Thread(target=watch, args=(ring,), daemon=True).start()
+        return ring
+
+    rollout.setup_ucxx = setup_ucxx
+
+
+def rings_begin_anew(module: ModuleType) -> None:
+    ring: Any = module.SharedRingBuffer
+    original = ring.create.__func__
+
+    def create(cls: Any, /, *arguments: Any, name: str | None = None, **named: Any) -> Any:
+        if name is not None and Path(f"/dev/shm{name}").exists():
+            with ring.attach(name, role="observer") as old:
+                listeners = [owner.pid for owner in old.native.owners() if owner.alive and owner.port]
+            for pid in listeners:  # else they serve the old ring to its end
+                os.kill(pid, signal.SIGKILL)
+            Path(f"/dev/shm{name}").unlink()
+        return original(cls, *arguments, name=name, **named)
+
+    ring.create = classmethod(create)
+
+
+# --- the bytes ----------------------------------------------------------------------------------------
+def generations_are_not_compared(module: ModuleType) -> None:
+    """A ticket is only the number of its slot: what is in there now is read."""
+    from transport.ring.buffer import SharedRingBuffer
+    from transport.ticket import Ticket
+
+    client: Any = module.UCXXClient
+    original = client.read_many
+    rings: dict[int, Any] = {}
+
+    def present(ticket: Any) -> Any:
+        writer = ticket.metadata["w"]
+        if writer not in rings:
+            name = f"/transport-soak-{os.environ['SOAK_RUN']}-{writer}"
+            rings[writer] = SharedRingBuffer.attach(name, role="observer")
+        native = rings[writer].native
+        note = native.note(ticket.slot, native.info(ticket.slot).generation)
+        return ticket if note is None else Ticket.decode(note)
+
+    async def read_many(self: Any, tickets: Any, **named: Any) -> AsyncGenerator[Any, None]:
+        asked = {(now := present(ticket)).identity: (now, ticket) for ticket in tickets}
+        async for outcome in original(self, [now for now, _ in asked.values()], **named):
+            yield outcome._replace(ticket=asked[outcome.ticket.identity][1])
+
+    client.read_many = read_many
+
+
+def bytes_are_flipped(module: ModuleType) -> None:
+    """One bit of one payload in 40, once it is published."""
+    ring: Any = module.SharedRingBuffer
+    original = ring.write_raw
+    turns = itertools.count()
+
+    def write_raw(self: Any, *arguments: Any, **named: Any) -> Any:
+        ticket = original(self, *arguments, **named)
+        if next(turns) % 40 == 20:
+            self.native.payload(ticket.slot)[ticket.size - 1] ^= 1
+        return ticket
+
+    ring.write_raw = write_raw
+
+
+def only_over(*wires: str) -> dict[str, Change]:
+    def change(module: ModuleType) -> None:
+        packer: Any = module.UCXXDataPackerMixin
+        original = packer.setup_ucxx_packer
+
+        def setup_ucxx_packer(self: Any, *, wire: Any, **named: Any) -> None:
+            original(self, wire=frozenset(wires), **named)
+
+        packer.setup_ucxx_packer = setup_ucxx_packer
+
+    return {"transport.packer.mixin": change}
+
+
+def nothing_is_verified(module: ModuleType) -> None:
+    import msgspec
+
+    ticket: Any = module.Ticket
+    original = ticket.decode
+
+    def decode(data: bytes) -> Any:
+        return msgspec.structs.replace(original(data), checksum=None)
+
+    ticket.decode = staticmethod(decode)
+
+
+# --- the end ------------------------------------------------------------------------------------------
+def segments_stay(module: ModuleType) -> None:
+    rollout: Any = module.UCXXRolloutMixin
+    original = rollout.cleanup_ucxx
+
+    def cleanup_ucxx(self: Any, *arguments: Any) -> None:
+        if self._ucxx_ring is not None:
+            Path(f"/dev/shm{self._ucxx_ring.name}-left").touch()
+        original(self, *arguments)
+
+    rollout.cleanup_ucxx = cleanup_ucxx
+
+
+def trainers_fail(module: ModuleType) -> None:
+    packer: Any = module.UCXXDataPackerMixin
+    original = packer.consume
+    turns = itertools.count()
+
+    def consume(self: Any, batch: Any) -> Any:
+        if next(turns) == 4:
+            os._exit(3)
+        return original(self, batch)
+
+    packer.consume = consume
+
+
+# --- all of them ------------------------------------------------------------------------------------
 class Plant(NamedTuple):
     """One planted fault."""
 
@@ -51,10 +317,7 @@ PLANTS = {
     "unfenced": Plant(
         "the queue accepts acknowledgements of claims that are another trainer's by now",
         "duplicated",
-        {
-            "transport.queue.redis": lambda module: unfenced(module.RedisQueue),
-            "transport.claims.rings": lambda module: unfenced(module.FoundRings),
-        },
+        {"transport.queue.redis": unfenced("RedisQueue"), "transport.claims.rings": unfenced("FoundRings")},
     ),
     "finished-twice": Plant(
         "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
@@ -62,7 +325,7 @@ PLANTS = {
         {
             "transport.claims.connection": finishes_are_lost,
             "transport.claims.outcomes": outcomes_are(True),
-            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
+            **only_over("tcp"),
         },
         queues=("rings",),
     ),
@@ -72,7 +335,7 @@ PLANTS = {
         {
             "transport.claims.connection": answers_are_lost,
             "transport.claims.outcomes": outcomes_are(False),
-            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
+            **only_over("tcp"),
         },
         queues=("rings",),
     ),
@@ -81,7 +344,7 @@ PLANTS = {
         "duplicated",
         {
             "transport.claims.connection": dead_connections_hold,
-            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
+            **only_over("tcp"),
         },
         queues=("rings",),
     ),
@@ -90,7 +353,7 @@ PLANTS = {
         "lost",
         {
             "transport.claims.connection": nothing_is_given_back,
-            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
+            **only_over("tcp"),
         },
         queues=("rings",),
         calm=True,
@@ -100,7 +363,7 @@ PLANTS = {
         "lost",
         {
             "transport.claims.mapped": nothing_is_given_back_here,
-            "transport.packer.mixin": lambda module: only_over(module, "mapped"),
+            **only_over("mapped"),
         },
         queues=("rings",),
         calm=True,
@@ -110,7 +373,7 @@ PLANTS = {
         "lost",
         {
             "transport.server.lifetime": no_ring_lingers,
-            "transport.packer.mixin": lambda module: only_over(module, "tcp"),  # who maps a ring keeps it, too
+            **only_over("tcp"),  # who maps a ring keeps it, too
         },
     ),
     "dropped": Plant(
@@ -143,7 +406,7 @@ PLANTS = {
     "flipped": Plant(
         "bytes change in the ring; over wires, the checksum keeps them from being consumed",
         "lost",
-        {"transport.ring.buffer": bytes_are_flipped, "transport.packer.mixin": nothing_is_mapped},
+        {"transport.ring.buffer": bytes_are_flipped, **only_over("shm", "tcp")},
         hides="wrong",
     ),
     "flipped-unverified": Plant(

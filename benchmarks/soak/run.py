@@ -1,4 +1,4 @@
-"""The run: starts everybody, does what the schedule says, keeps the accounts, and ends when all is consumed."""
+"""The run: starts everybody, does what the schedule says, keeps the account, and ends when all is consumed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-from accounts import Accounts
+import payloads
 from clock import WallClock
-from fault_injection import FaultInjector
+from fault_injection import FaultInjector, Points
 from faults import Fault, amounts, schedule
-from journal import Reader
-from plan import Plan, TrainerPlan, WriterPlan, lapse_s
-from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
-from questions import Questions
-from queues import RedisServer, open_queue
-from report import End, allowed, perishes, report
-from traps import Points
+from ledger import VANISHED, Delivery, Ledger, Lines
+from plan import SETTINGS, Part, RolloutPart, TrainerPart, opened
+from processes import MARK, Child, Member, become_reaper, environment, members, reap_orphans, say_where, signal_all
+from redis_server import RedisServer
 
 from transport import SharedRingBuffer
 from transport._ring import FREE
 from transport.errors import QueueError, TransportError
-from transport.queue.base import QueueDepth
 
+HERE = Path(__file__).resolve().parent
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
 WIRES: tuple[list[str], ...] = (
@@ -48,27 +44,35 @@ _DISK_BYTES = 256 << 20
 _CLOCK_STEP_S = 30 * 86400  # half of it back, half of it forth
 LAPSES = ("claim.taken", "settle.asked")  # steps of a trainer at which it is stopped until its claims are another's
 _LOOK_S = 0.05
-_ASK_EVERY_S = 0.5
-_HARVEST_EVERY_S = 3.0
 _QUEUE_PATIENCE_S = 0.3  # of this process, which must go on tending, the queue's server among others
 _SAY_EVERY_S = 5.0
+_DISMISS_S = 60.0
 _TO_BEGIN = 4  # times the patience: until the first payload, all processes have to start
 _SHARE = 0.5  # of processes that have a trap
+# Of a trainer, and of a ring.
+_LATE = ("discarded: StaleSlotError", "discarded: its deadline has passed")
 
 
 class Options(NamedTuple):
     """Of the command line."""
 
-    payloads: int
-    kills: int
+    folder: Path  # empty
     seed: int
-    folder: Path
-    stuck_s: float
     isolated: bool
-    build: Path | None  # of native modules with fault points
-    queue: Literal["rings", "redis"] = "rings"
+    stuck_s: float
+    plant: str
+    payloads: int
+    kills: int = 0
     lapses: int = 0
-    plant: str = ""
+    queue: Literal["rings", "redis"] = "rings"
+    build: Path | None = None  # of native modules with fault points
+
+
+def excused(queue: str, delivery: Delivery, how: str) -> str:
+    """See `Ledger`: a payload with a deadline may be discarded when it has passed; a ring does so without a word."""
+    if payloads.deadline_s(*delivery[1:]) is None:
+        return ""
+    return "expired" if how.startswith(_LATE) or (how == VANISHED and queue == "rings") else ""
 
 
 class Soak:
@@ -77,75 +81,85 @@ class Soak:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._rng = random.Random(options.seed + 1)
+        self._id = secrets.token_hex(4)
         folder = options.folder
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         disk = folder / "disk"
         disk.mkdir()
-        if options.isolated:
-            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        redis = options.queue == "redis"
+        if options.isolated and redis:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
-        self._server = RedisServer(disk, folder / "redis.log") if options.queue == "redis" else None
-        run = secrets.token_hex(4)
-        place = f"rings:soak-{run}-"
+        self._server = RedisServer(disk, folder / "redis.log") if redis else None
+        self._place = f"rings:soak-{self._id}-"
         if self._server is not None:
-            place = f"redis://127.0.0.1:{self._server.port}/0?run={run}"
-        self._plan = Plan(folder=str(folder), queue=place, run=run, seed=options.seed)
-        self._allowed = allowed(self._plan)
-        self._lapse_s = lapse_s(self._plan)
-        has_disk = options.isolated and self._server is not None
-        self._injector = FaultInjector(disk if has_disk else None, options.isolated, self._server)
-        self._accounts = Accounts(READERS, partial(perishes, self._plan))
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
-        root = str(HERE.parent.parent)
-        self._environment |= {MARK: self._plan.run, "PYTHONPATH": f"{HERE / 'points'}{os.pathsep}{root}"}
+            self._place = f"redis://127.0.0.1:{self._server.port}/0?run={self._id}"
+        network = options.isolated and all(map(shutil.which, ("ss", "tc")))
+        self._injector = FaultInjector(disk if options.isolated and redis else None, network, self._server)
+        self._ledger = Ledger(READERS.__getitem__, partial(excused, options.queue))
         self._clock = WallClock(folder)
-        self._environment |= self._clock.environment
         self._points = Points(folder)
-        self._environment["SOAK_POINTS"] = json.dumps(
-            {
-                "folder": str(folder),
-                "seed": options.seed,
-                "share": 0.0 if options.build is None else _SHARE,
-                "build": None if options.build is None else str(options.build),
-                "plant": options.plant,
-                "queue": options.queue,
-            }
-        )
-        self._children = [self._writer(number) for number in range(len(READERS))]
-        self._children += [self._trainer(number) for number in range(len(RANKS))]
-        self._readers = {child.name: Reader(self._plan.journal(child.name)) for child in self._children}
-        self._questions = Questions(self._plan, self._accounts, self._hear_all)
-        self._idle_s = self._looked_at = self._said_at = self._asked_at = self._harvested_at = 0.0
+        told = {
+            "folder": str(folder),
+            "seed": options.seed,
+            "share": 0.0 if options.build is None else _SHARE,
+            "build": None if options.build is None else str(options.build),
+            "plant": options.plant,
+            "queue": options.queue,
+        }
+        self._environment = environment(HERE / "points", **{MARK: self._id, "SOAK_POINTS": json.dumps(told)})
+        self._environment |= self._clock.environment
+        self._children: dict[str, Child] = {}
+        names = [f"writer-{number}" for number in range(len(READERS))]
+        names += [f"trainer-{number}" for number in range(len(RANKS))]
+        self._lines = {name: Lines(folder / f"{name}.journal") for name in names}
+        self._crashes: list[str] = []
+        self._idle_s = self._looked_at = self._said_at = 0.0
         self._seen = -1
+
+    # --- its processes --------------------------------------------------------------------------------
+    def _part(self, name: str, **more: Any) -> Part:
+        """Of the next life of this process."""
+        role, _, text = name.partition("-")
+        number = int(text)
+        common: dict[str, Any] = {"folder": str(self._options.folder), "name": name, "queue": self._place, **more}
+        if role == "trainer":
+            own: dict[str, Any] = {"rank": RANKS[number], "wire": self._rng.choice(WIRES)}
+            return TrainerPart(**{**own, **common})
+        left = max(0, self._share(number) - self._ledger.published(number))
+        own = {"writer": number, "readers": READERS[number], "ring": self._ring(number), "left": left}
+        return RolloutPart(**{**own, "first": self._ledger.intended(number), **common})
 
     def _share(self, number: int) -> int:
         whole, rest = divmod(self._options.payloads, len(READERS))
         return whole + (number < rest)
 
-    def _writer(self, number: int) -> Child:
-        def part() -> bytes:
-            left = self._share(number) - self._accounts.published_by(number)
-            first = self._accounts.intended_by(number)
-            return msgspec.json.encode(
-                WriterPlan(plan=self._plan, number=number, readers=READERS[number], first=first, left=max(left, 0))
-            )
+    def _ring(self, writer: int) -> str:
+        return f"/transport-soak-{self._id}-{writer}"
 
-        return Child(f"writer-{number}", "writer.py", part, lambda: self._environment)
+    def _members(self) -> list[Member]:
+        return members(self._id, {child.process.pid: child.part.role for child in self._children.values()})
 
-    def _trainer(self, number: int) -> Child:
-        def part() -> bytes:
-            wire = self._rng.choice(WIRES)
-            return msgspec.json.encode(TrainerPlan(plan=self._plan, number=number, rank=RANKS[number], wire=wire))
+    def _own(self) -> set[int]:
+        own = {child.process.pid for child in self._children.values()}
+        return own if self._server is None or self._server.pid is None else own | {self._server.pid}
 
-        return Child(f"trainer-{number}", "trainer.py", part, lambda: self._environment)
+    def _hear(self, name: str) -> None:
+        for words in self._lines[name].new():
+            self._ledger.hear(name, words)
+
+    def _gone(self, name: str) -> None:
+        """The process has ended: what it said last, and how it ended."""
+        child = self._children.pop(name)
+        self._hear(name)
+        self._ledger.died(name, child.part.writer if isinstance(child.part, RolloutPart) else None)
+        child.dismiss()
+        if crash := child.crash():
+            self._crashes.append(crash)
 
     # --- the run --------------------------------------------------------------------------------------
     def run(self) -> dict[str, Any]:
         """Everything, to the report."""
         become_reaper()
-        began = time.monotonic()
-        self._looked_at = began
+        began = self._looked_at = time.monotonic()
         total = self._total = sum(self._share(number) * readers for number, readers in enumerate(READERS))
         others = {
             kind: count
@@ -155,49 +169,31 @@ class Soak:
         pending = schedule(self._options.seed, total, self._options.kills, others)[::-1]
         stuck = False
         try:
-            while not self._all_consumed(pending):
+            while not stuck and not self._is_over(pending):
                 self._tend()
-                while pending and self._settled() >= pending[-1].at and self._do(pending[-1]):
+                while pending and self._ledger.settled >= pending[-1].at and self._do(pending[-1]):
                     pending.pop()
-                if self._idle_s > self._options.stuck_s * (1 if self._seen > 0 else _TO_BEGIN):
-                    stuck = True
-                    self._dump()
-                    break
+                stuck = self._idle_s > self._options.stuck_s * (1 if self._seen > 0 else _TO_BEGIN)
                 time.sleep(_LOOK_S)
             seconds = time.monotonic() - began
+            if stuck:
+                self._dump()
             self._points.end()
             self._injector.end_all()
-            left = self._dismiss(force=stuck)
-            depth = self._look_last()
+            unfinished = self._unfinished(0.0 if stuck else self._options.stuck_s)
+            left = self._dismiss(0.0 if stuck else _DISMISS_S)
         finally:
             self._end_everybody()
-        return report(
-            self._plan,
-            End(
-                self._accounts.verdict(self._allowed),
-                depth,
-                [f"rank {rank} {ticket} {reason}" for (rank, ticket), reason in self._questions.failures.items()],
-                self._injector.counts,
-                self._injector.kills,
-                len(pending),
-                [crash for child in self._children for crash in child.crashes],
-                left,
-                stuck,
-                seconds,
-            ),
-        ) | {"isolated": self._options.isolated, "planted": self._options.plant}
+        return self._report(left, stuck, unfinished, len(pending), seconds)
 
-    def _settled(self) -> int:
-        return self._accounts.settled(self._allowed)
-
-    def _all_consumed(self, pending: list[Fault]) -> bool:
-        accounts = self._accounts
-        finished = all(accounts.finished(number) for number in range(len(READERS)))
-        quiet = self._injector.quiet and not accounts.open_questions()
-        if not finished or pending or not quiet or self._settled() < accounts.expected():
+    def _is_over(self, pending: list[Fault]) -> bool:
+        """Everything is written and every ring is empty. The last fault may have killed everybody who keeps a ring:
+        whoever is started again takes it away in order."""
+        ledger, everybody = self._ledger, len(self._lines)
+        if pending or not self._injector.quiet or not all(map(ledger.emptied, range(len(READERS)))):
             return False
-        # The last fault may have killed everybody who keeps a ring; whoever is started again takes it away in order.
-        return all(child.lives_on() for child in self._children)
+        living = [child for child in self._children.values() if child.process.poll() is None]
+        return len(living) == everybody and not ledger.waited_for()
 
     def _tend(self) -> None:
         """What has to be looked at all the time."""
@@ -206,52 +202,40 @@ class Soak:
             least_s = self._lapse_s if point in LAPSES else 0.1
             self._injector.closed(pid, point, number, least_s + 5.0 * self._rng.random())
         reap_orphans(self._own())
-        for child in self._children:
-            self._hear(child.name)
-            if child.ended():
-                self._hear(child.name)
-                self._accounts.died(child.name)
-                child.start(Path(self._plan.folder) / f"{child.name}.log")
+        for name in self._lines:
+            self._hear(name)
+            if name in self._children and self._children[name].process.poll() is not None:
+                self._gone(name)
+            if name not in self._children:
+                self._children[name] = Child(self._part(name), self._environment)
         now = time.monotonic()
-        if now - self._asked_at > _ASK_EVERY_S:
-            self._asked_at = now
-            self._questions.ask()
-        if now - self._harvested_at > _HARVEST_EVERY_S:
-            self._harvested_at = now
-            with contextlib.suppress(QueueError):  # another time, then
-                self._questions.harvest(_QUEUE_PATIENCE_S)
         self._idle_s += min(now - self._looked_at, 1.0)  # a machine that stood still says nothing about the run
         self._looked_at = now
-        if self._settled() != self._seen:
-            self._seen, self._idle_s = self._settled(), 0.0
+        if self._ledger.settled != self._seen:
+            self._seen, self._idle_s = self._ledger.settled, 0.0
         if now - self._said_at > _SAY_EVERY_S:
             self._said_at = now
-            print(f"{self._seen} of {self._accounts.expected()}, {self._injector.kills} kills", flush=True)
+            print(f"{self._seen} of {self._ledger.due}, {self._injector.kills} kills", flush=True)
             foreign = [each for each in self._members() if each.stopped and not self._injector.has_stopped(each.pid)]
             if foreign:
                 print(f"stopped by somebody else: {foreign}", flush=True)
 
-    def _hear(self, name: str) -> None:
-        for words in self._readers[name].lines():
-            self._accounts.hear(name, words)
+    @property
+    def _lapse_s(self) -> float:
+        """So long has a trainer to be stopped until its claims are another's, however they were made."""
+        over_the_wire_s = SETTINGS.ack_timeout_s if self._options.queue == "rings" else 0.0
+        return max(SETTINGS.claim_lease_s, over_the_wire_s) + 0.5
 
-    def _hear_all(self) -> None:
-        for child in self._children:
-            self._hear(child.name)
-
-    def _own(self) -> set[int]:
-        own = {child.process.pid for child in self._children if child.process is not None}
-        return own if self._server is None or self._server.pid is None else own | {self._server.pid}
-
-    def _look_last(self) -> QueueDepth:
-        """At the queue, when nobody uses it any more; until the last leases have ended."""
+    def _unfinished(self, patience_s: float) -> int:
+        """Deliveries that the queue has not ended, when every ring is empty; the last leases may have to end."""
+        give_up = time.monotonic() + patience_s
+        part = Part(folder="", name="", queue=self._place)
         while True:
-            self._injector.tend()
-            self._questions.ask()
-            with contextlib.suppress(QueueError):
-                depth = self._questions.harvest(_QUEUE_PATIENCE_S)
-                if not self._accounts.open_questions():
-                    return depth
+            self._tend()
+            with contextlib.suppress(QueueError), opened(part, _QUEUE_PATIENCE_S) as queue:
+                found = queue.depth().unfinished
+                if not found or time.monotonic() > give_up:
+                    return found
             time.sleep(_LOOK_S)
 
     # --- faults -----------------------------------------------------------------------------------------
@@ -293,14 +277,10 @@ class Soak:
         planned = self._options.kills * fault.at / self._total
         return self._options.build is not None and self._injector.kills > planned
 
-    def _members(self) -> list[Member]:
-        roles = {child.process.pid: child.name.partition("-")[0] for child in self._children if child.process}
-        return members(self._plan.run, roles)
-
     def _owners(self, writer: int) -> dict[int, int]:
         """Port of each listener of a ring, by process."""
         try:
-            with SharedRingBuffer.attach(self._plan.ring(writer), role="observer") as ring:
+            with SharedRingBuffer.attach(self._ring(writer), role="observer") as ring:
                 return {owner.pid: owner.port for owner in ring.native.owners() if owner.alive and owner.port}
         except TransportError:  # not there, or not yet all there
             return {}
@@ -317,13 +297,13 @@ class Soak:
     def _kill_ring(self, fault: Fault) -> bool:
         """A writer and everything that serves its ring, at once: the ring is all that is left."""
         writer = int(fault.choice * len(READERS))
-        process = self._children[writer].process
         everybody = {each.pid: each for each in self._members()}
+        child = self._children.get(f"writer-{writer}")
         listeners = [everybody[pid] for pid in self._owners(writer) if pid in everybody]
-        if process is None or process.pid not in everybody or not listeners:
+        if child is None or child.process.pid not in everybody or not listeners:
             return False
         parents = {each.parent for each in listeners} - {os.getpid()}
-        for pid in {process.pid} | parents:
+        for pid in {child.process.pid} | parents:
             if pid in everybody:
                 self._injector.kill(everybody[pid])
         for each in listeners:
@@ -331,45 +311,38 @@ class Soak:
         return True
 
     # --- the end ----------------------------------------------------------------------------------------
-    def _dismiss(self, force: bool) -> list[str]:
+    def _dismiss(self, patience_s: float) -> list[str]:
         """Tell everybody to end in order; what is left of processes and segments afterwards."""
-        patience = time.monotonic() + (0.0 if force else 60.0)
-        for child in self._children:
+        give_up = time.monotonic() + patience_s
+        for child in self._children.values():
             child.dismiss()
-        while time.monotonic() < patience and self._members():
+        while time.monotonic() < give_up and self._members():
             self._injector.tend()
             reap_orphans(self._own())
             time.sleep(_LOOK_S)
         late = self._members()
         if late:
-            self._say_where(late)
-        left = [f"{each.role} {each.pid}" for each in late]
-        left += map(str, self._segments())
-        for child in self._children:
-            if not force and child.process is not None:
-                child.ended()
-            self._hear(child.name)
-            self._accounts.died(child.name)
+            say_where(late)
+        left = [f"{each.role} {each.pid}" for each in late] + [str(path) for path in self._segments()]
+        for name in list(self._children):
+            if self._children[name].process.poll() is not None:
+                self._gone(name)
         return left
 
     def _segments(self) -> list[Path]:
-        """Of this run, whoever made them."""
-        return list(Path("/dev/shm").glob(f"transport-soak-{self._plan.run}-*"))
+        """Of this run, whoever made them; in a /dev/shm of its own everything there is."""
+        return list(Path("/dev/shm").glob("*" if self._options.isolated else f"transport-soak-{self._id}-*"))
 
     def _end_everybody(self) -> None:
-        for _ in range(100):
-            there = self._members()
-            if not there:
-                break
-            for each in there:
-                try:
-                    os.kill(each.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            for child in self._children:
-                child.ended()
+        while there := self._members():
+            signal_all(signal.SIGKILL, there)
+            for name in [name for name, child in self._children.items() if child.process.poll() is not None]:
+                self._gone(name)
             reap_orphans(self._own())
             time.sleep(_LOOK_S)
+        for name in list(self._children):
+            self._children[name].process.wait()
+            self._gone(name)
         if self._server is not None:
             self._server.end()
         for segment in self._segments():
@@ -377,10 +350,10 @@ class Soak:
 
     def _dump(self) -> None:
         """Where everybody is, into their logs; what the rings and the queue say."""
-        self._say_where(self._members())
+        say_where(self._members())
         for writer in range(len(READERS)):
             try:
-                with SharedRingBuffer.attach(self._plan.ring(writer), role="observer") as ring:
+                with SharedRingBuffer.attach(self._ring(writer), role="observer") as ring:
                     print(repr(ring), ring.native.owners(), file=sys.stderr)
                     for slot in range(ring.slot_count):
                         info = ring.native.info(slot)
@@ -389,12 +362,31 @@ class Soak:
                                 print(slot, info, rank, ring.native.claim_word(slot, rank), file=sys.stderr)
             except TransportError as error:
                 print(error, file=sys.stderr)
-        with contextlib.suppress(QueueError), open_queue(self._plan, _QUEUE_PATIENCE_S) as queue:
+        part = Part(folder="", name="", queue=self._place)
+        with contextlib.suppress(QueueError), opened(part, _QUEUE_PATIENCE_S) as queue:
             print(queue.depth(), queue.failures(10), file=sys.stderr)
 
-    def _say_where(self, them: list[Member]) -> None:
-        for each in them:
-            if each.role in ("writer", "trainer"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each.pid, signal.SIGUSR1)
-        time.sleep(1.0)
+    def _report(self, left: list[str], stuck: bool, unfinished: int, not_done: int, seconds: float) -> dict[str, Any]:
+        tally, counts = self._ledger.close(), self._injector.counts
+        bad = tally.lost + tally.wrong + tally.duplicated + unfinished + len(self._crashes) + len(left) + stuck
+        return {
+            "passed": not bad,
+            "queue": self._options.queue,
+            "kills": self._injector.kills,
+            "kills_by_role": {name[5:]: count for name, count in counts.items() if name.startswith("kill ")},
+            "kills_and_stops_at_points": {
+                name[6:]: count for name, count in sorted(counts.items()) if name.startswith("point ")
+            },
+            "other_faults": {name: count for name, count in counts.items() if name[:5] not in ("kill ", "point")},
+            "not_done": not_done,
+            **vars(tally),
+            "unfinished": unfinished,
+            "crashes": self._crashes,
+            "left_behind": left,
+            "stuck": stuck,
+            "seconds": round(seconds, 1),
+            "per_second": round(tally.payloads / seconds, 1),
+            "seed": self._options.seed,
+            "isolated": self._options.isolated,
+            "planted": self._options.plant,
+        }

@@ -1,17 +1,24 @@
 """One start and stop of server and client with reads in flight, and buffers that are reused once they are free.
 
 Each cycle is a function of its seed: sizes, what ends first, and when. Memory that a read was given is filled with a
-pattern as soon as that read has ended, however it ended, and must still hold it when everything is over.
+pattern as soon as that read has ended, however it ended, and must still hold it when everything is over. `growth` is
+what many cycles leave in their process; that of `bare_connection`, through ucxx alone, is the control.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
+import os
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,13 +26,15 @@ import numpy as np
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import TransportError
 from transport.settings import DEFAULTS
+from transport.wire.library import library
+from transport.wires import settings_for
 
 # joined to the answer · a message of its own, sent eagerly · by rendezvous (RNDV_THRESH is 1 MiB)
 SIZES = {"inline": 5_000, "eager": 200_000, "rendezvous": 2 << 20}
-WIRES = ("shm", "tcp")
 ENDS = ("cancel", "timeout", "client", "server", "both", "done")
 SLOTS = 6
 PATTERN = 0xEE
+PATIENCE_S = 10.0
 SETTINGS = msgspec.structs.replace(
     DEFAULTS,
     read_timeout_s=5.0,
@@ -157,3 +166,73 @@ async def cycle(seed: int, wire: str, mode: Literal["thread", "process"] = "thre
             await asyncio.to_thread(server.close)
         _check(reads, seed, reuse)
     return reuse
+
+
+# --- what stays -------------------------------------------------------------------------------------------
+class Growth(NamedTuple):
+    """From the end of the warm-up to the end; ``resident`` in bytes per cycle."""
+
+    cycles: int
+    resident: float
+    descriptors: int
+    threads: int  # native ones, too
+    mappings: int  # of /dev/shm
+
+
+def _held() -> tuple[int, ...]:
+    """As `Growth` has them, after the collector has run and the allocator has given back what it can."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    counts = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))  # noqa: PTH208 - snapshots
+    return resident, *counts, Path("/proc/self/maps").read_text().count("/dev/shm/")
+
+
+def growth(run: Callable[[int], object], warm_up: int, cycles: int) -> Growth:
+    """Run cycles numbered from 0; what came to stay after the first ``warm_up`` of them."""
+    for number in range(warm_up):
+        run(number)
+    before = _held()
+    for number in range(warm_up, warm_up + cycles):
+        run(number)
+    resident, *others = (now - then for now, then in zip(_held(), before, strict=True))
+    return Growth(cycles, resident / max(1, cycles), *others)
+
+
+def _context_and_worker(wire: str) -> tuple[object, object]:
+    low = library()
+    context = low.UCXContext(
+        settings_for(frozenset({wire})),  # type: ignore[arg-type]
+        (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM),
+    )
+    return context, low.UCXWorker(context)
+
+
+def bare_connection(wire: str) -> None:
+    """UCX with a listener, one connection and one message of 1 MiB, through ucxx."""
+    from ucxx._lib.arr import Array
+
+    low = library()
+    _context, server = _context_and_worker(wire)
+    _other, client = _context_and_worker(wire)
+    accepted: list[int] = []
+    listener = low.UCXListener.create(worker=server, port=0, cb_func=accepted.append)
+    near = low.UCXEndpoint.create(client, "127.0.0.1", listener.port, endpoint_error_handling=True)
+    give_up = time.monotonic() + PATIENCE_S
+
+    def until(done: Callable[[], object]) -> None:
+        while not done():
+            server.progress()  # type: ignore[attr-defined]
+            client.progress()  # type: ignore[attr-defined]
+            if time.monotonic() > give_up:
+                raise TimeoutError("timeout: bare UCX does not end")
+
+    until(lambda: accepted)
+    far = listener.create_endpoint_from_conn_request(accepted[0], True)
+    sent, arrived = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
+    receiving = client.tag_recv(Array(arrived), low.UCXXTag(7))  # type: ignore[attr-defined]
+    sending = far.tag_send(Array(sent), low.UCXXTag(7))
+    until(lambda: sending.completed and receiving.completed)
+    for endpoint in (near, far):
+        endpoint.close_blocking(period=10**9, max_attempts=3)
+        until(lambda endpoint=endpoint: not endpoint.alive)  # type: ignore[misc]

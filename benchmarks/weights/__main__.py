@@ -1,143 +1,113 @@
-"""Updates of the weights, from one trainer or from the shards of many.
+"""Updates of the weights: how long they take, how long replicas stand still, and what crosses the links.
 
-python benchmarks/weights --senders 4,8 --receivers 16,8 --size 256MiB --rate 50MB --shape chain
+python benchmarks/weights --replicas 1,2,4,8 --hosts 1 --sizes 1GiB --rates 100MB --workers mapped,delta --updates 1
+python benchmarks/weights --senders 4 --replicas 16 --sizes 256MiB --rates 5MB --workers "shards,rank 0" --updates 1
+python benchmarks/weights --sizes 64MiB --rates 0,400MB --torch build/adapters/bin/python      # pauses of all workers
+
+With a rate each process is a host of its own whose links the kernel shapes, or the sender keeps it where that is not
+allowed (links.py). measure.py says what the workers are. A row for which the host has too little memory says so.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from typing import Annotated
+from pathlib import Path
 
-import resharding
-import typer
-import update as measuring
+import msgspec
+from measure import KINDS, Case, Row, measured, memory_short
 
-from transport.bench.machine import machine, settings_of
-from transport.bench.result import Report
-from transport.bench.units import parse_size
-from transport.cli import run_program
-from transport.cli.bench_options import check_device, counts
-from transport.cli.output import JsonTarget, about, emit
-from transport.errors import UsageError
-from transport.runtime.progress import bar_with_time_left
+from transport.bench.machine import machine
+from transport.bench.units import parse_size, parse_sizes
+from transport.errors import TransportError, UsageError
 from transport.weights.plan.topology import SHAPES
 
-_MOST_HOSTS = 64
-_LONGEST_UPDATE_S = 3600.0
+_HEADINGS = (
+    "worker", "N → M", "model MB", "link MB/s", "changed", "transfer s", "limit s", "update s", "pause ms: least",
+    "p50", "p99", "memcpy ms", "sent MB", "wire ×", "copies ×", "memory MB",
+)  # fmt: skip
 
 
-def weights(
-    replicas: Annotated[str, typer.Option(metavar="N,…", help="Numbers of replicas, one process each.")] = "1,2,4,8",
-    size: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE", help="Bytes of the model. Each host needs 2 times, the trainer 2.5 times as much."
-        ),
-    ] = "1GiB",
-    rate: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second of the trainer's link; 0: no limit.")
-    ] = "100MB",
-    bucket: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that are sent at a time.")] = "64MiB",
-    shape: Annotated[
-        str, typer.Option(metavar="chain|tree|star", help="Order of the relays; star: no relays.")
-    ] = "tree",
-    hosts: Annotated[int, typer.Option(min=1, max=8, help="Simulated hosts that the replicas are spread over.")] = 1,
-    changed: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the weights that changes, for a delta; 0: no delta.")
-    ] = 0.01,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each row.")] = 1,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
-    ] = None,
-    senders: Annotated[
-        str | None,
-        typer.Option(metavar="N,…", help="Measure sharded weights from so many trainer ranks. Default: no shards."),
-    ] = None,
-    receivers: Annotated[
-        str, typer.Option(metavar="M,…", help="Engine ranks for each of --senders; as many numbers.")
-    ] = "1",
-    beside: Annotated[
-        bool, typer.Option("--beside/--alone", help="With --senders: beside it, all of the model from one trainer.")
-    ] = True,
-    json_target: JsonTarget = None,
-) -> None:
-    """Measure weight updates from a trainer with a limited link to replicas of this host.
+def cells(row: Row) -> list[str]:
+    """One for each heading."""
+    return [
+        row.worker,
+        f"{row.senders} → {row.replicas}" + (f", tp {row.tp}" if row.tp > 1 else ""),
+        f"{row.model_bytes / 1e6:.0f}",
+        f"{row.rate / 1e6:.0f}" if row.rate else "not limited",
+        f"{row.changed:.1%}",
+        f"{row.transfer_s:.2f}",
+        f"{row.limit_s:.2f}" if row.limit_s else "",
+        f"{row.update_s:.2f}",
+        *(f"{each:.1f}" for each in row.pause_ms),
+        f"{row.memcpy_ms:.1f}" if row.memcpy_ms else "",
+        f"{row.sent_bytes / 1e6:.1f}",
+        f"{row.received:.2f}",
+        f"{row.trainer_copies:.2f}, {row.replica_copies:.2f}",
+        f"{row.sender_bytes / 1e6:.0f}, {row.receiver_bytes / 1e6:.0f}",
+    ]
 
-    Each replica proves by checksum which version it serves. With --senders every trainer rank sends its shards, every
-    process is a host of its own (a network namespace where the kernel allows it), and --rate is that of every link.
-    """
 
-    if shape not in SHAPES:
-        raise UsageError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
-    if device is not None:
-        check_device(device)
-    if senders is not None:
-        if device is not None:
-            raise UsageError("--senders measures host memory; leave out --device")
-        _sharded(_pairs(senders, receivers), size, rate, bucket, shape, repetitions, beside, json_target)
-        return
-    load = measuring.Load(
-        size_bytes=parse_size(size),
-        bucket_bytes=parse_size(bucket),
-        rate=_rate(rate),
-        shape=shape,
-        hosts=hosts,
-        changed=changed,
-        repetitions=repetitions,
-        device=device is not None,
+def main() -> int:
+    """Rows as they come; status 1 when one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="64MiB", help="of the model")
+    parser.add_argument("--rates", default="0", help="bytes per second of every link; 0: no limit")
+    parser.add_argument("--replicas", default="2", help="numbers of them; of shards: of ranks")
+    parser.add_argument("--senders", type=int, default=2, help="trainer ranks, of shards")
+    parser.add_argument("--hosts", type=int, default=0, help="that the replicas are spread over; 0: one for each")
+    parser.add_argument("--workers", default="", help=f"default: all of {', '.join(KINDS)}")
+    parser.add_argument("--updates", type=int, default=20, help="that are counted")
+    parser.add_argument("--changed", type=float, default=0.01, help="share of the elements, for the rows of deltas")
+    parser.add_argument("--bucket", default="8MiB", help="bytes that are sent at a time")
+    parser.add_argument("--shape", choices=SHAPES, default="tree", help="order of the relays; star: no relays")
+    parser.add_argument("--torch", default="", help="an interpreter that has torch, for the rows of gloo")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    if not 0 < chosen.changed <= 1:
+        parser.error(f"--changed {chosen.changed}: give a share above 0, at most 1")
+    workers = (
+        chosen.workers.split(",") if chosen.workers else [each for each in KINDS if each != "gloo" or chosen.torch]
     )
-    if load.rate and load.size_bytes / load.rate > _LONGEST_UPDATE_S:
-        raise UsageError(
-            f"--rate {rate}: {size} would take {load.size_bytes / load.rate / 3600:.0f} h; give a higher rate or a "
-            "smaller --size"
-        )
-    where = machine()
-    with bar_with_time_left("updates") as progress:
-        rows = measuring.run(load, counts("--replicas", replicas), progress)
-    report = Report(machine=where, settings={"tcp": settings_of("tcp")}, rows=rows)
-    emit(report, "\n".join([about(report), "", measuring.table(rows, load)]), json_target)
-
-
-def _sharded(
-    cases: list[tuple[int, int]],
-    size: str,
-    rate: str,
-    bucket: str,
-    shape: str,
-    repetitions: int,
-    beside: bool,
-    json_target: str | None,
-) -> None:
-
-    load = resharding.ShardLoad(
-        size_bytes=parse_size(size),
-        bucket_bytes=parse_size(bucket),
-        rate=_rate(rate),
-        shape=shape,
-        repetitions=repetitions,
-        beside=beside,
-    )
-    where = machine()
-    with bar_with_time_left("updates") as progress:
-        rows, links = resharding.run(load, cases, progress)
-    report = Report(machine=where, settings={"tcp": settings_of("tcp")}, rows=rows)
-    emit(report, "\n".join([about(report), "", resharding.table(rows, load, links)]), json_target)
-
-
-def _rate(text: str) -> float:
-
-    return 0.0 if text == "0" else float(parse_size(text))
-
-
-def _pairs(senders: str, receivers: str) -> list[tuple[int, int]]:
-    found = []
-    for option, texts in (("--senders", senders), ("--receivers", receivers)):
-        found.append([counts(option, each, most=_MOST_HOSTS)[0] for each in texts.split(",")])
-    if len(found[0]) != len(found[1]):
-        raise UsageError(f"--senders {senders} --receivers {receivers}: give as many numbers of both")
-    return list(zip(*found, strict=True))
+    if unknown := set(workers) - KINDS.keys():
+        parser.error(f"--workers {', '.join(sorted(unknown))}: choose some of {', '.join(KINDS)}")
+    try:
+        sizes, bucket = parse_sizes(chosen.sizes), parse_size(chosen.bucket)
+        rates = [0.0 if text == "0" else float(parse_size(text)) for text in chosen.rates.split(",")]
+    except UsageError as error:
+        parser.error(str(error))
+    rows, failed = [], False
+    print(" | ".join(_HEADINGS))
+    for rate in rates:
+        for size in sizes:
+            for replicas in map(int, chosen.replicas.split(",")):
+                for worker in workers:
+                    case = Case(
+                        worker=worker,
+                        size=size,
+                        replicas=replicas,
+                        rate=rate,
+                        senders=chosen.senders,
+                        hosts=chosen.hosts,
+                        updates=chosen.updates,
+                        every=max(1, round(1 / chosen.changed)),
+                        bucket=bucket,
+                        shape=chosen.shape,
+                    )
+                    if why := memory_short(case):
+                        print(f"{worker} | {why}", flush=True)
+                        continue
+                    try:
+                        rows.append(measured(case, chosen.torch))
+                        print(" | ".join(cells(rows[-1])), flush=True)
+                    except TransportError as error:
+                        failed = True
+                        print(f"{worker} | {error}", flush=True)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"machine": machine(), "rows": msgspec.to_builtins(rows)}, indent=2) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(run_program("benchmarks/weights", weights))
+    sys.exit(main())

@@ -35,9 +35,12 @@ class Links:
     @classmethod
     @contextlib.contextmanager
     def made(cls, hosts: int, rate: float) -> Iterator[Links]:
-        """So many hosts; ``rate`` in bytes per second. They are gone afterwards, with whatever runs on them."""
+        """So many hosts; ``rate`` in bytes per second. They are gone afterwards, with whatever runs on them.
+
+        0: none, everything is on loopback.
+        """
         prefix = f"tw{os.getpid() % 100000}"
-        if why_not():
+        if not hosts or why_not():
             yield cls(prefix, rate, False)
             return
         bridge = f"{prefix}b"
@@ -75,14 +78,6 @@ class Links:
     def address(self, number: int) -> str:
         """The host's address."""
         return f"10.77.{number // 250}.{number % 250 + 1}" if self.shaped else LOOPBACK
-
-    @property
-    def about(self) -> str:
-        """How the rate is kept, in words."""
-        if not self.rate:
-            return "links not limited: all on loopback"
-        kept = "tc tbf in network namespaces, both directions" if self.shaped else "a token bucket in every sender"
-        return f"links of {self.rate / 1e6:.0f} MB/s ({kept})"
 
     def stream(self) -> float:
         """Bytes per second that one plain TCP stream carries from host 1 to host 0, measured at the receiver."""

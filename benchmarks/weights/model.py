@@ -77,8 +77,10 @@ class Model:
         """Every tensor."""
         yield from self._sent.items()
 
-    def told(self, changed: float) -> int:
-        """Change this share of the elements; returns bytes of the model."""
+    def told(self, changed: float | str) -> int:
+        """Change this share of the elements; returns bytes of the model. Or ("memory") as `Server.told`."""
+        if isinstance(changed, str):
+            return most_memory()
         for tensor in self._tensors.values() if changed else ():
             words = tensor.reshape(-1).view(np.uint16)
             count = max(1, int(len(words) * changed))
@@ -112,7 +114,7 @@ class Server(ReferenceWorker):
         """The most memory that this process has had of its own, in bytes; or ("copy") the seconds of one memcpy of what
         it serves, as a load finds it: in memory, not in a cache, into memory that is there."""
         if question == "memory":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return most_memory()
         size = sum(array.nbytes for array in self.weights.values())
         if len(self._copied) != min(size, _PIECE):
             self._copied = np.ones(min(size, _PIECE), np.uint8)
@@ -125,3 +127,8 @@ class Server(ReferenceWorker):
                 self._copied[at : at + len(part)] = part
                 at += len(part)
         return time.perf_counter() - begun
+
+
+def most_memory() -> int:
+    """That this process has had of its own, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The model that the benchmark sends with --senders: what each trainer rank has of it, and what each engine rank wants.
+"""The model that the benchmark sends as shards: what each trainer rank has of it, and what each engine rank wants.
 
 Values follow from name, place and version, so that every receiver can say whether a tensor is what it should be. From
 one version to the next every ``every``-th element of a tensor changes, another one each time; with 1 all of them do.
@@ -7,7 +7,6 @@ one version to the next every ``every``-th element of a tensor changes, another 
 from __future__ import annotations
 
 import math
-import resource
 import zlib
 from typing import Any
 
@@ -108,7 +107,7 @@ class Shards:
 
     def told(self, _: str) -> int:
         """The most memory that this process has had, in bytes."""
-        return _most_memory()
+        return model.most_memory()
 
 
 class Server(model.Server):
@@ -131,7 +130,3 @@ class Server(model.Server):
             not np.array_equal(self.weights[each.name].view(np.uint16), filled(each, self.version, self._every))
             for each in self._layout.tensors
         )
-
-
-def _most_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

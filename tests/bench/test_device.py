@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-import update
 from helpers import asynchronous
+from links import Links
+from measure import Case, configurations
 from model import Model
 
 from transport import SharedRingBuffer
 from transport.bench.reads.harness import Content
 from transport.bench.reads.reader import ON_DEVICE, Reader, Reading
 from transport.cli import run
-from transport.runtime.progress import silent
 from transport.weights.versions.layout import weights_checksum
 
 COMMANDS = (["loopback"], ["fetch", "127.0.0.1:1"])
@@ -50,33 +49,11 @@ def test_the_model_on_a_device_is_the_one_on_the_host(cupy: Any) -> None:
         assert weights_checksum(sent) == weights_checksum(plain)
 
 
-def test_the_load_tells_every_member_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, Any]] = []
-
-    class Stop(Exception):
-        """No process is started here."""
-
-    async def start(name: str, made: dict[str, Any], _: Any, *, prefix: str = "") -> Any:
-        started.append(made)
-        if len(started) == 2:
-            raise Stop
-        return member
-
-    class Member:
-        """Closes."""
-
-        async def close(self) -> None: ...
-
-    member = Member()
-    monkeypatch.setattr(update.ProcessMember, "start", start)
-    load = update.Load(
-        size_bytes=1 << 20, bucket_bytes=1 << 16, rate=0, shape="tree", hosts=1, changed=0, repetitions=1, device=True
-    )
-    with pytest.raises(Stop):
-        update.run(load, [1], silent)
-    assert started[0]["arguments"]["device"] is True and "device" not in started[0]["engine"]
-    assert started[1]["engine"]["device"] == "cupy"
-    assert msgspec.structs.asdict(load)["device"]
+def test_every_member_is_told_of_the_device() -> None:
+    with Links.made(0, 0.0) as links:
+        trainer, replica = (config for _, _, config in configurations(Case("delta", 1 << 20, 1, device=True), links))
+    assert trainer["arguments"]["device"] is True and "device" not in trainer["engine"]
+    assert replica["engine"]["device"] == "cupy"
 
 
 @pytest.mark.ucx

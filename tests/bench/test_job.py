@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import xxhash
 from redis_server import needs_redis
 
-from transport.bench import registry
-from transport.bench.job import driver, plan, redis_service, session, work
-from transport.bench.job.driver import JobSample, account
+from transport.bench import registry, session
+from transport.bench.job import driver, plan, redis_service
+from transport.bench.job.driver import JobSample
 from transport.bench.job.plan import JobCase
-from transport.bench.job.rows import JobReport, JobRow
+from transport.bench.job.rows import JobRow
+from transport.bench.result import Report
 from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
@@ -32,7 +31,7 @@ KEYS = (
 
 def case(**changed: Any) -> JobCase:
     usual: dict[str, Any] = {"peer": "transport", "queue": "rings", "wire": "mapped", "layout": "list"}
-    sizes = {"size_bytes": 4096, "writers": 1, "trainers": 1, "batch": 32, "write_batch": 32, "window": 128}
+    sizes = {"size_bytes": 4096, "writers": 1, "trainers": 1, "batch": 32, "window": 128}
     return JobCase(**{**usual, **sizes, **changed})
 
 
@@ -41,7 +40,7 @@ def sample(rate: float = 100.0, **changed: Any) -> JobSample:
     return JobSample(**{**usual, "lost": 0, "duplicated": 0, **changed})
 
 
-def report(idle: bool = False) -> JobReport:
+def report(idle: bool = False) -> Report:
     ways = [("transport", "rings", "mapped"), ("transport", "redis", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
     rows = [
         JobRow.of(case(peer=peer, queue=queue, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
@@ -50,7 +49,7 @@ def report(idle: bool = False) -> JobReport:
     ]
     about = {"date": "2026-01-01", "cpu": "a", "cores": 2, "kernel": "6", "python": "3", "load": 0.0}
     about["versions"] = {"payload-transport": "1"}
-    return JobReport(machine=about, settings={}, rows=rows, skipped={"ray": "not installed; run: make bench-peers"})
+    return Report(machine=about, settings={}, rows=rows, skipped={"ray": "not installed; run: make bench-peers"})
 
 
 # --- what is measured, and what is refused --------------------------------------------------------
@@ -58,8 +57,8 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
     peers = registry.chosen("zmq,redis", registry.JOB_PEERS)
     found = plan.cases([4096, 16 << 20], ["rings"], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
     assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "zmq", "redis"] * 2
-    assert {(each.batch, each.write_batch, each.window) for each in found[:4]} == {(32, 32, 128)}
-    assert {(each.batch, each.write_batch, each.window) for each in found[4:]} == {(2, 2, 8)}
+    assert {(each.batch, each.window) for each in found[:4]} == {(32, 128)}
+    assert {(each.batch, each.window) for each in found[4:]} == {(2, 8)}
     assert {(each.writers, each.trainers) for each in found} == {(2, 3)}
 
 
@@ -115,68 +114,7 @@ def test_an_installed_package_without_the_peers_scripts_says_so(
         driver.measure(case(peer="zmq", queue="", wire="tcp"), 0.01)
 
 
-# --- work -----------------------------------------------------------------------------------------
-def records_of(bodies: work.Bodies, *numbers: int, writer: int = 0) -> list[tuple[bytes, bytes]]:
-    return [
-        (work.HEADER.pack(writer, number, 1000, bodies.hashes[number % len(bodies.bodies)]), bodies.bodies[number % 8])
-        for number in numbers
-    ]
-
-
-def test_a_payload_has_the_size_that_was_asked_for_and_its_hash() -> None:
-    bodies = work.Bodies(4096, seed=3)
-    for header, body in records_of(bodies, 0, 9):
-        assert len(header) + len(body) == 4096
-        assert xxhash.xxh3_64_intdigest(body) == work.HEADER.unpack(header)[3]
-    assert len(set(bodies.bodies)) == 8
-    assert set(bodies.bodies).isdisjoint(work.Bodies(4096, seed=4).bodies)
-
-
-def test_a_trainer_refuses_a_payload_with_one_wrong_byte() -> None:
-    ((header, body),) = records_of(work.Bodies(4096, seed=0), 5)
-    records = work.Records()
-    records.add([(header, body)], consumed_ns=1500)
-    assert list(records.taken_ns) == [500]
-    wrong = bytearray(body)
-    wrong[4000] ^= 1
-    with pytest.raises(work.WrongPayloadError, match="payload 5 of writer 0 differs from what was written"):
-        records.add([(header, wrong)], consumed_ns=1500)
-
-
-def test_only_what_was_consumed_after_the_mark_is_kept(tmp_path: Path) -> None:
-    records = work.Records()
-    records.add(records_of(work.Bodies(64, seed=0), 0, 1), consumed_ns=1500)
-    records.first = 1
-    path = str(tmp_path / "trainer-0")
-    records.save(path)
-    names, times = work.load_records(path)
-    assert (list(names), list(times)) == ([1], [500])
-
-
-def test_cells_are_the_trainers_counts(tmp_path: Path) -> None:
-    path = str(tmp_path / "cells")
-    work.Cells.make(path, 3)
-    cells, same = work.Cells(path, 3), work.Cells(path, 3)
-    cells.put(0, 5)
-    cells.put(2, 7)
-    assert same.total() == 12
-    cells.close()
-    same.close()
-
-
 # --- accounts -------------------------------------------------------------------------------------
-def names(*pairs: tuple[int, int]) -> np.ndarray:
-    return np.array([writer << 48 | number for writer, number in pairs], np.uint64)
-
-
-def test_lost_and_duplicated_payloads_are_counted_by_writer_and_number() -> None:
-    everything = [(writer, number) for writer in (0, 1) for number in (10, 11, 12)]
-    assert account(names(*everything), 10, 3, 2) == (0, 0)
-    assert account(names(*everything[1:]), 10, 3, 2) == (1, 0)
-    assert account(names(*everything, (1, 12)), 10, 3, 2) == (0, 1)
-    assert account(names(*everything[:5], (0, 3)), 10, 3, 2) == (1, 1), "one of the warm-up, once more"
-
-
 def test_processor_time_is_that_of_a_process_and_its_descendants() -> None:
     assert driver.tree_cpu_s([]) == 0.0
     assert driver.tree_cpu_s([1 << 30]) == 0.0
@@ -199,10 +137,12 @@ import sys
 from pathlib import Path
 
 import msgspec
-from transport.bench.job.plot import draw
-from transport.bench.job.rows import JobReport
+from transport.bench.job.rows import JobRow
+from transport.bench.plot import draw_job
+from transport.bench.result import Report
 
-draw(msgspec.json.decode(sys.stdin.buffer.read(), type=JobReport), Path(sys.argv[1]))
+report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
+draw_job(msgspec.structs.replace(report, rows=msgspec.convert(report.rows, list[JobRow])), Path(sys.argv[1]))
 """
 
 
@@ -219,10 +159,10 @@ def test_the_picture_is_a_png(tmp_path: Path, idle: bool) -> None:
 
 
 # --- a run ----------------------------------------------------------------------------------------
-def test_what_fails_is_left_out_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_left_out_from_then_on() -> None:
     measured: list[str] = []
 
-    def measure(each: JobCase, _: float) -> JobSample:
+    def measure(each: JobCase) -> JobSample:
         measured.append(each.name)
         match each.name:
             case "rings, mapped":
@@ -233,9 +173,8 @@ def test_what_fails_is_left_out_from_then_on(monkeypatch: pytest.MonkeyPatch) ->
                 raise LinkError("status 1")
         return sample()
 
-    monkeypatch.setattr(driver, "measure", measure)
     cases = [case(), case(wire="tcp"), *(case(peer=name, queue="") for name in ("zmq", "ray", "redis"))]
-    outcome = session.run([*cases, case(peer="ray", queue="", size_bytes=65536)], 0.01, 2, silent)
+    outcome = session.run([*cases, case(peer="ray", queue="", size_bytes=65536)], 2, silent, measure, JobRow.of)
     assert outcome.failed == ["rings, mapped, 4 KiB: cut off"]
     assert outcome.skipped == {"zmq, 4 KiB": "status 1", "ray": "not installed"}
     assert [(row.name, row.repetitions) for row in outcome.rows] == [("rings, tcp", 2), ("redis", 2)]
@@ -255,6 +194,3 @@ def test_a_lost_payload_of_ours_is_a_failure(
 def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> None:
     found = driver.measure(case(queue="rings", wire=wire, writers=2, trainers=2), 0.05)
     assert (found.lost, found.duplicated) == (0, 0)
-
-
-# --- progress -------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from transport.bench import registry
-from transport.bench.job import trajectories, trajectory_rows
+from transport.bench.job import trajectory_rows
 from transport.bench.job.trajectories import TWO, WrongTrajectoryError, check, sample
 from transport.cli import run
 from transport.ring.packing import describe
@@ -62,8 +61,3 @@ def test_another_trajectory_is_not_taken_for_the_one_that_was_put(name: str) -> 
         check([changed, wanted[1]], wanted, tuple(wanted[0]))
     with pytest.raises(WrongTrajectoryError, match="1 of 2"):
         check(wanted[:1], wanted, TWO)
-
-
-def test_bytes_are_those_of_the_arrays() -> None:
-    assert trajectories.nbytes([sample(0)], TWO) == 2 * 4 * 8192
-    assert isinstance(sample(0)["tokens"], np.ndarray)

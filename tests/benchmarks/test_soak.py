@@ -1,5 +1,4 @@
-"""The soak's accountant judges rightly, a short soak with every kind of fault loses nothing, and one with a planted
-fault finds it."""
+"""A short soak with every kind of fault loses nothing, and one with a planted fault finds it."""
 
 from __future__ import annotations
 
@@ -13,194 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_programs import BENCHMARKS
 from found_rings import ring_of, some
 from frame_codec import HEADER, encode_control, encode_status, sealed
 from helpers import eventually
 from preloaded import needs_compiler
-from redis_server import needs_redis, redis_server
+from redis_server import needs_redis
 
-from transport import SharedRingBuffer
 from transport.claims import connection
 from transport.claims.connection import ClaimConnection
 from transport.claims.network import NetworkClaim
 from transport.claims.places import OnThisHost
-from transport.packer.rollout import ticket_id
-from transport.queue import FoundRings, RedisQueue
-from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
-from transport.storage.urls import RedisURL, parse_url
+from transport.queue import FoundRings
 from transport.wire.frames import VERSION, Answer, Hello, Kind, Record, encode_handshake
 
-ROOT = Path(__file__).resolve().parents[2]
-SOAK = ROOT / "benchmarks" / "soak"
-BUILD = ROOT / "build" / "faults"
+SOAK = BENCHMARKS / "soak"
+BUILD = BENCHMARKS.parent / "build" / "faults"
 
-sys.path.insert(0, str(SOAK))
+sys.path[:0] = [str(SOAK), str(BENCHMARKS / "harness")]
 try:
-    import audit
     import mutations
     import network_proxy
     import payloads
-    from accounts import Accounts
+    import run
     from faults import schedule
-    from journal import Journal, Reader
-    from plan import Plan
     from planted import PLANTS
-    from report import allowed, reason_of
 finally:
-    sys.path.remove(str(SOAK))
-
-
-def heard(*lines: str, readers: tuple[int, ...] = (1, 2)) -> Accounts:
-    """What "source: line" lines amount to."""
-    accounts = Accounts(readers)
-    for line in lines:
-        source, _, said = line.partition(": ")
-        accounts.hear(source, said.split())
-    return accounts
-
-
-# --- the accountant --------------------------------------------------------------------------------
-def test_what_every_rank_consumed_once_is_in_order() -> None:
-    verdict = heard("w1: I 1 0 2", "w1: P 1 0=a 1=b", "t0: C 0 1=0 1=1", "t2: C 1 1=0 1=1").verdict()
-    assert (verdict.payloads, verdict.deliveries) == (2, 4)
-    assert (verdict.lost, verdict.wrong, verdict.duplicated, verdict.never_published) == (0, 0, 0, 0)
-
-
-def test_what_one_rank_never_got_is_lost() -> None:
-    verdict = heard("w1: I 1 0 1", "w1: P 1 0=a", "t0: C 0 1=0").verdict()
-    assert verdict.lost == 1
-    assert verdict.named == ["writer 1 number 0 rank 1: no trace"]
-
-
-def test_what_was_only_intended_may_be_missing_but_not_for_one_rank_only() -> None:
-    assert heard("w1: I 1 0 3").verdict().never_published == 3
-    verdict = heard("w1: I 1 0 3", "t0: C 0 1=1").verdict()
-    assert (verdict.lost, verdict.never_published) == (1, 2)
-
-
-def test_a_payload_that_one_rank_consumed_is_due_to_every_rank_though_its_writer_never_said_that_it_is_there() -> None:
-    accounts = heard("w1: I 1 0 2", "w1: P 1 0=a", "t0: C 0 1=0 1=1", "t2: C 1 1=0")
-    assert (accounts.consumed_total, accounts.expected()) == (3, 4)
-
-
-def test_what_a_successor_found_in_the_ring_counts_as_published() -> None:
-    assert heard("w0: I 0 0 2", "w0: F 0 1").verdict().lost == 1
-
-
-def test_what_was_consumed_twice_is_a_duplicate_whoever_it_was() -> None:
-    verdict = heard("w0: I 0 0 1", "w0: P 0 0=a", "t0: C 0 0=0", "t1: C 0 0=0").verdict()
-    assert (verdict.lost, verdict.duplicated) == (0, 1)
-
-
-def test_a_claim_that_the_queue_accepted_from_a_dead_trainer_is_consumption() -> None:
-    accounts = heard("w0: I 0 0 2", "w0: P 0 0=a 1=b", "t0: A 0 0=0=7:1 1=0=8:1")
-    assert accounts.open_questions() == []  # it lives, and may yet say so itself
-    accounts.died("t0")
-    assert accounts.open_questions() == [(0, "7:1"), (0, "8:1")]
-    accounts.answer(0, "7:1", True)
-    assert accounts.open_questions() == [(0, "8:1")]
-    accounts.hear("t0", ["A", "0", "1=0=9:1"])  # its next life has questions of its own
-    accounts.answer(0, "8:1", False)
-    assert accounts.open_questions() == []
-    assert (accounts.verdict().lost, accounts.verdict().silent) == (1, 1)
-    accounts.hear("t1", ["C", "0", "0=0", "0=1"])
-    assert (accounts.verdict().lost, accounts.verdict().duplicated) == (0, 1)
-
-
-# --- with the rings as the queue, which keep no claims --------------------------------------------------
-def of_rings(*lines: str) -> Accounts:
-    """Number 0 of writer 0 may end without a word, the others not."""
-    accounts = Accounts((2,), perishes=lambda writer, number: number == 0)
-    for line in lines:
-        source, _, said = line.partition(": ")
-        accounts.hear(source, said.split())
-    return accounts
-
-
-def test_a_delivery_that_ended_was_its_dead_claimants_unless_another_says_or_may_say_that_it_was_its_own() -> None:
-    accounts = of_rings("w0: P 0 1=a 2=b", "t0: A 0 1=0=a|0|1 2=0=b|0|1", "t1: A 0 2=0=b|0|2")
-    accounts.died("t0")
-    for _, token in accounts.open_questions():
-        accounts.over(0, token)
-    assert accounts.open_questions() == [(0, "b|0|1")]  # t1 may have it
-    assert (accounts.verdict().silent, accounts.consumed_total) == (1, 1)
-    accounts.hear("t1", ["C", "0", "0=2"])
-    accounts.over(0, "b|0|1")
-    assert (accounts.open_questions(), accounts.verdict().silent, accounts.verdict().duplicated) == ([], 1, 0)
-
-
-def test_a_claim_that_was_about_to_be_discarded_ends_with_its_reason_or_goes_on() -> None:
-    said = ["t0: D 0 1=0=a|0|1 because expired: late", "t0: D 0 2=0=b|0|1 because expired: late"]
-    accounts = of_rings("w0: P 0 1=a 2=b", *said, "t0: K 0 0=1", "t0: R 0 0=2")
-    assert accounts.settled(["expired"]) == 1
-    accounts.died("t0")
-    assert accounts.open_questions() == []
-    accounts = of_rings("w0: P 0 1=a", said[0])
-    accounts.died("t0")
-    accounts.over(0, "a|0|1")
-    assert (accounts.settled(["expired"]), accounts.consumed_total) == (1, 0)
-
-
-def test_only_what_has_a_deadline_perishes_and_only_while_nobody_has_it() -> None:
-    accounts = of_rings("w0: P 0 0=a 1=b", "t0: A 0 0=0=a|0|1", "t2: A 1 0=0=a|1|1")
-    assert accounts.perishable() == {(0, "a"): (0, 0, 0), (1, "a"): (1, 0, 0)}
-    accounts.perished((0, 0, 0))
-    assert accounts.settled(["expired"]) == 0
-    accounts.died("t0")
-    accounts.perished((0, 0, 0))  # t0 may have consumed it
-    assert accounts.settled(["expired"]) == 0
-    accounts.over(0, "a|0|1")  # nobody lives who has trained on it
-    assert (accounts.settled(["expired"]), accounts.verdict().silent) == (1, 0)
-    accounts.hear("t2", ["C", "1", "0=0"])
-    accounts.perished((1, 0, 0))
-    assert accounts.perishable() == {}
-    verdict = accounts.verdict(["expired"])
-    assert (verdict.lost, verdict.duplicated, verdict.reported) == (2, 0, {"expired": 1})
-
-
-def test_the_auditor_sees_in_its_slot_that_a_delivery_has_ended() -> None:
-    prefix = f"soak-audit-{secrets.token_hex(4)}-"
-    with SharedRingBuffer.create(slots=2, slot_bytes=64, name=f"/transport-{prefix}0") as ring:
-        first, second = (ticket_id(ring.write_raw(b"x", readers=2)) for _ in range(2))
-        questions = [(rank, f"{each}|{rank}|1|t0") for each in (first, second) for rank in (0, 1)]
-        [claimed] = ring.claim(1, rank=0)
-        assert claimed.consume()
-        assert audit.ended(prefix, questions) == {(0, f"{first}|0|1|t0")}
-        gone = [(0, "another-ring/0/1|0|1|t0")]
-        assert audit.ended(prefix, gone) == set(gone)
-
-
-def test_a_report_excuses_only_for_the_reasons_that_are_allowed() -> None:
-    accounts = heard("w0: I 0 0 1", "w0: P 0 0=a")
-    accounts.report(0, 0, 0, "StaleSlotError: gone")
-    assert accounts.verdict().lost == 1
-    assert accounts.verdict(allowed=["expired"]).lost == 1
-    verdict = accounts.verdict(allowed=["StaleSlotError"])
-    assert (verdict.lost, verdict.reported) == (0, {"StaleSlotError": 1})
-
-
-def test_wrong_bytes_are_counted_and_named() -> None:
-    verdict = heard("w0: I 0 0 1", "w0: P 0 0=a", "t0: X 0 0=0 tcp", "t0: C 0 0=0").verdict()
-    assert verdict.wrong == 1
-    assert "tcp" in verdict.named[0]
-
-
-def test_what_was_reported_and_consumed_is_a_duplicate() -> None:
-    accounts = heard("w0: I 0 0 1", "w0: P 0 0=a", "t0: C 0 0=0")
-    accounts.report(0, 0, 0, "expired: late")
-    verdict = accounts.verdict(allowed=["expired"])
-    assert (verdict.lost, verdict.duplicated, verdict.reported) == (0, 1, {})
-
-
-def test_what_was_reported_to_one_rank_is_due_to_the_others_and_settles_once() -> None:
-    accounts = heard("w1: I 1 0 2", "t0: N 0 id=1=0")
-    assert accounts.named("id") == (1, 0)
-    assert accounts.named("another") is None
-    for _ in range(2):  # the queue is asked again and again
-        accounts.report(0, 1, 0, "expired: late")
-    assert (accounts.settled(["expired"]), accounts.settled(), accounts.expected()) == (1, 0, 2)
-    verdict = accounts.verdict(allowed=["expired"])
-    assert (verdict.payloads, verdict.lost, verdict.reported, verdict.never_published) == (1, 1, {"expired": 1}, 1)
+    del sys.path[:2]
 
 
 def numbers(with_deadline: bool) -> int:
@@ -209,62 +47,20 @@ def numbers(with_deadline: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "with_deadline", "excused"),
+    ("queue", "how", "with_deadline", "excused"),
     [
-        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", True, True),
-        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", False, False),
-        (DeliveryState.DISCARDED, "its deadline has passed", True, True),
-        (DeliveryState.DISCARDED, "PayloadLostError: nobody serves it", True, False),
-        (DeliveryState.DEAD, "StaleSlotError: gone", True, False),
+        ("redis", "discarded: StaleSlotError: the deadline has passed", True, True),
+        ("redis", "discarded: StaleSlotError: the deadline has passed", False, False),
+        ("rings", "discarded: its deadline has passed", True, True),
+        ("rings", "discarded: PayloadLostError: nobody serves it", True, False),
+        ("rings", run.VANISHED, True, True),
+        ("rings", run.VANISHED, False, False),
+        ("redis", run.VANISHED, True, False),
+        ("rings", "twice", True, False),
     ],
 )
-def test_only_a_deadline_excuses_a_delivery(
-    state: DeliveryState, reason: str, with_deadline: bool, excused: bool
-) -> None:
-    plan = Plan(folder="", queue="", run="", seed=1)
-    failure = Failure("id", 0, state, 1, "t0", reason)
-    said = reason_of(failure, 0, numbers(with_deadline), plan)
-    assert (said.partition(":")[0] in allowed(plan)) == excused
-
-
-# --- what became of a dead trainer's claims -----------------------------------------------------------
-def asks(queue: TicketQueue, place: str) -> None:
-    """Claims in every state, as the auditor finds them."""
-    queue.publish([QueuedTicket(f"ring/{each}/1", b"ticket") for each in range(4)])
-    acked, retried, held, lapsed = queue.claim(4, consumer="t0")
-    assert queue.ack(acked)
-    assert queue.retry(retried)
-    assert queue.discard(lapsed, "no more")
-    questions = [(0, each.token) for each in (acked, retried, held, lapsed)]
-    fates = audit.fates(place, questions)
-    assert fates == {questions[0]: True, questions[1]: False, questions[3]: False}  # one may yet be accepted
-    [again] = queue.claim(1, consumer="t1")
-    assert queue.ack(again)
-    assert audit.fates(place, questions[1:2]) == {questions[1]: False}  # done, and by another
-
-
-@needs_redis
-def test_the_auditor_finds_on_a_server_what_was_accepted_and_nothing_while_it_is_away() -> None:
-    with redis_server() as server:
-        place = parse_url(server.place())
-        assert isinstance(place, RedisURL)
-        with RedisQueue(place) as queue:
-            asks(queue, server.place())
-        server.kill()
-        assert audit.fates(server.place(), [(0, "1:1:x")]) == {}
-
-
-def test_what_a_trainer_asks_about_again_has_not_perished() -> None:
-    accounts = Accounts((1,), lambda writer, number: True)
-    for line in ("I 0 0 1", "P 0 0=a"):
-        accounts.hear("w0", line.split())
-    for line in ("A 0 0=0=token", "Q 0 0=0=token", "C 0"):
-        accounts.hear("t0", line.split())
-    accounts.perished((0, 0, 0))
-    for line in ("Q 0", "C 0 0=0"):
-        accounts.hear("t0", line.split())
-    verdict = accounts.verdict()
-    assert (verdict.lost, verdict.duplicated, verdict.reported) == (0, 0, {})
+def test_only_a_deadline_excuses_a_delivery(queue: str, how: str, with_deadline: bool, excused: bool) -> None:
+    assert bool(run.excused(queue, (0, 0, numbers(with_deadline)), how)) == excused
 
 
 # --- planted faults -----------------------------------------------------------------------------------
@@ -325,33 +121,6 @@ def test_a_soak_finds_a_queue_that_does_not_fence(tmp_path: Path) -> None:
     size = ["--queue", "redis", "--payloads", "2000", "--kills", "0", "--lapses", "12", "--stuck-s", "30"]
     report = mutations.run("unfenced", tmp_path, size)
     assert mutations.found("unfenced", report), json.dumps(report, indent=1)
-
-
-# --- journals, payloads, schedule ------------------------------------------------------------------------
-def test_a_torn_line_was_never_said_and_spoils_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    killed = Journal(path)
-    killed.say("C", 0, "0=1")
-    with path.open("ab") as file:
-        file.write(b"C 0 0=2 0=3")
-    reader = Reader(path)
-    assert list(reader.lines()) == [["C", "0", "0=1"]]
-    successor = Journal(path)
-    successor.say("C", 0, "0=4")
-    assert list(reader.lines()) == [["C", "0", "0=4"]]
-    killed.close()
-    successor.close()
-
-
-def test_one_wrong_byte_and_another_payload_are_seen() -> None:
-    for number in range(300):
-        data = payloads.make(1, number)
-        assert payloads.is_right(1, number, data)
-        assert not payloads.is_right(0, number, data)
-        assert not payloads.is_right(1, number + 1, data)
-        data[-1] ^= 1
-        assert not payloads.is_right(1, number, data)
-        assert not payloads.is_right(1, number, data[:-1])
 
 
 def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:

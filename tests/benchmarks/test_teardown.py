@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_programs import BENCHMARKS
 from helpers import asynchronous, over_ucx
 from redis_server import needs_redis
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS / "teardown"), str(BENCHMARKS / "soak")]
+sys.path[:0] = [str(BENCHMARKS / "teardown"), str(BENCHMARKS / "harness")]
 try:
     import cycles
     import job

@@ -12,14 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import update as weights_bench
 from gpu_payloads import busy, bytes_of, to_device, why_not
 from helpers import asynchronous
+from measure import Case, measured
 from weights_engines import build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport.errors import UsageError
-from transport.runtime.progress import silent
 from transport.weights.engine import RingEngine
 from transport.weights.transfer.held import ShardHeld
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
@@ -169,16 +168,7 @@ async def test_a_device_that_is_not_there_is_refused_at_once(device: Any) -> Non
 
 
 # --- the measurements -------------------------------------------------------------------------------------------
-def test_updates_between_processes_are_measured_from_device_to_device(device: Any) -> None:
-    load = weights_bench.Load(
-        size_bytes=32 << 20,
-        bucket_bytes=8 << 20,
-        rate=0,
-        shape="tree",
-        hosts=1,
-        changed=0.01,
-        repetitions=1,
-        device=True,
-    )
-    rows = weights_bench.run(load, [2], silent)
-    assert [row.mode for row in rows] == ["full", "delta"] and all(row.verified for row in rows)
+@pytest.mark.parametrize("worker", ["mapped", "delta"])
+def test_updates_between_processes_are_measured_from_device_to_device(device: Any, worker: str) -> None:
+    row = measured(Case(worker, 32 << 20, 2, updates=1, device=True))
+    assert row.verified and (row.sent_bytes < row.model_bytes) == (worker == "delta")

@@ -29,7 +29,7 @@ def report() -> Report:
             ("read_many_1000", "transport", "tcp"),
             ("read", "pyzmq", "tcp"),
             ("copy", "memcpy", "memory"),
-            ("tag_bw", "ucx_perftest", "shm"),
+            ("ask", "ucx_floor", "shm"),
         )
         for size in (65536, 1 << 20)
         for many in (1, 8)

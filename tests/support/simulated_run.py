@@ -7,87 +7,36 @@ call to the store, before or after the write took place; the session is never ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from memory_store import MemoryStore
+from store_proxy import FailingStore, Killed
 
-from transport.errors import StoreUnavailableError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Phase, Place, Reason, Roster, Round
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
-from transport.store.base import Change, Entry, Store
+from transport.store.base import Change, Store
 
 RUN = "run"
 RULES = Rules(least=2, most=3, lease_s=10.0, last_call_s=5.0, join_timeout_s=60.0, store_patience_s=30.0)
 
 
-class Killed(BaseException):
-    """The process is no more."""
-
-
-class Line(Store):
-    """One member's way to the store: counts calls, breaks, and notes who wrote the round."""
+class Line(FailingStore):
+    """One member's way to the store: notes who wrote the round."""
 
     def __init__(self, inner: Store, name: str, wrote: Callable[[str, Round], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._name = name
         self._wrote = wrote
-        self.die_after: int | None = None  # calls from now
-        self.die_before_the_write = True
-        self.down = False  # unavailable
-        self.forgets_answers = False  # writes take place, and their answers are lost
 
-    def _call(self, call: Callable[[], object], writes: bool) -> object:
-        if self.down:
-            raise StoreUnavailableError("the store is away")
-        dying = False
-        if self.die_after is not None:
-            self.die_after -= 1
-            dying = self.die_after < 0
-        if dying and self.die_before_the_write:
-            raise Killed
-        result = call()
-        if dying:
-            raise Killed
-        if writes and self.forgets_answers:
-            raise StoreUnavailableError("the answer was lost")
-        return result
-
-    def get(self, key: str) -> Entry | None:
-        return self._call(lambda: self._inner.get(key), False)
-
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        return self._call(lambda: self._inner.get_many(keys), False)
-
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        return self._call(lambda: self._inner.scan(prefix), False)
-
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        def write() -> list[int] | None:
-            versions = self._inner.put_many(changes)
-            for change in changes:
-                if versions is not None and change.key == f"rendezvous/{RUN}/round" and change.value is not None:
-                    assert change.expected is not None, "the round is written over something unseen"
-                    self._wrote(self._name, msgspec.json.decode(change.value, type=Round))
-            return versions
-
-        return self._call(write, True)
-
-    def add(self, key: str, amount: int = 1) -> int:
-        return self._call(lambda: self._inner.add(key, amount), True)
-
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        return self._call(lambda: self._inner.renew(leases, lease_s), True)
-
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        raise AssertionError("a session does not watch")
-
-    def close(self) -> None:
-        """The inner store is the run's."""
+    def wrote(self, change: Change) -> None:
+        if change.key == f"rendezvous/{RUN}/round" and change.value is not None:
+            assert change.expected is not None, "the round is written over something unseen"
+            self._wrote(self._name, msgspec.json.decode(change.value, type=Round))
 
 
 class SimulatedMember:

@@ -17,7 +17,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = _ROOT / "benchmarks" / "peers" / "reads"  # of a checkout; the wheel has none
 ENVIRONMENTS = _ROOT / "build" / "peers"
 JOB_SCRIPTS = _ROOT / "benchmarks" / "peers" / "job"
-PERFTEST = "ucx_perftest"
 FLOOR = "ucx_floor"
 REASON_FILE = "skipped"
 STAMP_FILE = "installed"
@@ -27,7 +26,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Something else that moves bytes between two processes.
 
     Attributes:
-        script: its file in ``folder``; empty: a program of its own (ucx_perftest, ucx_floor).
+        script: its file in ``folder``; empty: a program of its own (ucx_floor).
         folder: where its script lies, and the harness that runs it.
         wire: what carries the bytes; empty: whatever wires are measured.
         environment: name of its virtual environment; empty: needs nothing that is not here.
@@ -53,7 +52,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 _NIXL = "--no-deps nixl-cu12"  # what it would pull in (torch, CUDA) is for GPUs, and not imported
 _ALL = (
     Peer(name="memcpy", script="memcpy", wire="memory", floor=True),
-    Peer(name=PERFTEST, script="", wire="", floor=True),
     Peer(name=FLOOR, script="", wire="", floor=True),
     Peer(name="socket", script="tcp_socket", wire="tcp"),
     Peer(name="pyzmq", script="pyzmq", wire="tcp", environment="pyzmq", requirements=("pyzmq",)),

@@ -32,6 +32,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     payloads: int = 64
     readers: int = 1
 
+    @property
+    def label(self) -> str:
+        """As messages name it."""
+        return f"{self.case} over {self.wire}, {show_size(self.size_bytes)}, {self.concurrency} in flight"
+
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One repetition of a case.
@@ -49,6 +54,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool
     transports: list[str] = []
     note: str = ""
+
+    @property
+    def count(self) -> int:
+        """Payloads that were read."""
+        return self.reads
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,12 +108,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `bench loopback` and of the programs in benchmarks/.
+    """The JSON of `bench loopback`, `bench job` and of the programs in benchmarks/.
 
     Attributes:
         settings: the UCX settings in force, by wire.
         failed: our own cases that have no row, with the reason.
-        skipped: peers that have no rows, with the reason.
+        skipped: peers, or cases of peers, that have no rows, with the reason.
         rails: bytes that each InfiniBand port of this host carried meanwhile.
     """
 

@@ -33,37 +33,39 @@ _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listen
 app.command("job", epilog=_JOB_EXAMPLE)(job)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
+_Sizes = Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")]
+_Concurrency = Annotated[str, typer.Option(metavar="N,…", help="Numbers of concurrent reads.")]
+_Seconds = Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")]
+_Checksum = Annotated[
+    str, typer.Option(metavar="on|off", help="Verify the writer's checksum in each read; on,off measures both.")
+]
+_Device = Annotated[
+    str | None,
+    typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
+]
+_Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Draw FILE-host.png and FILE-network.png. Default: neither.")
+]
+_Repetitions = Annotated[int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")]
 _EVERYWHERE = "mapped,shm,tcp"
 
 
 @app.command("loopback", epilog=_LOOPBACK_EXAMPLE)
 def loopback(
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = (
-        "64KiB,1MiB,16MiB"
-    ),
-    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Numbers of concurrent reads.")] = "1,8",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
+    sizes: _Sizes = "64KiB,1MiB,16MiB",
+    concurrency: _Concurrency = "1,8",
+    seconds: _Seconds = 1.0,
     wire: Annotated[str, typer.Option(metavar="WIRE,…", help=f"Wires to measure: some of {', '.join(_WIRES)}.")] = (
         _EVERYWHERE
     ),
     readers: Annotated[int, typer.Option(min=1, max=14, help="Reader processes; each reads every payload.")] = 1,
-    checksum: Annotated[
-        str,
-        typer.Option(metavar="on|off", help="Verify the writer's checksum in each read; on,off measures both."),
-    ] = "on",
+    checksum: _Checksum = "on",
     peers: Annotated[
         str | None, typer.Option(metavar="all|NAME,…", help="Alternatives to measure as well. Default: none.")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw FILE-host.png and FILE-network.png. Default: neither.")
-    ] = None,
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
-    ] = 5,
+    device: _Device = None,
+    plot: _Plot = None,
+    repetitions: _Repetitions = 5,
     json_target: JsonTarget = None,
 ) -> int:
     """Measure reads from another process of this host; every payload is compared with what was written.
@@ -71,9 +73,9 @@ def loopback(
     Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
     """
     from transport.bench.machine import machine, settings_of
+    from transport.bench.plot import check, draw_reads
     from transport.bench.reads import session
     from transport.bench.reads.loopback import cases
-    from transport.bench.reads.plot import check, draw
     from transport.bench.registry import chosen
     from transport.bench.result import Report, table
     from transport.bench.units import parse_sizes
@@ -96,7 +98,7 @@ def loopback(
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
     if plot is not None and outcome.rows:
-        draw(report, plot)
+        draw_reads(report, plot)
     if outcome.failed:
         print(f"transport bench loopback: {'; '.join(causes(outcome.failed))}", file=sys.stderr)
     return 1 if outcome.failed else 0
@@ -134,28 +136,16 @@ def serve(
 def fetch(
     server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Host and port of transport bench serve.")],
     wire: Annotated[str, typer.Option(help="tcp or rdma; fails when the bytes go over another wire.")] = "tcp",
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = (
-        "64KiB,1MiB,16MiB"
-    ),
-    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Numbers of concurrent reads.")] = "1,8",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
+    sizes: _Sizes = "64KiB,1MiB,16MiB",
+    concurrency: _Concurrency = "1,8",
+    seconds: _Seconds = 1.0,
     listeners: Annotated[
         int, typer.Option(min=1, max=15, help="Listeners on the other host: one port and process each.")
     ] = 1,
-    checksum: Annotated[
-        str,
-        typer.Option(metavar="on|off", help="Verify the writer's checksum in each read; on,off measures both."),
-    ] = "on",
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw FILE-host.png and FILE-network.png. Default: neither.")
-    ] = None,
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
-    ] = 3,
+    checksum: _Checksum = "on",
+    device: _Device = None,
+    plot: _Plot = None,
+    repetitions: _Repetitions = 3,
     json_target: JsonTarget = None,
 ) -> int:
     """Measure reads from another host; every payload is compared with what was written.
@@ -163,8 +153,8 @@ def fetch(
     Exit status 1, and no figures, when the bytes went over another wire than --wire.
     """
     from transport.bench.machine import machine, settings_of
+    from transport.bench.plot import check, draw_reads
     from transport.bench.reads import remote
-    from transport.bench.reads.plot import check, draw
     from transport.bench.result import Report, Row, table
     from transport.bench.units import parse_sizes
     from transport.doctor import infiniband
@@ -206,7 +196,7 @@ def fetch(
     lines += [f"port {name}: {size / 1e6:.1f} MB" for name, size in report.rails.items()]
     emit(report, "\n".join(lines), json_target)
     if plot is not None:
-        draw(report, plot)
+        draw_reads(report, plot)
     return 0
 
 

@@ -41,10 +41,9 @@ def job(
         str,
         typer.Option(help='What payloads are: "bytes", or "trajectory": text, messages, tokens, log-probs, an image.'),
     ] = "bytes",
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Payloads in one claim.")] = 32,
-    write_batch: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Payloads in one write call. Default: --batch.")
-    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, max=4096, help="Payloads in one claim, and in one call that writes.")
+    ] = 32,
     idle: Annotated[bool, typer.Option("--idle", help="Write one payload at a time, to an idle trainer.")] = False,
     seconds: Annotated[float, typer.Option(min=0.001, help="Seconds for each row and repetition.")] = 1.0,
     repetitions: Annotated[
@@ -61,13 +60,13 @@ def job(
     """
     if importlib.util.find_spec("xxhash") is None:
         raise MissingDependencyError(f"bench job needs xxhash: {install('bench')}")
-    from transport.bench.job import plan, session
-    from transport.bench.job.plot import draw
-    from transport.bench.job.rows import JobReport, table
+    from transport.bench import session
+    from transport.bench.job import driver, plan
+    from transport.bench.job.rows import JobRow, table
     from transport.bench.machine import machine, settings_of
-    from transport.bench.reads.plot import check
+    from transport.bench.plot import check, draw_job
     from transport.bench.registry import JOB_PEERS, chosen
-    from transport.bench.result import OURS
+    from transport.bench.result import OURS, Report
     from transport.bench.units import parse_sizes
     from transport.runtime.progress import bar_with_time_left
 
@@ -82,14 +81,14 @@ def job(
     shape = plan.check_layout(layout, queues)
     if plot is not None:
         check(plot)
-    work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)
+    work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle)
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
-        outcome = session.run(work, seconds, repetitions, progress)
-    report = JobReport(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+        outcome = session.run(work, repetitions, progress, lambda case: driver.measure(case, seconds), JobRow.of)
+    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
     if plot is not None and outcome.rows:
-        draw(report, plot)
+        draw_job(report, plot)
     failed = causes(outcome.failed)
     failed += [
         f"{row.name}, {row.size_bytes} bytes: {row.lost} payloads lost, {row.duplicated} came twice"
@@ -106,9 +105,10 @@ def _trajectories(
 ) -> int:
     """Put, get of two fields and the whole job, in one process with each wire."""
     from transport.bench.job import plan
-    from transport.bench.job.trajectory_rows import PEERS, TrajectoryReport, run, table
+    from transport.bench.job.trajectory_rows import PEERS, run, table
     from transport.bench.machine import machine, settings_of
     from transport.bench.registry import JOB_PEERS, chosen
+    from transport.bench.result import Report
     from transport.runtime.progress import bar_with_time_left
 
     others = [] if peers is None else chosen(",".join(PEERS) if peers == "all" else peers, JOB_PEERS)
@@ -116,13 +116,12 @@ def _trajectories(
     wires: Any = plan.check_wires(wire, plan.check_queues("rings"))
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
-        rows, skipped, failed = run(wires, others, seconds, batch, repetitions, progress)
-    settings = {each: settings_of(each) for each in wires}
-    report = TrajectoryReport(machine=where, settings=settings, rows=rows, skipped=skipped, failed=failed)
+        outcome = run(wires, others, seconds, batch, repetitions, progress)
+    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
-    if failed:
-        print(f"transport bench job: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if outcome.failed:
+        print(f"transport bench job: {'; '.join(outcome.failed)}", file=sys.stderr)
+    return 1 if outcome.failed else 0
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "demo": ("gymnasium>=1.0",),
     "bench": ("matplotlib>=3.9", "xxhash>=3.4"),
     "cmake": ("cmake>=3.24",),
-    "perftest": ("libucx-cu12",),
+    "libucx": ("libucx-cu12",),
     "ray": ("ray>=2.40",),
     "verl": ("verl>=0.9,<0.10",),
     "cosmos-rl": ("cosmos-rl>=0.4.7,<0.5",),

@@ -1,6 +1,6 @@
 """Imported by every Python process of a soak: puts the test build of the native modules, if there is one, in place of
 the installed ones, and sets this process's trap: one named step at which it dies or stops, on its n-th passing.
-Besides, whoever comes first to a step that the soak has named (`closed.Points.stop_at`) stops there.
+Besides, whoever comes first to a step that the soak has named (`fault_injection.Points.stop_at`) stops there.
 
 What is armed follows from SOAK_POINTS (`run.Soak`). Steps in Python are marked here, around the methods whose
 beginning and end they are; those of ring, listener and client are compiled in (native/common/fault.hpp). A planted
@@ -105,7 +105,7 @@ class _Trap:
         roles = {
             "transport.server.supervisor": "supervisor",
             "transport.server.process": "listener",
-            "writer.py": "writer",
+            "rollout.py": "writer",
             "trainer.py": "trainer",
         }
         self.role = next((roles[word] for word in words if word in roles), "")
@@ -182,12 +182,12 @@ def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
     """What a planted fault changes, by module."""
     if not name:
         return {}
-    for file in ("plant_changes", "planted"):  # by their places: what a process may import stays as it is
-        spec = importlib.util.spec_from_file_location(file, Path(__file__).parent.parent / f"{file}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[file] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[file])
+    # By its place: what a process may import stays as it is.
+    spec = importlib.util.spec_from_file_location("planted", Path(__file__).parent.parent / "planted.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["planted"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["planted"])
     changes: dict[str, Callable[[ModuleType], None]] = sys.modules["planted"].PLANTS[name].changes
     return changes
 

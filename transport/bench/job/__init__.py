@@ -2,8 +2,8 @@
 
 plan     what is measured, and what is refused
 work     what every writer and trainer does, whatever carries the payloads; runs without this package, too
-queues   our queues as writers and trainers use them
+queues   our queues as writers and trainers use them, and their processes
 driver   one repetition in fresh processes
 rows     figures of all repetitions, the table with its ratios
-plot     the picture
+trajectories, trajectory_rows    the same of trajectories, in one process
 """

@@ -50,6 +50,11 @@ class JobSample(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     duplicated: int
 
+    @property
+    def count(self) -> int:
+        """Payloads."""
+        return self.payloads
+
 
 def measure(case: JobCase, seconds: float) -> JobSample:
     """About ``seconds`` of the job in fresh processes, after a warm-up.
@@ -82,7 +87,7 @@ class _Run:
         self._cells = work.Cells(cells, case.trainers)
         stack.callback(self._cells.close)
         common = {
-            **{name: getattr(case, name) for name in ("size_bytes", "batch", "write_batch", "window")},
+            **{name: getattr(case, name) for name in ("size_bytes", "batch", "window")},
             **{name: getattr(case, name) for name in ("writers", "trainers", "idle", "queue", "wire", "layout")},
             "cells": cells,
             "rings": segment_prefix("bench-job"),  # whatever becomes of the writers, their rings end with the command
@@ -206,7 +211,7 @@ class _Run:
 
 def _command(case: JobCase, role: str) -> list[str]:
     if case.peer == OURS:
-        return [sys.executable, "-P", "-m", "transport.bench.job.participant", role]
+        return [sys.executable, "-P", "-m", "transport.bench.job.queues", role]
     peer = JOB_PEERS[case.peer]
     harness = peer.folder / "harness.py"
     if not harness.exists():

@@ -12,6 +12,7 @@ from transport.bench.job.queues import KINDS
 from transport.bench.job.work import HEADER
 from transport.bench.registry import Peer
 from transport.bench.result import OURS
+from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
@@ -28,8 +29,7 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         queue, wire, layout: of a peer the wire only.
-        batch: payloads that a trainer claims at most.
-        write_batch: payloads that a writer hands over with one call.
+        batch: payloads that a writer hands over with one call, and that a trainer claims at most.
         window: payloads of a writer that are unread at any time; then it waits.
         idle: one payload at a time, with the trainer waiting.
     """
@@ -42,7 +42,6 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
     writers: int
     trainers: int
     batch: int
-    write_batch: int
     window: int
     idle: bool = False
 
@@ -50,6 +49,12 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Without the size: "redis, tcp" for ours, a peer by its name."""
         return f"{self.queue}, {self.wire}" if self.peer == OURS else self.peer
+
+    @property
+    def label(self) -> str:
+        """As messages name it."""
+        of_ours = f"{self.name}, " if self.peer == OURS else ""
+        return f"{of_ours}{show_size(self.size_bytes)}"
 
 
 def window_for(size: int) -> int:
@@ -115,11 +120,8 @@ def cases(
     trainers: int,
     batch: int,
     idle: bool,
-    write_batch: int | None = None,
 ) -> list[JobCase]:
     """Ours, then the peers, at every size; of one size all have the same batches and window.
-
-    write_batch: None: as large as ``batch``.
 
     Raises:
         UsageError: sizes, or numbers of writers, that cannot be measured.
@@ -144,7 +146,6 @@ def cases(
                 writers=writers,
                 trainers=trainers,
                 batch=claimed,
-                write_batch=min(write_batch or batch, claimed),
                 window=window,
                 idle=idle,
             )

@@ -1,9 +1,13 @@
-"""Our queues as a writer and a trainer of `bench job` use them. A new kind is a pair of classes in `KINDS`."""
+"""Our queues as a writer and a trainer of `bench job` use them. A new kind is a pair of classes in `KINDS`.
+
+`python -m transport.bench.job.queues writer|trainer` is one of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transport.bench.job.work import HEADER, Job, Training, Writing
+from transport.bench.job.work import HEADER, Job, Training, Writing, main
 from transport.claims.batch import TakenBatch, Verdicts
 from transport.claims.in_place import TakenPart, TakenPayloads, in_place
 from transport.client.client import UCXXClient
@@ -76,14 +80,24 @@ class TicketWriter:
         while values:
             self._job.check()
             try:
-                self._rollout.write_many_to_buffer(values, timeout_s=_LOOK_S)
+                self._write(values)
                 return
             except RingFullError as error:
                 del values[: len(error.written)]
 
+    def _write(self, values: Sequence[Any]) -> object:
+        return self._rollout.write_many_to_buffer(values, timeout_s=_LOOK_S)
+
     def close(self) -> None:
         """The ring goes, and its listeners."""
         self._open.close()
+
+
+class RingWriter(TicketWriter):
+    """Payloads into the ring, which hands them out itself: many with one call."""
+
+    def _write(self, values: Sequence[Any]) -> object:
+        return self._rollout.ring.write_many(values, timeout_s=_LOOK_S)
 
 
 class TicketTrainer:
@@ -124,45 +138,6 @@ class TicketTrainer:
 
     def close(self) -> None:
         """Claims that are in hand go back."""
-        self._open.close()
-
-
-class RingWriter:
-    """Payloads into the ring, which hands them out itself: many with one call."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._rollout = _Rollout()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._rollout.cleanup_ucxx)
-            self._ring = self._rollout.setup_ucxx(
-                schema_of(job.size_bytes),
-                slots=job.window,
-                name=f"{job.rings}{job.index}",
-                queue=stack.enter_context(open_queue(job.place)),
-                server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
-            )
-            self.address = self._ring.name
-            self.helpers: Sequence[int] = [owner.pid for owner in self._ring.native.owners() if owner.port]
-            self._open = stack.pop_all()
-
-    def prepare(self, body: bytes) -> npt.NDArray[np.uint8]:
-        """As a rollout has it: an array."""
-        return np.frombuffer(body, np.uint8)
-
-    def write_many(self, payloads: Sequence[tuple[bytes, Any]]) -> None:
-        """All with one call; waits while the ring is full."""
-        values = [{"header": np.frombuffer(header, np.uint8), "body": body} for header, body in payloads]
-        while values:
-            self._job.check()
-            try:
-                self._ring.write_many(values, timeout_s=_LOOK_S)
-                break
-            except RingFullError as error:
-                values = values[len(error.written) :]
-
-    def close(self) -> None:
-        """The ring goes, and its listeners."""
         self._open.close()
 
 
@@ -290,3 +265,12 @@ KINDS = {
     "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }
+
+
+def _make(job: Job) -> Writing | Training:
+    kind = KINDS[job.queue]
+    return kind.writer(job) if sys.argv[1] == "writer" else kind.trainer(job)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], _make))

@@ -1,16 +1,15 @@
-"""What comes out of `bench job`: rows, the report, and the table with our figures as multiples of the peers'."""
+"""What comes out of `bench job`: rows, and the table with our figures as multiples of the peers'."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from transport.bench.job.driver import JobSample
 from transport.bench.job.plan import JobCase
-from transport.bench.result import OURS, aligned
+from transport.bench.result import OURS, Report, aligned
 from transport.bench.units import show_size
 
 
@@ -45,7 +44,6 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     payloads_per_s_range: tuple[float, float]
     helpers_cpu_us_per_payload: float
     batch: int
-    write_batch: int
     mode: str
     payloads: int
     repetitions: int
@@ -73,7 +71,6 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
             payloads_per_s_range=(round(min(rates), 1), round(max(rates), 1)),
             helpers_cpu_us_per_payload=round(statistics.median(s.helpers_cpu_s / s.payloads for s in samples) * 1e6, 2),
             batch=1 if case.idle else case.batch,
-            write_batch=1 if case.idle else case.write_batch,
             mode="idle" if case.idle else "throughput",
             payloads=sum(sample.payloads for sample in samples),
             repetitions=len(samples),
@@ -87,26 +84,10 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.queue}, {self.wire}" + (f", {self.layout}" if self.layout != "list" else "")
 
 
-class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `bench job`.
-
-    Attributes:
-        settings: the UCX settings in force, by wire.
-        failed: our own cases that have no row, with the reason.
-        skipped: peers that have no rows, with the reason.
-    """
-
-    machine: dict[str, Any]
-    settings: dict[str, dict[str, str]]
-    rows: list[JobRow]
-    failed: list[str] = []
-    skipped: dict[str, str] = {}
-
-
 _HEADINGS = ("", "payloads/s", "least to most", "GB/s", "ms p50", "ms p99", "CPU µs", "beside µs", "lost", "twice")
 
 
-def table(report: JobReport) -> str:
+def table(report: Report) -> str:
     """By size, fastest first, and below it what ours are to each peer."""
     lines = []
     for size in sorted({row.size_bytes for row in report.rows}):
@@ -115,7 +96,7 @@ def table(report: JobReport) -> str:
         how = (
             "one payload at a time, the trainer waiting"
             if one.mode == "idle"
-            else f"written {one.write_batch} and claimed {one.batch} at a time"
+            else f"written and claimed {one.batch} at a time"
         )
         lines.append(f"{show_size(size)}, {_some(one.writers, 'writer')} to {_some(one.trainers, 'trainer')}, {how}")
         order = sorted(rows, key=lambda row: row.ms_p50 if one.mode == "idle" else -row.payloads_per_s)

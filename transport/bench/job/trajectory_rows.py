@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from transport.bench import session
 from transport.bench.job import trajectories
 from transport.bench.job.trajectories import TOKENS, Sample
 from transport.bench.processes import run_group
-from transport.bench.registry import JOB_SCRIPTS, Peer, interpreter
-from transport.bench.result import OURS, aligned
+from transport.bench.registry import JOB_PEERS, JOB_SCRIPTS, Peer, interpreter
+from transport.bench.result import OURS, Report, aligned
+from transport.bench.session import Outcome
 from transport.client.blocking import BlockingClient
-from transport.errors import TransportError, UsageError
+from transport.errors import LinkError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.progress import Progress
 from transport.schema import Schema, UpTo
@@ -64,14 +64,24 @@ class TrajectoryRow(msgspec.Struct, frozen=True, kw_only=True):
     get_bytes: int
 
 
-class TrajectoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bench job --payload trajectory` writes as JSON."""
+class TrajectoryCase(msgspec.Struct, frozen=True):
+    """A carrier; ``size_bytes`` of a payload's arrays."""
 
-    machine: dict[str, Any]
-    settings: dict[str, Any]
-    rows: list[TrajectoryRow]
-    skipped: dict[str, str]
-    failed: list[str]
+    peer: str
+    wire: str
+    size_bytes: int
+
+    @property
+    def label(self) -> str:
+        """As messages name it."""
+        return self.wire
+
+
+class _Figures(msgspec.Struct, frozen=True):
+    put_us: float
+    get_us: float
+    job_us: float
+    count: int = 0
 
 
 class _Ours:
@@ -128,67 +138,41 @@ def _ours(wire: Wire, batch: int) -> Iterator[_Ours]:
         yield _Ours(ring, stack.enter_context(client), address)
 
 
-def _theirs(peer: Peer, seconds: float, batch: int) -> dict[str, float]:
-    command = [
-        interpreter(peer),
-        str(Path(trajectories.__file__)),
-        str(JOB_SCRIPTS / _SCRIPT),
-        str(seconds),
-        str(batch),
-    ]
-    output = run_group(command, dict(os.environ), _START_S + 4 * seconds)
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
-    return found
+def _theirs(peer: Peer, seconds: float, batch: int) -> _Figures:
+    script = str(JOB_SCRIPTS / _SCRIPT)
+    command = [interpreter(peer), str(Path(trajectories.__file__)), script, str(seconds), str(batch)]
+    output = run_group(command, {}, _START_S + 4 * seconds)
+    return msgspec.json.decode(output.splitlines()[-1], type=_Figures)
 
 
 def run(
     wires: Sequence[Wire], peers: Sequence[Peer], seconds: float, batch: int, repetitions: int, progress: Progress
-) -> tuple[list[TrajectoryRow], dict[str, str], list[str]]:
-    """Rows, peers that were left out with the reason, and our own that failed."""
+) -> Outcome:
+    """Ours over each wire, and the peers; the best repetition of each figure."""
     if strange := [peer.name for peer in peers if peer.name not in PEERS]:
         raise UsageError(f"--payload trajectory knows the peers {', '.join(PEERS)}; leave out {', '.join(strange)}")
     example = [trajectories.sample(0)]
-    sizes = trajectories.nbytes(example, tuple(example[0])), trajectories.nbytes(example, trajectories.TWO)
-    cases: list[tuple[str, Any, Peer | None]] = [(OURS, wire, None) for wire in wires]
-    cases += [(peer.name, peer.wire, peer) for peer in peers]
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
-    skipped: dict[str, str] = {}
-    failed: list[str] = []
-    total = repetitions * len(cases)
-    for repetition in range(repetitions):
-        for at, (name, wire, peer) in enumerate(cases):
-            progress(repetition * len(cases) + at, total, 0)
-            if name in skipped:
-                continue
+    whole, two = (trajectories.nbytes(example, fields) for fields in (tuple(example[0]), trajectories.TWO))
+    cases = [TrajectoryCase(OURS, wire, whole) for wire in wires]
+    cases += [TrajectoryCase(peer.name, peer.wire, whole) for peer in peers]
+
+    def measure(case: TrajectoryCase) -> _Figures:
+        if case.peer != OURS:
+            return _theirs(JOB_PEERS[case.peer], seconds, batch)
+        with _ours(case.wire, batch) as carrier:  # type: ignore[arg-type]
             try:
-                if peer is not None:
-                    figures = _theirs(peer, seconds, batch)
-                else:
-                    with _ours(wire, batch) as carrier:
-                        figures = trajectories.measure(carrier, seconds, batch)
-            except (TransportError, trajectories.WrongTrajectoryError) as error:
-                if peer is None:
-                    failed.append(f"{name} {wire}: {error}")
-                else:
-                    skipped[name] = str(error)
-            else:
-                found.setdefault((name, wire), []).append(figures)
-    progress(total, total, 0)
-    rows = [
-        TrajectoryRow(
-            peer=name,
-            wire=wire,
-            batch=batch,
-            bytes=sizes[0],
-            get_bytes=sizes[1],
-            **{key: min(each[key] for each in figures) for key in figures[0]},
-        )
-        for (name, wire), figures in found.items()
-    ]
-    return rows, skipped, failed
+                return msgspec.convert(trajectories.measure(carrier, seconds, batch), _Figures)
+            except trajectories.WrongTrajectoryError as error:
+                raise LinkError(str(error)) from error
+
+    def row(case: TrajectoryCase, found: Sequence[_Figures]) -> TrajectoryRow:
+        best = {name: min(getattr(each, name) for each in found) for name in ("put_us", "get_us", "job_us")}
+        return TrajectoryRow(peer=case.peer, wire=case.wire, batch=batch, bytes=whole, get_bytes=two, **best)
+
+    return session.run(cases, repetitions, progress, measure, row)
 
 
-def table(report: TrajectoryReport) -> str:
+def table(report: Report) -> str:
     """The rows, with ours as multiples of the peer's."""
     lines: list[tuple[str, ...]] = [("", "wire", "put, µs", "get of two fields, µs", "whole job, µs", "payloads/s")]
     theirs = next((row for row in report.rows if row.peer != OURS), None)

@@ -59,7 +59,6 @@ class Job(SimpleNamespace):
     index: int
     size_bytes: int
     batch: int
-    write_batch: int
     window: int
     writers: int
     trainers: int
@@ -181,7 +180,7 @@ def write(job: Job, lines: Lines, writer: Writing) -> None:
             lines.say(cpu_s=cpu_s())
             continue
         end = number + message["write"]
-        step = 1 if job.idle else job.write_batch
+        step = 1 if job.idle else job.batch
         began_ns = time.monotonic_ns()
         while number < end:
             if job.idle:

@@ -1,7 +1,7 @@
 """The floor of reads over a wire: native/tests/ucx_floor.cpp, a loop on the same UCX library that does the same work.
 
-Unlike ucx_perftest it asks for each payload, and has a buffer of its own for each payload of a batch, on both sides, so
-that the processor's cache holds none of them. It is built from the sources of this project.
+Unlike UCX's ucx_perftest it asks for each payload, and has a buffer of its own for each payload of a batch, on both
+sides, so that the processor's cache holds none of them. It is built from the sources of this project.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def program() -> Path:
     library = _wheel() / "lib"
     headers = _wheel() / "include"
     if not (headers / "ucp" / "api" / "ucp.h").exists():
-        raise MissingDependencyError(f"the libucx wheel with UCX's headers is not installed: {install('perftest')}")
+        raise MissingDependencyError(f"the libucx wheel with UCX's headers is not installed: {install('libucx')}")
     return build(ROOT, _NAME, [f"-DTRANSPORT_UCX_INCLUDE={headers}", f"-DTRANSPORT_UCX_LIBRARIES={library}"])
 
 
@@ -44,7 +44,7 @@ def _wheel() -> Path:
     """The folder of the libucx wheel whose library this process has loaded."""
     path = ucx.library_path()
     if path is None:
-        raise MissingDependencyError(f"the loaded libucp was not found: {install('perftest')}")
+        raise MissingDependencyError(f"the loaded libucp was not found: {install('libucx')}")
     return path.parent.parent
 
 

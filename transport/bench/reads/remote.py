@@ -22,10 +22,10 @@ import msgspec
 
 from transport.bench.machine import machine
 from transport.bench.processes import Worker
-from transport.bench.reads.loopback import measured, slots_for
+from transport.bench.reads import loopback
 from transport.bench.reads.reader import ON_DEVICE
 from transport.bench.reads.writer import Writing
-from transport.bench.result import OURS, Case, Sample
+from transport.bench.result import Case, Sample
 from transport.errors import BusyPortError, LinkError, ProtocolError, TransportError, UnreachableError
 from transport.runtime.interruption import segment_prefix
 
@@ -207,20 +207,8 @@ def cases(
     sizes: Iterable[int], concurrencies: Sequence[int], wire: str, checksums: Iterable[bool], *, device: bool
 ) -> list[Case]:
     """What is measured: reads into the caller's own buffer, or onto a device."""
-    return [
-        Case(
-            case=ON_DEVICE if device else "read",
-            peer=OURS,
-            wire=wire,
-            size_bytes=size,
-            concurrency=concurrency,
-            checksum=checksum,
-            payloads=slots_for(size),
-        )
-        for checksum in checksums
-        for size in sizes
-        for concurrency in concurrencies
-    ]
+    found = loopback.cases(list(sizes), concurrencies, [wire], list(checksums), 1, device)
+    return [each for each in found if each.case in ("read", ON_DEVICE)]
 
 
 def measure(host: str, port: int, case: Case, seconds: float, listeners: int) -> tuple[Sample, dict[str, Any]]:
@@ -234,4 +222,4 @@ def measure(host: str, port: int, case: Case, seconds: float, listeners: int) ->
         size_bytes=case.size_bytes, payloads=case.payloads, listeners=listeners, device=case.case == ON_DEVICE
     )
     with RemoteWriter(host, port, wanted) as writer:
-        return measured(case, seconds, writer), writer.machine
+        return loopback.measured(case, seconds, writer), writer.machine

@@ -1,31 +1,22 @@
-"""A run: every case once in each repetition, so that what disturbs the machine meanwhile meets all alike."""
+"""Reads of ours and of the peers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from transport.bench import perftest
+from transport.bench import session
 from transport.bench.processes import run_group
 from transport.bench.reads import floor, harness, loopback
-from transport.bench.registry import FLOOR, PEERS, PERFTEST, SCRIPTS, Peer, interpreter, library_path
+from transport.bench.registry import FLOOR, PEERS, SCRIPTS, Peer, interpreter, library_path
 from transport.bench.result import OURS, Case, Row, Sample
-from transport.bench.units import show_size
-from transport.errors import LinkError, TransportError
+from transport.bench.session import Outcome
+from transport.errors import LinkError
 from transport.runtime.progress import Progress
 
 _PEER_TIMEOUT_S = 90.0
-
-
-class Outcome(NamedTuple):
-    """Rows; our own cases that failed, and peers that have no rows, each with the reason."""
-
-    rows: list[Row]
-    failed: list[str]
-    skipped: dict[str, str]
 
 
 def peer_cases(
@@ -41,7 +32,7 @@ def peer_cases(
     """
     return [
         Case(
-            case=_what(peer, concurrency),
+            case="ask" if peer.name == FLOOR else "copy" if peer.floor else "read",
             peer=peer.name,
             wire=wire,
             size_bytes=size,
@@ -57,59 +48,15 @@ def peer_cases(
     ]
 
 
-def _what(peer: Peer, concurrency: int) -> str:
-    if peer.name == PERFTEST:
-        return "tag_lat" if concurrency == 1 else "tag_bw"
-    if peer.name == FLOOR:
-        return "ask"
-    return "copy" if peer.floor else "read"
-
-
 def run(cases: Sequence[Case], seconds: float, repetitions: int, progress: Progress) -> Outcome:
-    """Measure all cases; one that fails is left out from then on, of a peer all of its cases.
-
-    Args:
-        seconds: of reading for each case, all repetitions together.
-    """
-    samples: dict[Case, list[Sample]] = {case: [] for case in cases}
-    outcome = Outcome([], [], {})
-    done = size = 0
-    progress(0, repetitions * len(cases), 0)
-    for _ in range(repetitions):
-        for case in list(samples):
-            if case.peer in outcome.skipped:
-                continue
-            try:
-                sample = measure(case, seconds / repetitions)
-            except TransportError as error:
-                if case.peer == OURS:
-                    outcome.failed.append(f"{_named(case)}: {error}")
-                    del samples[case]
-                else:
-                    outcome.skipped[case.peer] = _why(case, error)
-            else:
-                samples[case].append(sample)
-                size += sample.reads * case.size_bytes
-            done += 1
-            progress(done, repetitions * len(cases), size)
-    outcome.rows.extend(Row.of(case, found) for case, found in samples.items() if case.peer not in outcome.skipped)
-    return outcome
-
-
-def _named(case: Case) -> str:
-    return f"{case.case} over {case.wire}, {show_size(case.size_bytes)}, {case.concurrency} in flight"
-
-
-def _why(case: Case, error: TransportError) -> str:
-    return f"{_named(case)}: {error}" if isinstance(error, LinkError) else str(error)
+    """Measure all cases; ``seconds``: of reading for each, all repetitions together."""
+    return session.run(cases, repetitions, progress, lambda case: measure(case, seconds / repetitions), Row.of)
 
 
 def measure(case: Case, seconds: float) -> Sample:
     """One repetition of any case, in fresh processes."""
     if case.peer == OURS:
         return loopback.measure(case, seconds)
-    if case.peer == PERFTEST:
-        return perftest.measure(case, seconds)
     if case.peer == FLOOR:
         return floor.measure(case, seconds)
     return _measure_peer(PEERS[case.peer], case, seconds)
