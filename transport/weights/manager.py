@@ -20,9 +20,8 @@ import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
 from transport.runtime.arguments import named_kind
-from transport.weights.engine import RingEngine
+from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.plan.admission import Admission, Event, State
-from transport.weights.plan.engine import WeightEngine
 from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
@@ -78,7 +77,7 @@ class WeightUpdate:
         *,
         policy: Policy = "restore",
         limits: Limits | None = None,
-        engine: type[WeightEngine] = RingEngine,
+        engine: type[ShardEngine] = RingEngine,
         on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
         if policy not in POLICIES:

@@ -19,7 +19,7 @@ from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 from transport.runtime.loop_thread import LoopThread
 from transport.weights.engine import RingEngine
-from transport.weights.plan.engine import Metadata, Weights
+from transport.weights.plan.steps import Metadata, Weights
 from transport.weights.versions.tensors import as_torch, tensor_of
 
 log = logging.getLogger(__name__)
@@ -63,22 +63,22 @@ class CheckpointAdapter:
 
     # --- called without await ---------------------------------------------------------------------------------------
     def prepare(self) -> Metadata:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         return self._loop.run(self._engine.prepare())
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         return RingEngine.build_topology(actor_wg_world_size, rollout_world_size, metadata)
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         self._loop.run(self._engine.init_process_group(**kwargs))
 
     def finalize(self) -> None:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         self._loop.run(self._engine.finalize())
 
     def close(self) -> None:
