@@ -165,35 +165,28 @@ class RayStore(Store):
             raise StoreUnavailableError(f"directory actor {self._name!r} {how}: {error}") from None
 
     def get(self, key: str) -> Entry | None:
-        """See `Store.get`."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """See `Store.get_many`."""
         return [_entry(row) for row in self._ask("get_many", [check_key(key) for key in keys])]
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
-        """See `Store.scan`."""
         return {key: Entry(value, version) for key, value, version in self._ask("scan", check_prefix(prefix))}
 
     def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        """See `Store.put_many`."""
         rows = [(each.key, _bytes(each.value), each.expected, each.lease_s) for each in check_changes(changes)]
         versions: list[int] | None = self._ask("put_many", rows)
         return versions
 
     def add(self, key: str, amount: int = 1) -> int:
-        """See `Store.add`."""
         value: int = self._ask("add", check_key(key), amount)
         return value
 
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """See `Store.renew`."""
         check_lease(lease_s)
         return set(self._ask("renew", {check_key(key): version for key, version in leases.items()}, lease_s))
 
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """See `Store.watch`."""
         check_key(key)
         give_up = time.monotonic() + timeout_s
         while True:

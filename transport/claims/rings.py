@@ -166,7 +166,6 @@ class FoundRings(TicketQueue):
         return own
 
     def disconnect(self, client: Carrier) -> None:
-        """See `TicketQueue.disconnect`."""
         network = self._networks.get(client)
         if network is not None:
             network.close()
@@ -331,7 +330,6 @@ class FoundRings(TicketQueue):
         return list(self._known(None).holders)
 
     def reasons(self) -> Mapping[str, int]:
-        """See `TicketQueue.reasons`."""
         return {why.value: count for why, count in self._waiting.counts.items()}
 
     def _known(self, rank: int | str | None) -> Known:
@@ -371,11 +369,9 @@ class FoundRings(TicketQueue):
         return [claim for claim in listed if id(claim) in ended]
 
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.ack_many`."""
         return self._end(arguments.held(claims, "ack"), CONSUME)
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """See `TicketQueue.retry_many`."""
         listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
         by_end: dict[End, list[Claim]] = {}
         for claim in listed:
@@ -390,18 +386,15 @@ class FoundRings(TicketQueue):
         return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.renew`."""
         self._check_open()
         listed = arguments.held(claims, "renew")
         return [each for each in listed if isinstance(each, RingClaim) and each.source.renewed(each)]  # type: ignore[arg-type]
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.in_question`."""
         listed = arguments.held(claims, "in_question")
         return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
 
     def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
-        """See `TicketQueue.payload_bytes`."""
         return claim.source.payload_bytes(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
 
     # --- following ------------------------------------------------------------------------------------
@@ -472,7 +465,6 @@ class FoundRings(TicketQueue):
         return self._notices.announce(topic, arguments.announced(topic, version, payload), payload)
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        """See `TicketQueue.latest`."""
         self._check_open()
         newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
         notice = self._notices.latest(topic, newer_than, timeout_s, self._closed)

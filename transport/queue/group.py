@@ -349,27 +349,21 @@ class GroupQueue(TicketQueue):
         return self._queue.depth(None if rank is None else 0)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`."""
         return self._queue.failures(limit)
 
     def requeue(self, limit: int = 100) -> int:
-        """See `TicketQueue.requeue`."""
         return self._queue.requeue(limit)
 
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`."""
         return self._queue.known(ticket_ids)
 
     def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`."""
         return self._queue.unfinished(n)
 
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """See `TicketQueue.announce`."""
         return self._queue.announce(topic, version, payload)
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        """See `TicketQueue.latest`."""
         return self._queue.latest(topic, newer_than, timeout_s)
 
     def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> TicketQueue:
@@ -379,7 +373,6 @@ class GroupQueue(TicketQueue):
         return self
 
     def disconnect(self, client: Carrier) -> None:
-        """See `TicketQueue.disconnect`."""
         if self.leads:
             self._queue.disconnect(client)
 

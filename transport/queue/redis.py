@@ -204,7 +204,6 @@ class RedisQueue(TicketQueue):
         return bool(self._move([claim], "discarded", reason))
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """See `TicketQueue.retry_many`."""
         listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
         return self._move(listed, "ready", reason, delay_s) if listed else []
 
@@ -245,7 +244,6 @@ class RedisQueue(TicketQueue):
         return int(self._run(REQUEUE, arguments.number(limit, "limit of requeue()"))[0])
 
     def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`."""
         return [_bytes(data) for data in self._run(UNFINISHED, arguments.number(n, "n of unfinished()"))]
 
     # --- notices -------------------------------------------------------------------------------

@@ -190,7 +190,6 @@ class RedisStore(Store):
         self._connection.close()
 
     def reached_from(self) -> str | None:
-        """See `Store.reached_from`."""
         return address_towards(*self._connection.server)
 
     def _now_ms(self) -> int | None:
