@@ -42,7 +42,7 @@ from transport.claims.in_place import TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
-from transport.claims.places import Discovery, Given, OnThisHost, RingAddress
+from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, RingNotFoundError, SchemaError, TransportError, UsageError
@@ -511,7 +511,7 @@ class RingQueue(FoundRings):
     ) -> None:
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        super().__init__(Given(), max_deliveries=max_deliveries)
+        super().__init__(Discovery(), max_deliveries=max_deliveries)
         self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
         self._here = RingsOfHost(self.places, lease_s)
         self._mapped_source = MappedSource(max_deliveries)
