@@ -20,7 +20,6 @@ from typing import Any, Final
 from transport.claims.places import InDirectory
 from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
-from transport.runtime.arguments import expect
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
 from transport.store.base import RECHECK_S, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
@@ -106,7 +105,6 @@ def start_directory(name: str, *, namespace: str = NAMESPACE, detached: bool = F
         UsageError: Ray is not initialised, or a directory of this name runs.
         StoreUnavailableError: Ray cannot start the actor, or not within 30 s.
     """
-    expect(name, str, "start_directory()", "the run's name, a text")
     _check_initialised()
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, max_restarts=0)(Records)  # a restarted one would have forgotten its records
@@ -134,7 +132,6 @@ class RayStore(Store):
     """The records of a directory actor. Thread-safe; for any process that takes part in the cluster."""
 
     def __init__(self, name: str, *, namespace: str = NAMESPACE) -> None:
-        expect(name, str, "RayStore()", "the run's name, a text")
         _check_initialised()
         self._name = name
         try:

@@ -61,7 +61,7 @@ from transport.queue.base import (
 )
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.arguments import expect, seconds
+from transport.runtime.arguments import seconds, several
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
@@ -107,8 +107,6 @@ class FoundRings(TicketQueue):
     ) -> None:
         if not 1 <= max_deliveries <= _ring.MAX_ATTEMPTS:
             raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_ring.MAX_ATTEMPTS} are counted")
-        if store is not None:
-            expect(store, Store, "store of FoundRings()", "a Store, as open_store() makes it")
         self.places: Discovery = OnThisHost() if places is None else places
         self.lease_s = arguments.lease(lease_s)
         self._store = store
@@ -207,7 +205,7 @@ class FoundRings(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of each ring the oldest come first."""
-        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
             here = self._follow(rank, n, oldest_version)
@@ -372,7 +370,7 @@ class FoundRings(TicketQueue):
         return self._end(arguments.held(claims, "ack"), CONSUME)
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         by_end: dict[End, list[Claim]] = {}
         for claim in listed:
             last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
@@ -382,7 +380,6 @@ class FoundRings(TicketQueue):
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -440,7 +437,7 @@ class FoundRings(TicketQueue):
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`, of the rings on this host: of a slot that was used anew only rank 0's state."""
         self._check_open()
-        asked = arguments.asked(ticket_ids)
+        asked = several(ticket_ids, "known()")
         return known_of(self._here.seen({each.partition("/")[0] for each in asked}), asked)
 
     def unfinished(self, n: int) -> list[bytes]:
@@ -462,11 +459,11 @@ class FoundRings(TicketQueue):
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """See `TicketQueue.announce`. On one host the notice ends with the process that announced it."""
         self._check_open()
-        return self._notices.announce(topic, arguments.announced(topic, version, payload), payload)
+        return self._notices.announce(topic, arguments.number(version, "version of announce()"), payload)
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         self._check_open()
-        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        newer_than, timeout_s = arguments.waited_for(newer_than, timeout_s)
         notice = self._notices.latest(topic, newer_than, timeout_s, self._closed)
         self._check_open()
         return notice

@@ -80,8 +80,7 @@ class Reads:
 
     def deadline(self, timeout: float | None) -> Deadline:
         """Of a call with this ``timeout`` in seconds; None: the settings' batch deadline."""
-        if timeout is not None:
-            seconds(timeout, "timeout")
+        seconds(timeout, "timeout")
         return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
 
     # --- one ----------------------------------------------------------------------------------------
@@ -269,7 +268,7 @@ class Reads:
         wanted = None if fields is None else field_names(fields)
         deadline = self.deadline(timeout)
         concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
-        listed = several(tickets, object, "read_many()", "several tickets, in a list")
+        listed = several(tickets, "read_many()")
         asked = [Ticket.of(ticket) for ticket in listed]
         work = grouped(asked, self._settings) if wanted is None else grouped_parts(asked, len(wanted), self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it

@@ -143,7 +143,7 @@ class GroupQueue(TicketQueue):
             raise RankError(
                 f"rank {rank!r:.80} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
             )
-        arguments.claimed_by_name(n, timeout_s, 0, consumer, oldest_version)
+        arguments.claimed_by_name(n, timeout_s, 0, oldest_version)
         step, made = self._next
         if not self.leads:
             claims = self._told(step, timeout_s)
@@ -286,12 +286,11 @@ class GroupQueue(TicketQueue):
     # --- giving up -----------------------------------------------------------------------------
     def discard(self, claim: Claim, reason: str) -> bool:
         """This rank can never read it: no rank will train on it, and the leader discards it."""
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._refuse([claim], _Vote(False, final=True, reason=self._said(reason))))
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
         """This rank could not read them: no rank trains on them now, and the leader gives them back."""
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         vote = _Vote(False, reason=self._said(reason), delay_s=delay_s)
         return self._refuse(listed, vote) if listed else []
 

@@ -24,7 +24,6 @@ from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 from transport.ring.gathering import gathered
 from transport.ring.states import named
-from transport.runtime.arguments import whole
 
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
@@ -99,7 +98,6 @@ def claim_batch(
     """
     if len({ring.schema for ring in rings}) > 1:
         raise SchemaError("the rings of one batch have the same schema; claim batches of each kind apart")
-    n = whole(n, "n")
     if n < 1:
         raise UsageError(f"n={n}; a batch is of at least one payload")
     if not 0 <= rank < _ring.MAX_READERS:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +48,6 @@ from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
-from transport.runtime.arguments import expect, whole
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
@@ -61,8 +61,6 @@ _PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
 _ANY_SIZE: Final = (1 << 64) - 1
-_ROLES: Final = "'writer', 'listener', 'reader' or 'observer'"
-_TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
 Sync = Literal["never", "publish"]
@@ -170,13 +168,6 @@ class SharedRingBuffer(Attachment):
             SharedMemoryError: /dev/shm, or the file system, is too small or full; nothing is left behind.
             UsageError: a size that makes no sense, or ``name`` with ``file``.
         """
-        if schema is not None:
-            expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
-        expect(prefix, str, "prefix of create()", "text")
-        slots = whole(slots, "slots of create()")
-        slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
-        if name is not None:
-            expect(name, str, "name of create()", "text, or None for a random one")
         if overflow not in ("block", "error", "overwrite"):
             raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
         if slot_bytes is None:
@@ -235,12 +226,8 @@ class SharedRingBuffer(Attachment):
             NoOwnerError: sixteen living processes are attached already.
             SharedMemoryError: the segment belongs to another user.
         """
-        expect(name, str, "name of attach()", "the text that `ring.name` is")
-        if schema is not None:  # before there is an owner place to be given back
-            expect(schema, Schema, "schema of attach()", "the Schema that the ring was made with")
-        expect(role, str, "role of attach()", _ROLES)
         if role not in attachment.ROLES:
-            raise UsageError(f"role={role!r}; choose {_ROLES}")
+            raise UsageError(f"role={role!r}; choose 'writer', 'listener', 'reader' or 'observer'")
         native: _ring.Ring | None = None
         try:
             native = attachment.attach(name, role)
@@ -323,8 +310,6 @@ class SharedRingBuffer(Attachment):
             RingFullError: no slot became free in time.
             MissingDependencyError: a value is in device memory, and CuPy is not installed.
         """
-        if type(values) is not dict:  # the usual one, without a look at abstract classes
-            expect(values, Mapping, "write()", "a mapping of names to arrays")
         if policy_version is not None:
             policy_version = version_of(policy_version)
         arrays: Any
@@ -458,8 +443,6 @@ class SharedRingBuffer(Attachment):
         timeout_s: float | None = None,
     ) -> Ticket:
         """Copy contiguous bytes into a slot and publish it; readers get one uint8 array named "data"."""
-        if isinstance(data, str) or data is None:
-            expect(data, bytes, "write_raw()", "bytes, or what has the buffer protocol")
         source = np.frombuffer(data, dtype=np.uint8)
         if self.schema is not None:
             raise SchemaError("write_raw needs a ring without a schema; use write() with the schema's tensors")
@@ -483,8 +466,6 @@ class SharedRingBuffer(Attachment):
         Args:
             lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
         """
-        if lengths is not None:
-            expect(lengths, (Schema, Mapping), "reserve()", "the lengths by name, or this payload's Schema")
         if isinstance(lengths, Schema):
             if self.schema is not None:
                 raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
@@ -504,7 +485,7 @@ class SharedRingBuffer(Attachment):
         timeout_s: float | None,
     ) -> WriteLease:
         # Whatever can be refused is refused before there is a slot that the refusal would keep.
-        readers = self.readers_of(None if readers is None else whole(readers, "readers"))
+        readers = self.readers_of(None if readers is None else operator.index(readers))
         if not 1 <= readers <= MAX_READERS:
             raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
         try:
@@ -546,7 +527,6 @@ class SharedRingBuffer(Attachment):
     # --- reading on this host -------------------------------------------------------------------------
     def check(self, ticket: Ticket, rank: int = 0) -> None:
         """Refuse a ticket of another ring, a wrong key or a rank out of range."""
-        expect(ticket, Ticket, "a ring", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(
@@ -568,8 +548,6 @@ class SharedRingBuffer(Attachment):
             StaleSlotError: consumed by this rank, overwritten, discarded or expired.
             WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
         """
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "read_raw()", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(
@@ -595,8 +573,6 @@ class SharedRingBuffer(Attachment):
 
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "acknowledge()", _TICKET)
         ticket.check_rank(rank)
         return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
 

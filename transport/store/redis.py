@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.runtime.arguments import expect
 from transport.storage.notify import wait_for
 from transport.storage.redis_connection import RedisConnection
 from transport.storage.redis_script import Script
@@ -172,12 +171,6 @@ class RedisStore(Store):
     """
 
     def __init__(self, url: RedisURL, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None) -> None:
-        expect(
-            url,
-            RedisURL,
-            "RedisStore()",
-            "a URL that was parsed, or use open_store(), which takes redis://host:port/db?run=name",
-        )
         self._clock = clock
         self._connection = RedisConnection(url, "store", _WORDS, patience_s=patience_s)
         self._reads = RedisReads(self._connection, _KEYS, _END_LEASES, self._now_ms)

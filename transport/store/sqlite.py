@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.runtime.arguments import at_least, expect, seconds
+from transport.runtime.arguments import at_least, seconds
 from transport.storage.notify import Bell, wait_for
 from transport.storage.sqlite_file import Database, Synchronous, Words
 from transport.store.base import (
@@ -228,7 +228,6 @@ def _next_revision(connection: sqlite3.Connection) -> int:
 
 def _file_named(path: str | os.PathLike[str]) -> Path:
     """``path`` as a Path. Refuses URLs, and SQLite's names for databases in memory, which would become files."""
-    expect(path, (str, os.PathLike), "the store's path", "the path of a file")
     text = os.fsdecode(path)
     if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
         raise StoreUnsuitableError("the path of the store is a URL: give a plain path, or pass the URL to open_store()")

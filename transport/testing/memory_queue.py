@@ -27,6 +27,7 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
+from transport.runtime.arguments import several
 from transport.testing.memory_contents import Contents, Delivery
 
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
@@ -103,7 +104,7 @@ class MemoryQueue(TicketQueue):
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
-        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, oldest_version)
         return self._waited(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s) or []
 
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
@@ -134,7 +135,7 @@ class MemoryQueue(TicketQueue):
         return self._end(arguments.held(claims, "ack"), DeliveryState.DONE)
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         ended: list[Claim] = []
         for claim in listed:
             last = claim.attempts >= self._max_deliveries
@@ -142,7 +143,6 @@ class MemoryQueue(TicketQueue):
         return ended
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._end([claim], DeliveryState.DISCARDED, reason))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -230,13 +230,13 @@ class MemoryQueue(TicketQueue):
                     self._contents.deliveries[ticket_id, rank].state
                     for rank in range(self._contents.readers[ticket_id])
                 )
-                for ticket_id in arguments.asked(ticket_ids)
+                for ticket_id in several(ticket_ids, "known()")
                 if ticket_id in self._contents.readers
             }
 
     # --- notices -----------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        version = arguments.announced(topic, version, payload)
+        version = arguments.number(version, "version of announce()")
         with self._contents.changed:
             self._check_open()
             present = self._contents.notices.get(topic)
@@ -247,7 +247,7 @@ class MemoryQueue(TicketQueue):
         return True
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        newer_than, timeout_s = arguments.waited_for(newer_than, timeout_s)
 
         def look() -> Notice | None:
             notice = self._contents.notices.get(topic)

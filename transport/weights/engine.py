@@ -24,7 +24,6 @@ import msgspec
 from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
 from transport.errors import ClosedError, SchemaError, UsageError, WeightsTimeoutError
-from transport.runtime.arguments import expect
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
@@ -126,9 +125,7 @@ class ShardEngine:
         progress: Progress = silent,
         options: EngineOptions = _OPTIONS,
     ) -> None:
-        expect(options, EngineOptions, "options", "EngineOptions")
         if layout is not None:
-            expect(layout, Layout, "layout", "a Layout")
             layout.check()
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
             raise UsageError(

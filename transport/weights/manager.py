@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
-from transport.runtime.arguments import named_kind
 from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
@@ -82,8 +81,6 @@ class WeightUpdate:
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"policy={policy!r}: choose {', '.join(map(repr, POLICIES))}")
-        for trainer in trainers:
-            _check_member(trainer, "a trainer")
         self._trainers = {trainer.name: trainer for trainer in trainers}
         self._replicas: dict[str, ReplicaMember] = {}
         self._policy: Policy = policy
@@ -117,7 +114,6 @@ class WeightUpdate:
 
     def join(self, replica: ReplicaMember) -> None:
         """Add a replica, or one that was excluded: pending until the next update of it. Also during an update."""
-        _check_member(replica, "a replica")
         before = self._admissions.get(replica.name)
         if before is None:
             self._admissions[replica.name] = Admission()
@@ -279,8 +275,3 @@ class WeightUpdate:
             why = run.reasons.get(name)
             if self._admissions[name].state is State.PENDING and why:
                 self._admissions[name] = msgspec.structs.replace(self._admissions[name], reason=why)
-
-
-def _check_member(member: object, what: str) -> None:
-    if not isinstance(getattr(member, "name", None), str):
-        raise UsageError(f"{what} of a WeightUpdate got {named_kind(member)}: give a member, which has a name")
