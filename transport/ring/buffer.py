@@ -16,7 +16,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
 
@@ -46,13 +46,10 @@ from transport.ring.consumers import Consumers, consumers_of, consumers_text, ra
 from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
-from transport.ring.states import RingStatistics, named, statistics_of
+from transport.ring.states import RingStatistics, call, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +256,7 @@ class SharedRingBuffer(Attachment):
     @property
     def consumers(self) -> Consumers:
         """Ranks by the name of the stage, as the ring was made; empty: ranks have no names."""
-        return consumers_of(self._call(lambda: self.native.consumers))
+        return consumers_of(call(lambda: self.native.consumers))
 
     def rank_of(self, consumer: str | int, rank: int | None = None) -> int:
         """The rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
@@ -365,12 +362,12 @@ class SharedRingBuffer(Attachment):
         def left_s() -> float | None:
             return None if deadline is None else deadline.left_s
 
-        plan = self._call(Batch, self.native, self.schema, casting)
+        plan = call(Batch, self.native, self.schema, casting)
         on_host = [plan.add(values, note) for values, note in zip(batch, each, strict=True)]
         plan.check()
         self._overflowing.may_expire |= deadline_s is not None
         if all(on_host):
-            return self._call(plan.write, terms, lambda taken: self._call(self._overflowing.take, left_s(), taken))
+            return call(plan.write, terms, lambda taken: call(self._overflowing.take, left_s(), taken))
         return self._write_each(batch, each, terms, left_s, casting)
 
     def _write_each(
@@ -510,7 +507,7 @@ class SharedRingBuffer(Attachment):
         )
         taken: list[tuple[int, int]] = []
         try:
-            slot, generation = self._call(self._overflowing.take, wait_s, taken)
+            slot, generation = call(self._overflowing.take, wait_s, taken)
             self._overflowing.may_expire |= deadline is not None
             lease = WriteLease(self, slot, generation, layout, draft)
             draft.created = time.time()
@@ -553,7 +550,7 @@ class SharedRingBuffer(Attachment):
             raise WrongRingError(
                 f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
             )
-        loan = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        loan = call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         if isinstance(loan, int):
             raise self.refusal(loan, ticket, rank)
         return ReadLease(self, ticket, rank, loan)
@@ -562,7 +559,7 @@ class SharedRingBuffer(Attachment):
         """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
         self.check(ticket, rank)
         if answer == _ring.READ_OTHER_LENGTH:
-            length = self._call(self.native.info, ticket.slot).length
+            length = call(self.native.info, ticket.slot).length
             return LengthMismatchError(
                 f"payload {ticket.name}: size mismatch: slot {length} bytes, ticket {ticket.size}"
             )
@@ -574,12 +571,12 @@ class SharedRingBuffer(Attachment):
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
         ticket.check_rank(rank)
-        return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
+        return call(self.native.consume, ticket.slot, ticket.generation, rank)
 
     def discard(self, ticket: Ticket) -> bool:
         """Free a payload that is not needed, for every rank. False: it was gone."""
         self.check(ticket)
-        return self._call(self.native.discard, ticket.slot, ticket.generation)
+        return call(self.native.discard, ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
     def claim(
@@ -611,7 +608,7 @@ class SharedRingBuffer(Attachment):
             raise UsageError(f"n={n}; a claim is of at least one payload")
         if not 0 <= found < MAX_READERS:
             raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
-        claims = self._call(
+        claims = call(
             self.native.claim,
             n,
             timeout_s,
@@ -631,7 +628,7 @@ class SharedRingBuffer(Attachment):
         """
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        self._call(self.native.set_lease, lease_s)
+        call(self.native.set_lease, lease_s)
 
     def claim_batch(
         self,
@@ -703,16 +700,16 @@ class SharedRingBuffer(Attachment):
 
         With ``keep_memory`` what is returned stays in its slot until `ClaimedPayload.release_memory`.
         """
-        return [claim for claim in claims if self._call(claim.native.finish, keep_memory)]
+        return [claim for claim in claims if call(claim.native.finish, keep_memory)]
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:
         """Slots that are READY: published, and not being read."""
-        return self._call(self.native.state_counts)[2]
+        return call(self.native.state_counts)[2]
 
     def statistics(self) -> RingStatistics:
         """States and counters at this moment."""
-        return self._call(statistics_of, self.native)
+        return call(statistics_of, self.native)
 
     def tickets(self) -> list[Ticket]:
         """Tickets of all published, not fully consumed payloads, oldest first, as `unread` has them."""
@@ -725,7 +722,7 @@ class SharedRingBuffer(Attachment):
         """
         found = []
         for slot in range(self.slot_count):
-            info = self._call(self.native.info, slot)
+            info = call(self.native.info, slot)
             if info.state in _PUBLISHED and info.done != _ALL_DONE:
                 ticket = self.ticket_in(slot, info.generation)
                 if ticket is not None:
@@ -734,7 +731,7 @@ class SharedRingBuffer(Attachment):
 
     def ticket_in(self, slot: int, generation: int) -> Ticket | None:
         """The ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
-        note = self._call(self.native.note, slot, generation)
+        note = call(self.native.note, slot, generation)
         try:
             return None if note is None else Ticket.decode(note)
         except TicketError as error:
@@ -779,7 +776,7 @@ class SharedRingBuffer(Attachment):
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
-        return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
+        return call(self._overflowing.discard_expired, time.time() if now is None else now)
 
     # --- the end ---------------------------------------------------------------------------------------
     def end_data(self) -> None:
@@ -787,7 +784,7 @@ class SharedRingBuffer(Attachment):
 
         Trainers that find this ring learn it (`FoundRings.finished`). Say it behind the last write.
         """
-        self._call(self.native.end_data)
+        call(self.native.end_data)
         self.data_ended = True
 
     def close(self, *, keep_unread: bool = False) -> None:
@@ -825,13 +822,7 @@ class SharedRingBuffer(Attachment):
 
         False where CUDA refuses; copies work all the same.
         """
-        return self._pages.ensure(slot, lambda: self._call(self.native.payload, slot), device)
-
-    def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        try:
-            return function(*arguments, **keywords)
-        except _ring.RingFault as fault:
-            raise named(fault) from None
+        return self._pages.ensure(slot, lambda: call(self.native.payload, slot), device)
 
 
 def _version(info: _ring.SlotInfo) -> int | None:
