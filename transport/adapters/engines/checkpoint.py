@@ -20,7 +20,7 @@ from transport.runtime.installing import install
 from transport.runtime.loop_thread import LoopThread
 from transport.weights.engine import RingEngine
 from transport.weights.plan.steps import Metadata, Weights
-from transport.weights.versions.tensors import as_torch, tensor_of
+from transport.weights.versions.tensors import tensor_of
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,10 @@ class CheckpointAdapter:
     def _tensor(self, array: Any) -> Any:
         if self._tensors == "numpy" or self._engine.on_device:
             return array
-        torch, tensor = _torch(), as_torch(array)
+        torch = _torch()
+        from transport.devices.host_tensors import as_tensor
+
+        tensor = as_tensor(array)
         # verl's sender copies what fits into its bucket, and passes anything larger on as a handle of CUDA memory.
         return tensor.cuda() if tensor.nbytes > self.bucket_size and torch.cuda.is_available() else tensor
 
