@@ -28,13 +28,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from transport.errors import ClosedError, ConfigurationError, TransportError
 from transport.runtime import hurry
 from transport.storage.redis_script import REMEMBER_MS, Script, require_redis
-from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
 if TYPE_CHECKING:
@@ -55,6 +54,16 @@ _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
+
+
+class Words(NamedTuple):
+    """What the server is used for ("queue", "store"), and the error classes to raise."""
+
+    what: str  # "queue"
+    failed: type[TransportError]
+    full: type[TransportError]
+    busy: type[TransportError]
+    unsuitable: type[TransportError]
 
 
 class _Room:

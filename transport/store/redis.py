@@ -20,9 +20,8 @@ import msgspec
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection
+from transport.storage.redis_connection import RedisConnection, Words
 from transport.storage.redis_script import Script
-from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 from transport.store.base import (
     ABSENT,
