@@ -99,10 +99,10 @@ class TakenPart:
         return self._received.place(index)
 
     # --- the ends of the claims -------------------------------------------------------------------
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "") -> None:
         """See `ClaimedPart`."""
         del reason, dead, consumer
-        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], delay_s, True)
+        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], 0.0, True)
         self._received.drop(index)
         self._rows = np.delete(self._rows, index)
         self._positions = np.delete(self._positions, index)

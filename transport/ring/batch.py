@@ -54,7 +54,7 @@ class ClaimedPart(Protocol):
     def note(self, index: int) -> bytes:
         """The encoded ticket."""
 
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "") -> None:
         """The payload leaves the part; it may be claimed again, or not where ``dead``."""
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:

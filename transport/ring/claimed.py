@@ -116,6 +116,6 @@ class ClaimedPayload:
         """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""
         return call(self.native.give_back, delay_s)
 
-    def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:
+    def discard(self, reason: str, *, consumer: str = "") -> bool:
         """End this rank's delivery unread; the ring's log keeps the reason. False: it was not held any more."""
-        return call(self.native.end, how, reason, consumer)
+        return call(self.native.end, "discarded", reason, consumer)
