@@ -158,22 +158,12 @@ class TakenPayloads(Batch):
         self.release()
 
 
-def in_place(
-    parts: Sequence[TakenPart | _ring.ClaimedBatch],
-    shape: Shape,
-    schema: Schema,
-    *,
-    landing: Landing | None = None,
-    max_deliveries: int = 0,
-    consumer: str = "",
-) -> TakenPayloads:
+def in_place(parts: Sequence[TakenPart | _ring.ClaimedBatch], shape: Shape, schema: Schema) -> TakenPayloads:
     """One batch of these claims. Whatever is raised: all of them have been given back.
 
     Raises SchemaError where a payload has another schema, and otherwise as `SharedRingBuffer.claim_batch`.
     """
-    return _of_one_schema(
-        TakenPayloads, parts, shape, schema, landing=landing, max_deliveries=max_deliveries, consumer=consumer
-    )
+    return _of_one_schema(TakenPayloads, parts, shape, schema)
 
 
 def _of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Schema, **rest: Any) -> B:
