@@ -31,7 +31,7 @@ def _blocking(
     """The method of `UCXXClient`, waited for."""
 
     @functools.wraps(method)
-    def waiting(self: BlockingClient, *arguments: P.args, **named: P.kwargs) -> T:
+    def waiting(self: BlockingClient, /, *arguments: P.args, **named: P.kwargs) -> T:
         return self._thread.run(method(self._client, *arguments, **named))
 
     return waiting

@@ -31,7 +31,7 @@ PARAMETER_SHAPES: Final[dict[str, tuple[int, ...]]] = {"weights": (OBSERVATION_S
 
 _DISCOUNT: Final = 0.98  # looks 50 steps (one second) ahead: a pole is lost or caught within it
 _RATIO_MOST: Final = 3.0  # bounds the pull of one very unlikely old action
-_STEP: Final = 0.5  # length of an update, in the units of the parameters
+_STEP: Final = 1.0  # length of an update, in the units of the parameters
 
 
 class Policy:

@@ -61,7 +61,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"layout={self.layout!r}; choose 'list', 'padded' or 'packed'")
         if self.fields is not None:
             msgspec.structs.force_setattr(self, "fields", field_names(self.fields))
-        if self.pad_to != "longest" and (isinstance(self.pad_to, str) or self.pad_to < 0):
+        if self.pad_to != "longest" and self.pad_to < 0:
             raise UsageError(f"pad_to={self.pad_to}; give 'longest' or a number of entries")
         if self.layout == "list" and self.out is not None:
             raise UsageError("out= is for the layouts padded and packed; payloads of a list stay where they are")
