@@ -186,6 +186,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
         packer = self._packer
+        reason.encode()  # before anything is given up
         if batch.accepted and not batch.consumed:
             raise UsageError(
                 "abandon(): this batch was accepted, and the record drops it when it comes again: consume it, or start "
