@@ -139,6 +139,8 @@ def snapshot(
     with contextlib.ExitStack() as stack:
         if isinstance(queue, str):
             queue = stack.enter_context(rings_of(queue))
+        if not isinstance(queue, FoundRings):
+            raise UsageError("queue of snapshot(): give rings, as open_queue('rings:NAME') finds them")
         elsewhere = queue.not_counted()
         if elsewhere and parts == 1:
             where = sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in elsewhere.values() if each.ports)
