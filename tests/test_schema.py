@@ -56,33 +56,6 @@ def test_notation_refuses_other_dimensions(dimensions: tuple[object, ...], messa
         Schema.of(obs=("float32", *dimensions))  # type: ignore[arg-type]
 
 
-def test_arrays_describe_themselves() -> None:
-    arrays = {"a": np.zeros((3, 2), ml_dtypes.bfloat16), "b": np.zeros((), ">i4")}
-    assert Schema.from_arrays(arrays) == Schema.of(a=("bfloat16", 3, 2), b=("int32",))
-
-
-def test_what_is_described_again_is_described_alike() -> None:
-    little, big = np.zeros((2, 3), "<i4"), np.zeros((2, 3), ">i4")
-    first = Schema.from_arrays({"a": little, "b": np.zeros((), np.bool_)})
-    assert first is Schema.from_arrays({"a": little + 1, "b": np.ones((), np.bool_)})
-    assert first == Schema.from_arrays({"a": big, "b": np.zeros((), np.bool_)})
-    different = (
-        {"b": np.zeros((), np.bool_), "a": little},
-        {"a": little.T, "b": np.zeros((), np.bool_)},
-        {"a": little, "b": np.zeros((), np.uint8)},
-        {"a": little, "b": np.zeros((1,), np.bool_)},
-    )
-    assert all(first != Schema.from_arrays(arrays) for arrays in different)
-    for _ in range(2):  # a refusal is not remembered as anything else
-        with pytest.raises(SchemaError, match="not one of"):
-            Schema.from_arrays({"a": np.zeros(1, "M8[s]")})
-
-
-def test_only_arrays_describe_themselves() -> None:
-    with pytest.raises(SchemaError, match="a: expected a numpy array, got list"):
-        Schema.from_arrays({"a": [1, 2]})  # type: ignore[dict-item]
-
-
 def test_every_dtype_is_named_as_numpy_or_ml_dtypes_names_it() -> None:
     assert len(DTYPES) == 23
     for name, dtype in DTYPES.items():

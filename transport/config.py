@@ -156,10 +156,6 @@ def load(environment: Mapping[str, str] | None = None, folder: Path | None = Non
             TOML, or the one that ``TRANSPORT_CONFIG`` names cannot be read.
     """
     environment = os.environ if environment is None else environment
-    if not isinstance(environment, Mapping) or not all(isinstance(name, str) for name in environment):
-        raise ConfigurationError(f"load() got a {type(environment).__name__}: give a mapping of variables, or None")
-    if folder is not None and not isinstance(folder, Path):
-        raise ConfigurationError(f"load() got a {type(folder).__name__} as folder: give a Path, or None")
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Configuration.__struct_fields__, DEFAULT)
     path = _path(environment, Path.cwd() if folder is None else folder)

@@ -208,19 +208,6 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             specs.append(TensorSpec(name, dtype, shape, ragged))
         return cls(tuple(specs))
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Schema:
-        """The schema of exactly these arrays, nothing ragged: for payloads whose shapes differ each time.
-
-        Values of other kinds become arrays by `payload.describe_exact`. SchemaError for them here.
-        """
-        if not isinstance(arrays, Mapping):
-            raise SchemaError(f"from_arrays() got {_short(arrays)}: give a mapping of names to numpy arrays")
-        for name, array in arrays.items():
-            if not isinstance(array, np.ndarray):
-                raise SchemaError(f"{name}: expected a numpy array, got {type(array).__name__}")
-        return _schema_of(tuple((name, array.dtype, array.shape) for name, array in arrays.items()))
-
     # --- what follows from it ------------------------------------------------------------------
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -349,11 +336,6 @@ def difference(schema: Schema, others: Iterable[Schema]) -> str:
 
 
 # Payloads of a ring without a schema bring the same few descriptions again and again. Frozen, so they can be shared.
-@lru_cache(maxsize=256)
-def _schema_of(rows: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> Schema:
-    return Schema(tuple(TensorSpec(name, dtype.name, shape) for name, dtype, shape in rows))
-
-
 @lru_cache(maxsize=256)
 def schema_of_rows(rows: tuple[_Row, ...]) -> Schema:
     """The schema of these (name, dtype, shape, ragged), made once for the same rows. SchemaError."""

@@ -25,8 +25,7 @@ import msgspec
 from transport import errors
 from transport.errors import MemberFailedError, MemberLostError, TransportError
 from transport.ring.attachment import remove_dead
-from transport.weights.plan.engine import Metadata
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import Metadata, Proof
 from transport.weights.transfer.threads import ended, in_thread
 
 _HERE = Path(__file__).resolve().parent

@@ -153,9 +153,3 @@ def test_a_process_that_has_left_the_cluster_has_no_store(monkeypatch: pytest.Mo
         adapter.start_directory("right")
     monkeypatch.undo()
     ray.kill(handle)
-
-
-@pytest.mark.parametrize("make", [adapter.start_directory, adapter.RayStore, adapter.open_rings])
-def test_a_name_that_is_no_text_is_refused(make: Any) -> None:
-    with pytest.raises(UsageError, match="got an int: give the run's name, a text"):
-        make(7)

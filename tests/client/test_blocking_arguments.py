@@ -55,7 +55,7 @@ def test_a_strict_type_checker_refuses_what_is_misspelt(tmp_path: Path) -> None:
     assert refused == {3, 4, 5, 6, 7, 8, 10}, done.stdout
 
 
-METHODS = ("__init__", "read", "read_many", "take", "take_batch", "warm", "ack", "discard", "state")
+METHODS = ("__init__", "read", "read_many", "take_batch", "ack")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from demos import AT_WORK, running
 from helpers import eventually
@@ -47,7 +48,7 @@ def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, m
     assert (second["epoch"], second["resumed_from"], second["checkpoint"]) == (2, 1, "checkpointed")
     assert "resumed from epoch 1, version 3" in err
     places = [Path(result["checkpoint_place"].removeprefix("file://")) / "files" for result in results]
-    assert [json.loads((place / "policy.json").read_text())["version"] for place in places] == [3, 6]
+    assert [msgspec.msgpack.decode((place / "policy.msgpack").read_bytes())[0] for place in places] == [3, 6]
 
     shown = subprocess.run(
         [sys.executable, "-m", "transport", "cooldown", "status", "--json", "-"], capture_output=True, text=True

@@ -59,7 +59,7 @@ def test_a_batch_without_learning_keeps_the_recorded_policy() -> None:
     policy = Policy(seed=5)
     policy.load(policy.parameters(), 7)
     learned = RankRecord().after([], 0, 6, policy, learned=True)
-    assert learned.after([], 3, 7, policy, learned=False).parameters == learned.parameters
+    assert learned.after([], 3, 7, policy, learned=False).policy == learned.policy
 
 
 def test_lives_beyond_the_first_are_restarts() -> None:

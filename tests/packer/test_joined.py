@@ -195,11 +195,6 @@ def test_bytes_and_layouts_are_those_of_the_parts(stages: Stages, trainer: Make)
     batch.release()
 
 
-def test_joined_is_true_or_false() -> None:
-    with pytest.raises(UsageError, match="joined='yes'"):
-        Trainer(joined="yes")  # type: ignore[arg-type]
-
-
 def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_for_both(redis: RedisServer) -> None:
     with Stages("rings", redis) as stages:
         rolled = stages.rollout.write({"prompt": "p", "tokens": [1]}, readers=2)

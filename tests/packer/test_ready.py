@@ -115,7 +115,7 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
         raise KeyboardInterrupt
     assert waited == [0.0]
     with pytest.raises(UsageError, match="drain_s"):
-        Rollout(SCHEMA, queue=queue, drain_s="soon")  # type: ignore[arg-type]
+        Rollout(SCHEMA, queue=queue, drain_s=float("nan"))
 
 
 @pytest.mark.parametrize("given", [None, 7.0])

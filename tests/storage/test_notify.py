@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 from interrupted_locks import check_left_free
 
-from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError
 from transport.storage.notify import Bell
-from transport.storage.sqlite_file import Words
-
-WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 
 
 @pytest.mark.nightly
 def test_an_interrupted_wait_or_ring_keeps_no_other_thread_from_the_bell(tmp_path: Path) -> None:
-    with contextlib.closing(Bell(tmp_path / "wake", WORDS)) as bell:
+    with contextlib.closing(Bell(tmp_path / "wake")) as bell:
 
         def use() -> None:
             bell.ring()

@@ -182,7 +182,7 @@ def on_loop(server: UCXXServer, action: Callable[[], Any]) -> Any:
     async def call() -> Any:
         return action()
 
-    return asyncio.run_coroutine_threadsafe(call(), server._run._loop).result(PATIENCE_S)
+    return server._run._thread.run(call(), PATIENCE_S)
 
 
 def cut_connections(server: UCXXServer) -> None:
@@ -202,7 +202,7 @@ def stalled(server: UCXXServer, then: Callable[[], object] = lambda: None) -> It
         over.wait(PATIENCE_S)
         then()
 
-    server._run._loop.call_soon_threadsafe(stall)
+    server._run._thread.post(stall)
     assert begun.wait(PATIENCE_S)
     try:
         yield

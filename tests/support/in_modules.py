@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from shard_members import local, served, trained, version_of
 
-from transport.weights.versions.tensors import as_torch
+from transport.devices.host_tensors import as_tensor
 
 
 class Sliced(torch.nn.Module):  # type: ignore[misc]  # torch is not there when types are checked
@@ -17,11 +17,11 @@ class Sliced(torch.nn.Module):  # type: ignore[misc]  # torch is not there when 
         super().__init__()
         self.rank, self.layout = rank, served(rank, world)
         for name, array in local(self.layout, version_of(0)).items():
-            self.register_parameter(name, torch.nn.Parameter(as_torch(array).clone() * 0, requires_grad=False))
+            self.register_parameter(name, torch.nn.Parameter(as_tensor(array).clone() * 0, requires_grad=False))
 
     def serves(self, version: int) -> bool:
         expected = local(self.layout, version_of(version))
-        return all(torch.equal(parameter, as_torch(expected[name])) for name, parameter in self.named_parameters())
+        return all(torch.equal(parameter, as_tensor(expected[name])) for name, parameter in self.named_parameters())
 
 
 class Whole(torch.nn.Module):  # type: ignore[misc]
@@ -31,11 +31,11 @@ class Whole(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.rank, self.layout = 0, trained(0, 1)
         for name, array in local(self.layout, version_of(0)).items():
-            self.register_parameter(name, torch.nn.Parameter(as_torch(array).clone(), requires_grad=False))
+            self.register_parameter(name, torch.nn.Parameter(as_tensor(array).clone(), requires_grad=False))
 
     def step(self, version: int) -> None:
         for name, array in local(self.layout, version_of(version)).items():
-            getattr(self, name).copy_(as_torch(array))
+            getattr(self, name).copy_(as_tensor(array))
 
 
 HIDDEN = 16

@@ -23,6 +23,7 @@ from transport.errors import (
     ChildrenLostError,
     MemberFailedError,
     ParentLostError,
+    SchemaError,
     StoreUnavailableError,
     WeightsError,
     WeightsTimeoutError,
@@ -35,7 +36,7 @@ from transport.weights.plan.steps import Limits
 from transport.weights.sharding.roles import Role, unpack
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.messages import Failed, Start, encode
+from transport.weights.transfer.messages import Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
@@ -98,7 +99,7 @@ async def test_who_waits_for_a_child_hears_that_a_parent_failed() -> None:
     async with opened() as parent, opened() as own:
         upstream = await connected(parent, "me")
         joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
-        await announce_failure(parent, Failed("SchemaError", "gate is missing"))
+        await announce_failure(parent, SchemaError("gate is missing"))
         with pytest.raises(ParentLostError, match="SchemaError: gate is missing"):
             await joining
         upstream.close()

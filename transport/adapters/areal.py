@@ -14,8 +14,8 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-from transport.adapters.torch.nested import as_tensor
 from transport.client.blocking import BlockingClient
+from transport.devices.host_tensors import as_tensor
 from transport.errors import MissingDependencyError, RingFullError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.installing import install

@@ -20,7 +20,6 @@ from typing import Any, Final
 from transport.claims.places import InDirectory
 from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
-from transport.runtime.arguments import expect
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
 from transport.store.base import RECHECK_S, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
@@ -106,7 +105,6 @@ def start_directory(name: str, *, namespace: str = NAMESPACE, detached: bool = F
         UsageError: Ray is not initialised, or a directory of this name runs.
         StoreUnavailableError: Ray cannot start the actor, or not within 30 s.
     """
-    expect(name, str, "start_directory()", "the run's name, a text")
     _check_initialised()
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, max_restarts=0)(Records)  # a restarted one would have forgotten its records
@@ -134,7 +132,6 @@ class RayStore(Store):
     """The records of a directory actor. Thread-safe; for any process that takes part in the cluster."""
 
     def __init__(self, name: str, *, namespace: str = NAMESPACE) -> None:
-        expect(name, str, "RayStore()", "the run's name, a text")
         _check_initialised()
         self._name = name
         try:
@@ -165,35 +162,28 @@ class RayStore(Store):
             raise StoreUnavailableError(f"directory actor {self._name!r} {how}: {error}") from None
 
     def get(self, key: str) -> Entry | None:
-        """See `Store.get`."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """See `Store.get_many`."""
         return [_entry(row) for row in self._ask("get_many", [check_key(key) for key in keys])]
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
-        """See `Store.scan`."""
         return {key: Entry(value, version) for key, value, version in self._ask("scan", check_prefix(prefix))}
 
     def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        """See `Store.put_many`."""
         rows = [(each.key, _bytes(each.value), each.expected, each.lease_s) for each in check_changes(changes)]
         versions: list[int] | None = self._ask("put_many", rows)
         return versions
 
     def add(self, key: str, amount: int = 1) -> int:
-        """See `Store.add`."""
         value: int = self._ask("add", check_key(key), amount)
         return value
 
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """See `Store.renew`."""
         check_lease(lease_s)
         return set(self._ask("renew", {check_key(key): version for key, version in leases.items()}, lease_s))
 
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """See `Store.watch`."""
         check_key(key)
         give_up = time.monotonic() + timeout_s
         while True:

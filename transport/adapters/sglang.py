@@ -19,6 +19,7 @@ your choice, or once no request is running.
 from __future__ import annotations
 
 import logging
+import operator
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ import numpy as np
 
 from transport.devices.arrays import to_host
 from transport.errors import ProtocolError, UsageError
-from transport.runtime.arguments import expect, whole
 from transport.runtime.releases import require_fitting
 from transport.weights.meeting import Meeting, Member, RankShards, copied_into, described
 
@@ -54,9 +54,7 @@ def address(meeting: Meeting, shards: str, version: int, phase: Phase, **options
         shards: "module:function" that exists in SGLang's workers.
         options: of `ShardEngine` there.
     """
-    expect(meeting, Meeting, "meeting of address()", "a Meeting")
-    expect(shards, str, "shards of address()", "module:function, as text")
-    version = whole(version, "version of address()")
+    version = operator.index(version)
     try:
         found = _Address(meeting=meeting, shards=shards, version=version, phase=phase, options=options)
         return np.frombuffer(msgspec.json.encode(found), np.uint8).copy()

@@ -31,10 +31,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
+from transport.devices.host_tensors import as_tensor
 from transport.errors import UsageError
 from transport.runtime.releases import require_fitting
 from transport.weights.meeting import Meeting, Member, RankShards, described
-from transport.weights.versions.tensors import as_torch
 
 require_fitting("vllm")
 
@@ -137,7 +137,7 @@ class Receiver(WeightTransferEngine[WorkerInit, Update]):  # type: ignore[misc]
 
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights([(name, as_torch(array)) for name, array in tensors.items()])
+            self.model.load_weights([(name, as_tensor(array)) for name, array in tensors.items()])
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
 

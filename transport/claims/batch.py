@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import operator
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from transport import _ring
 from transport.errors import ProtocolError, TicketError, UsageError
 from transport.ring.packing import decoded_views
-from transport.runtime.arguments import seconds, whole
+from transport.runtime.arguments import seconds
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
@@ -432,7 +433,7 @@ class TakenBatch:
         if which is None:
             return await self.ended(end)
         for position in which:
-            if not 0 <= whole(position, "a position") < len(self.rows):
+            if not 0 <= operator.index(position) < len(self.rows):
                 raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")
         chosen = self.first + np.asarray(which, dtype=np.intp)
         await self.claims.end(np.unique(chosen), end)

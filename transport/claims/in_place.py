@@ -26,6 +26,7 @@ from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
 from transport.ring.gathering import B, gathered
+from transport.ring.states import call
 from transport.runtime.arguments import seconds
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
@@ -98,10 +99,10 @@ class TakenPart:
         return self._received.place(index)
 
     # --- the ends of the claims -------------------------------------------------------------------
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "") -> None:
         """See `ClaimedPart`."""
         del reason, dead, consumer
-        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], delay_s, True)
+        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], 0.0, True)
         self._received.drop(index)
         self._rows = np.delete(self._rows, index)
         self._positions = np.delete(self._positions, index)
@@ -138,11 +139,11 @@ class TakenPayloads(Batch):
         return np.frombuffer(b"".join(answers), np.bool_)
 
     async def _finish(self, part: TakenPart | _ring.ClaimedBatch, keep: bool) -> bytes:
-        return await part.finish(keep) if isinstance(part, TakenPart) else self._call(part.finish, keep)
+        return await part.finish(keep) if isinstance(part, TakenPart) else call(part.finish, keep)
 
     def renew(self) -> int:
         """How many are still held; of a connection, as far as this side knows."""
-        return sum(self._call(part.renew) for part in self._parts)
+        return sum(call(part.renew) for part in self._parts)
 
     def __enter__(self) -> TakenPayloads:
         return self
@@ -157,22 +158,12 @@ class TakenPayloads(Batch):
         self.release()
 
 
-def in_place(
-    parts: Sequence[TakenPart | _ring.ClaimedBatch],
-    shape: Shape,
-    schema: Schema,
-    *,
-    landing: Landing | None = None,
-    max_deliveries: int = 0,
-    consumer: str = "",
-) -> TakenPayloads:
+def in_place(parts: Sequence[TakenPart | _ring.ClaimedBatch], shape: Shape, schema: Schema) -> TakenPayloads:
     """One batch of these claims. Whatever is raised: all of them have been given back.
 
     Raises SchemaError where a payload has another schema, and otherwise as `SharedRingBuffer.claim_batch`.
     """
-    return _of_one_schema(
-        TakenPayloads, parts, shape, schema, landing=landing, max_deliveries=max_deliveries, consumer=consumer
-    )
+    return _of_one_schema(TakenPayloads, parts, shape, schema)
 
 
 def _of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Schema, **rest: Any) -> B:

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from transport import _ring
 from transport.claims.waiting import runs_of
@@ -62,31 +62,33 @@ class RingAddress(NamedTuple):
     segment: str | None = ""
 
 
-class Discovery(Protocol):
-    """Where rings are found."""
+class Discovery:
+    """Where rings are found. This one finds none: a queue that is given its rings looks for none."""
 
-    prefix: str  # with which a writer's new ring is to be named, so that it is found; "": any name will do
-    directory: Directory | None  # where a writer's server is to be published, so that it is found
+    prefix: str = ""  # with which a writer's new ring is to be named, so that it is found; "": any name will do
+    directory: Directory | None = None  # where a writer's server is to be published, so that it is found
+
+    def __repr__(self) -> str:
+        return "rings that were given"
 
     def segments(self) -> list[str]:
         """Names of segments of this host that a reader may map."""
-        ...
+        return []
 
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """Where the others answer; without the rings of these ids."""
-        ...
+        return {}
 
     def ended(self) -> Mapping[str, bytes]:
         """Rings whose writers have said their end and are gone, as these places know it; with their fingerprints."""
-        ...
+        return {}
 
     def others(self) -> list[str]:
         """Where rings of this host are found that are not of these places, as URLs."""
-        ...
+        return []
 
     def close(self) -> None:
         """Release everything."""
-        ...
 
 
 class Observed:
@@ -116,39 +118,8 @@ class Observed:
             self._rings.popitem()[1].close()
 
 
-class Given:
-    """Nowhere: a queue that is given its rings looks for none."""
-
-    prefix = ""
-    directory: Directory | None = None
-
-    def __repr__(self) -> str:
-        return "rings that were given"
-
-    def segments(self) -> list[str]:
-        """None."""
-        return []
-
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
-        """None."""
-        return {}
-
-    def ended(self) -> Mapping[str, bytes]:
-        """None but those that say it themselves."""
-        return {}
-
-    def others(self) -> list[str]:
-        """None."""
-        return []
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class OnThisHost:
+class OnThisHost(Discovery):
     """Rings by their names."""
-
-    directory: Directory | None = None
 
     def __init__(self, prefix: str | None = None) -> None:
         if prefix is not None:
@@ -165,10 +136,6 @@ class OnThisHost:
         """Names that begin so."""
         beginning = _BEGINNING + self.prefix
         return [name for name in _ring.segments() if name.startswith(beginning)]
-
-    def ended(self) -> Mapping[str, bytes]:
-        """None but those that were seen."""
-        return {}
 
     def others(self) -> list[str]:
         """By the names of the other segments."""
@@ -190,11 +157,8 @@ class OnThisHost:
         self._observed.close()
 
 
-class AtAddresses:
+class AtAddresses(Discovery):
     """Listeners by host and port."""
-
-    prefix = ""
-    directory: Directory | None = None
 
     def __init__(self, addresses: str) -> None:
         try:
@@ -207,36 +171,19 @@ class AtAddresses:
     def __repr__(self) -> str:
         return f"rings://{','.join(self._places)}"
 
-    def segments(self) -> list[str]:
-        """None: addresses say nothing of segments."""
-        return []
-
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """All of them."""
         return self._places
 
-    def ended(self) -> Mapping[str, bytes]:
-        """None: their listeners say it."""
-        return {}
 
-    def others(self) -> list[str]:
-        """None."""
-        return []
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class InDirectory:
+class InDirectory(Discovery):
     """Servers that published themselves; those of this host are found by their segments, too.
 
     The store is read in a thread, and what it said last is used meanwhile: one that hangs delays nobody who knows it.
     """
 
-    prefix = ""
-
     def __init__(self, directory: Directory) -> None:
-        self.directory: Directory | None = directory
+        self.directory = directory
         self._directory = directory
         self._observed = Observed()
         self._known: Mapping[str, Serving] = {}
@@ -313,10 +260,6 @@ class InDirectory:
     def ended(self) -> Mapping[str, bytes]:
         """By what they wrote into the directory."""
         return self._ended
-
-    def others(self) -> list[str]:
-        """None: what is not in the directory is another run's, or of none."""
-        return []
 
     def close(self) -> None:
         """Detach the observers. The store stays its owner's."""

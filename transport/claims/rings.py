@@ -42,7 +42,7 @@ from transport.claims.in_place import TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
-from transport.claims.places import Discovery, Given, OnThisHost, RingAddress
+from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, RingNotFoundError, SchemaError, TransportError, UsageError
@@ -61,7 +61,7 @@ from transport.queue.base import (
 )
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.arguments import expect, seconds
+from transport.runtime.arguments import seconds, several
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
@@ -107,8 +107,6 @@ class FoundRings(TicketQueue):
     ) -> None:
         if not 1 <= max_deliveries <= _ring.MAX_ATTEMPTS:
             raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_ring.MAX_ATTEMPTS} are counted")
-        if store is not None:
-            expect(store, Store, "store of FoundRings()", "a Store, as open_store() makes it")
         self.places: Discovery = OnThisHost() if places is None else places
         self.lease_s = arguments.lease(lease_s)
         self._store = store
@@ -166,7 +164,6 @@ class FoundRings(TicketQueue):
         return own
 
     def disconnect(self, client: Carrier) -> None:
-        """See `TicketQueue.disconnect`."""
         network = self._networks.get(client)
         if network is not None:
             network.close()
@@ -208,7 +205,7 @@ class FoundRings(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of each ring the oldest come first."""
-        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
             here = self._follow(rank, n, oldest_version)
@@ -331,7 +328,6 @@ class FoundRings(TicketQueue):
         return list(self._known(None).holders)
 
     def reasons(self) -> Mapping[str, int]:
-        """See `TicketQueue.reasons`."""
         return {why.value: count for why, count in self._waiting.counts.items()}
 
     def _known(self, rank: int | str | None) -> Known:
@@ -371,12 +367,10 @@ class FoundRings(TicketQueue):
         return [claim for claim in listed if id(claim) in ended]
 
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.ack_many`."""
         return self._end(arguments.held(claims, "ack"), CONSUME)
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """See `TicketQueue.retry_many`."""
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         by_end: dict[End, list[Claim]] = {}
         for claim in listed:
             last = isinstance(claim, RingClaim) and claim.in_vain + 1 >= self._max_deliveries
@@ -386,22 +380,18 @@ class FoundRings(TicketQueue):
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._end([claim], End(Verdict.DISCARDED, reason, _consumer(claim))))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.renew`."""
         self._check_open()
         listed = arguments.held(claims, "renew")
         return [each for each in listed if isinstance(each, RingClaim) and each.source.renewed(each)]  # type: ignore[arg-type]
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.in_question`."""
         listed = arguments.held(claims, "in_question")
         return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
 
     def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
-        """See `TicketQueue.payload_bytes`."""
         return claim.source.payload_bytes(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
 
     # --- following ------------------------------------------------------------------------------------
@@ -447,7 +437,7 @@ class FoundRings(TicketQueue):
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`, of the rings on this host: of a slot that was used anew only rank 0's state."""
         self._check_open()
-        asked = arguments.asked(ticket_ids)
+        asked = several(ticket_ids, "known()")
         return known_of(self._here.seen({each.partition("/")[0] for each in asked}), asked)
 
     def unfinished(self, n: int) -> list[bytes]:
@@ -469,12 +459,11 @@ class FoundRings(TicketQueue):
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """See `TicketQueue.announce`. On one host the notice ends with the process that announced it."""
         self._check_open()
-        return self._notices.announce(topic, arguments.announced(topic, version, payload), payload)
+        return self._notices.announce(topic, arguments.number(version, "version of announce()"), payload)
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        """See `TicketQueue.latest`."""
         self._check_open()
-        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        newer_than, timeout_s = arguments.waited_for(newer_than, timeout_s)
         notice = self._notices.latest(topic, newer_than, timeout_s, self._closed)
         self._check_open()
         return notice
@@ -519,7 +508,7 @@ class RingQueue(FoundRings):
     ) -> None:
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        super().__init__(Given(), max_deliveries=max_deliveries)
+        super().__init__(Discovery(), max_deliveries=max_deliveries)
         self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
         self._here = RingsOfHost(self.places, lease_s)
         self._mapped_source = MappedSource(max_deliveries)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Self, TypeVar, Unpack
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 from transport.claims.batch import TakenBatch, Verdicts
-from transport.claims.connection import MOST_BYTES
 from transport.claims.in_place import TakeBatchArguments, taken_and_waited_for
 from transport.client.client import UCXXClient, WirePolicy
-from transport.client.connections.warming import CONCURRENCY, WarmUpTarget
+from transport.client.connections.warming import CONCURRENCY
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace
@@ -20,7 +20,21 @@ from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory
 from transport.ticket import Ticket
-from transport.wire.frames import SlotFate
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[UCXXClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingClient, P], T]:
+    """The method of `UCXXClient`, waited for."""
+
+    @functools.wraps(method)
+    def waiting(self: BlockingClient, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return self._thread.run(method(self._client, *arguments, **named))
+
+    return waiting
 
 
 class BlockingClient:
@@ -118,35 +132,10 @@ class BlockingClient:
         plan, take = self._client._batch_plan(address, n, wait_s, asked)
         return taken_and_waited_for(plan, take, self._thread)
 
-    def warm(self, *places: WarmUpTarget) -> int:
-        """See `UCXXClient.warm`."""
-        return self._thread.run(self._client.warm(*places))
-
-    def take(
-        self,
-        address: str,
-        n: int,
-        *,
-        most_bytes: int = MOST_BYTES,
-        wait_s: float = 0.0,
-        rank: int | str = 0,
-        oldest_version: int | None = None,
-        most_attempts: int = 0,
-        fields: Sequence[str] | None = None,
-    ) -> TakenBatch:
-        """See `UCXXClient.take`. Its claims are ended by `consume` and `give_back` of this client."""
-        return self._thread.run(
-            self._client.take(
-                address,
-                n,
-                most_bytes=most_bytes,
-                wait_s=wait_s,
-                rank=rank,
-                oldest_version=oldest_version,
-                most_attempts=most_attempts,
-                fields=fields,
-            )
-        )
+    warm = _blocking(UCXXClient.warm)
+    take = _blocking(UCXXClient.take)
+    discard = _blocking(UCXXClient.discard)
+    state = _blocking(UCXXClient.state)
 
     def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
         """See `TakenBatch.consume`."""
@@ -169,14 +158,6 @@ class BlockingClient:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))
 
-    def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
-        """See `UCXXClient.discard`."""
-        return self._thread.run(self._client.discard(ticket, timeout))
-
-    def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
-        """See `UCXXClient.state`."""
-        return self._thread.run(self._client.state(ticket, rank, timeout))
-
     def statistics(self) -> ClientStatistics:
         """See `UCXXClient.statistics`."""
         return self._thread.run(_call(self._client.statistics))
@@ -193,9 +174,6 @@ class BlockingClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-T = TypeVar("T")
 
 
 class _Finished(Exception):

@@ -35,7 +35,6 @@ from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
 from transport.ring.batches import MAX_DELIVERIES
-from transport.runtime.arguments import expect, several
 from transport.runtime.event_loop import check_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -88,15 +87,6 @@ class UCXXClient:
             raise UsageError(f"ack={ack!r}; choose 'on_arrival', 'on_consumed' or 'manual'")
         if device_receive not in ("staged", "direct"):
             raise UsageError(f"device_receive={device_receive!r}; choose 'staged' or 'direct'")
-        schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
-        expect(settings, Settings, "settings", "Settings")
-        for given, kind, name, give in (
-            (secret, bytes, "secret", "bytes"),
-            (device, str, "device", 'text, as "cupy" or "torch:1"'),
-            (directory, Directory, "directory", "a Directory"),
-        ):
-            if given is not None:
-                expect(given, kind, name, give)
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -240,7 +230,6 @@ class UCXXClient:
 
     def schema_of(self, ticket: Ticket) -> Schema | None:
         """Of the payload, by its ticket or as this client was given it; None: neither."""
-        expect(ticket, Ticket, "schema_of(ticket)", "a Ticket")
         return self._deliveries.schema_of(ticket)
 
     def allows(self, wire: Wire) -> bool:

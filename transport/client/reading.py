@@ -21,7 +21,7 @@ from transport.client.connections.links import Links
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.deliveries import Deliveries, bare
 from transport.client.device_reads import DeviceReads
-from transport.client.grouping import grouped, grouped_parts
+from transport.client.grouping import BATCH_BYTES, grouped
 from transport.client.mapped import MappedRings
 from transport.client.payload import ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
@@ -80,8 +80,7 @@ class Reads:
 
     def deadline(self, timeout: float | None) -> Deadline:
         """Of a call with this ``timeout`` in seconds; None: the settings' batch deadline."""
-        if timeout is not None:
-            seconds(timeout, "timeout")
+        seconds(timeout, "timeout")
         return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
 
     # --- one ----------------------------------------------------------------------------------------
@@ -269,9 +268,9 @@ class Reads:
         wanted = None if fields is None else field_names(fields)
         deadline = self.deadline(timeout)
         concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
-        listed = several(tickets, object, "read_many()", "several tickets, in a list")
+        listed = several(tickets, "read_many()")
         asked = [Ticket.of(ticket) for ticket in listed]
-        work = grouped(asked, self._settings) if wanted is None else grouped_parts(asked, len(wanted), self._settings)
+        work = grouped(asked, self._settings, None if wanted is None else len(wanted))
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
@@ -307,10 +306,7 @@ class Reads:
         together = len(group) > 1 and self._mapped.find(group[0][1]) is None
         if together:
             try:
-                if fields is None:
-                    outcomes, left = await self._read_batch(group, rank, deadline)
-                else:
-                    outcomes, left = await self._read_parts(group, rank, fields, deadline)
+                outcomes, left = await self._read_batch(group, rank, fields, deadline)
             except Exception as error:
                 if not isinstance(error, TransportError) and not is_short_of_memory(error):
                     raise
@@ -323,81 +319,54 @@ class Reads:
                 outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
         return outcomes
 
-    async def _read_parts(
-        self, group: list[tuple[int, Ticket]], rank: int, fields: tuple[str, ...], deadline: Deadline
+    async def _read_batch(
+        self, group: list[tuple[int, Ticket]], rank: int, fields: tuple[str, ...] | None, deadline: Deadline
     ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
-        """Parts of payloads of one ring by one message: (outcomes, tickets to be read singly)."""
+        """Payloads of one ring, or parts of them, by one message: (outcomes, tickets to be read singly)."""
         outcomes: list[ReadOutcome] = []
-        asked: list[tuple[int, Ticket, PayloadPart, Any, list[Want]]] = []
+        asked: list[tuple[int, Ticket, PayloadPart | None, Any, list[Want]]] = []
+        part, size = None, 0
         for index, ticket in group:
             try:
                 self._check(ticket, rank)
-                part = self._deliveries.part(ticket, fields)
-                buffer = self._room(ticket, part.layout.total)
-                asked.append((index, ticket, part, buffer, self._remote.wants_of(ticket, rank, part, buffer)))
+                if fields is None:
+                    buffer = self._room(ticket, ticket.size)
+                    wants = [self._remote.want(ticket, rank, buffer)]
+                else:
+                    part = self._deliveries.part(ticket, fields)
+                    buffer = self._room(ticket, part.layout.total)
+                    wants = self._remote.wants_of(ticket, rank, part, buffer)
+                    size += part.nbytes
+                asked.append((index, ticket, part, buffer, wants))
             except TransportError as error:
                 outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
         if not asked:
             return outcomes, []
-        wants = [want for *_, each in asked for want in each]
-        size = sum(part.nbytes for _, _, part, _, _ in asked)
-        wire, port, failures = await self._remote.read_batch(wants, deadline, size)
-        said = iter([None] * len(wants) if failures is None else failures)
+        every = [want for *_, wants in asked for want in wants]
+        wire, port, failures = await self._remote.read_batch(every, deadline, BATCH_BYTES if fields is None else size)
+        if self._finder is not None:
+            self._finder.reached(asked[0][1])
+        received, alone = self._deliveries.received, fields is not None
+        if failures is None and not self._device_reads.always:
+            outcomes += [
+                ReadOutcome(index, ticket, received(ticket, rank, wire, port, buffer, part, alone=alone), None)
+                for index, ticket, part, buffer, _ in asked
+            ]
+            return outcomes, []
+        said = iter([None] * len(every) if failures is None else failures)
         left: list[tuple[int, Ticket]] = []
-        for index, ticket, part, buffer, own in asked:
-            failed = [failure for failure in [next(said) for _ in own] if failure is not None]
+        for index, ticket, part, buffer, wants in asked:
+            failed = [failure for failure in [next(said) for _ in wants] if failure is not None]
+            final = next((failure for failure in failed if not failure.retryable), None)
             if not failed:
                 data = self._device_reads.from_host(memoryview(buffer)) if self._device_reads.always else buffer
-                payload = self._deliveries.received(ticket, rank, wire, port, data, part, alone=True)
+                payload = received(ticket, rank, wire, port, data, part, alone=alone)
                 outcomes.append(ReadOutcome(index, ticket, payload, None))
-            elif all(failure.retryable for failure in failed):
+            elif final is None:
                 left.append((index, ticket))
             else:
-                final = next(failure for failure in failed if not failure.retryable)
                 self.stale += isinstance(final, StaleSlotError)
                 outcomes.append(ReadOutcome(index, ticket, None, bare(final)))
-        return outcomes, left
-
-    async def _read_batch(
-        self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline
-    ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
-        """Small payloads of one ring by one message: (outcomes, tickets to be read singly)."""
-        outcomes: list[ReadOutcome] = []
-        wants: list[Want] = []
-        wanted: list[int] = []  # their indices
-        room, want_of = self._room, self._remote.want
-        for index, ticket in group:
-            try:
-                self._check(ticket, rank)
-                wants.append(want_of(ticket, rank, room(ticket, ticket.size)))
-                wanted.append(index)
-            except TransportError as error:
-                outcomes.append(ReadOutcome(index, ticket, None, bare(error)))
-        if not wants:
-            return outcomes, []
-        wire, port, failures = await self._remote.read_batch(wants, deadline)
-        if self._finder is not None:
-            self._finder.reached(wants[0].ticket)
-        if failures is None:
-            if not self._device_reads.always:
-                received = self._deliveries.received
-                outcomes += [
-                    ReadOutcome(index, ticket, received(ticket, rank, wire, port, destination), None)
-                    for index, (ticket, _, destination, _, _) in zip(wanted, wants, strict=True)
-                ]
-                return outcomes, []
-            failures = [None] * len(wants)
-        left: list[tuple[int, Ticket]] = []
-        for index, want, failure in zip(wanted, wants, failures, strict=True):
-            if failure is None:
-                data = self._device_reads.from_host(want.destination) if self._device_reads.always else want.destination
-                payload = self._deliveries.received(want.ticket, rank, wire, port, data)
-                outcomes.append(ReadOutcome(index, want.ticket, payload, None))
-            elif failure.retryable:
-                left.append((index, want.ticket))
-            else:
-                self.stale += isinstance(failure, StaleSlotError)
-                outcomes.append(ReadOutcome(index, want.ticket, None, bare(failure)))
         return outcomes, left
 
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger, recorded_outcomes, restore
 from transport.cooldown.destinations.base import folder_of, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import newest_checkpoint
 from transport.demo.plan import EpochPlan, Plan, WorkerConfig
-from transport.demo.policy import PARAMETER_SHAPES, Policy
+from transport.demo.policy import Policy
 from transport.demo.resuming import model_of
 from transport.demo.worker import Parent
 from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
@@ -34,21 +33,9 @@ from transport.store.open import open_store
 log = logging.getLogger(__name__)
 
 COOLDOWN_S: Final = 30.0
-_VERSION: Final = "policy.json"
+POLICY_FILE: Final = "policy.msgpack"
 _FOLLOW_S: Final = 20.0  # for the last version to reach a rollout
 _LOOK_S: Final = 0.2
-
-
-# --- a policy as files ----------------------------------------------------------------------------------
-class _Version(msgspec.Struct, frozen=True):
-    version: int
-
-
-def save_policy(policy: Policy, folder: Path) -> None:
-    """One file for each parameter, and one for the version."""
-    for name, values in policy.parameters().items():
-        np.save(folder / f"{name}.npy", values, allow_pickle=False)
-    (folder / _VERSION).write_bytes(msgspec.json.encode(_Version(policy.version)))
 
 
 def first_policy(plan: Plan) -> Policy:
@@ -59,14 +46,11 @@ def first_policy(plan: Plan) -> Policy:
     policy = Policy(plan.seed)
     model = model_of(plan)
     if model is not None:
-        model.load(policy)
+        policy.restore(model.policy)
     elif plan.epoch is not None and plan.epoch.restored:
-        folder = Path(plan.epoch.restored)
         try:
-            version = msgspec.json.decode((folder / _VERSION).read_bytes(), type=_Version).version
-            found = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in PARAMETER_SHAPES}
-            policy.load(found, version)
-        except (OSError, ValueError) as error:
+            policy.restore((Path(plan.epoch.restored) / POLICY_FILE).read_bytes())
+        except OSError as error:
             raise CheckpointDamagedError(f"the checkpoint does not contain a policy of this demo: {error}") from error
     return policy
 
@@ -178,7 +162,7 @@ class Membership:
         def save(folder: Path, step: int) -> None:
             up_to(step)
             if policy is not None:
-                save_policy(policy, folder)
+                (folder / POLICY_FILE).write_bytes(policy.saved())
 
         run = self._epoch.run if self._epoch is not None else ""
         return CooldownClient(store, run, self._name, save=save, scratch=self._scratch)

@@ -24,7 +24,6 @@ from transport.demo.checkpoints import first_policy
 from transport.demo.episode import Environment, make_environment, play_episode
 from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, SETTINGS, Plan, WorkerConfig
-from transport.demo.policy import Learner
 from transport.demo.ray_record import (
     RankKeeper,
     begin_life,
@@ -171,9 +170,8 @@ class TrainerActor(Actor):
             keeper = RankKeeper(store, self._index)
             policy = first_policy(self._plan)
             keeper.record.restore(policy)
-            learner = publisher = None
+            publisher = None
             if self._index == 0:
-                learner = Learner(policy, self._plan.seed)
                 publisher = PolicyPublisher(self._config(f"{ring}-{life}"), queue)
                 stack.callback(publisher.cleanup_ucxx)
             packer = _Packer(self._config(""), queue)
@@ -185,8 +183,8 @@ class TrainerActor(Actor):
                 payloads = [item.payload for item in for_batch.items if item.payload is not None]
                 fresh = _fresh(payloads, set(keeper.record.trained))
                 before = policy.version
-                if learner is not None and fresh:
-                    learner.learn(fresh)
+                if publisher is not None and fresh:
+                    policy.improve(fresh)
                 repeated = len(payloads) - len(fresh)
                 keeper.keep(keeper.record.after(fresh, repeated, before, policy, learned=policy.version > before))
                 if publisher is not None and policy.version > before:

@@ -19,7 +19,7 @@ import numpy as np
 from transport.client.payload import ReceivedPayload
 from transport.demo.messages import TrainerDone
 from transport.demo.plan import BATCH, Plan
-from transport.demo.policy import PARAMETER_SHAPES, Policy
+from transport.demo.policy import Policy
 from transport.errors import RunError, StoreError
 from transport.store import ABSENT, Store
 
@@ -36,18 +36,13 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes_by_wire: dict[str, int] = {}
     staleness: int = 0  # sum over the episodes
     repeated: int = 0  # deliveries of episodes that had been trained on, and were dropped
-    version: int = 0
     updates: int = 0
-    parameters: dict[str, bytes] = {}
+    policy: bytes = b""  # as `Policy.saved` has it
 
     def restore(self, policy: Policy) -> None:
         """Bring a policy to this record's version; as it is where the record has none."""
-        if self.parameters:
-            found = {
-                name: np.frombuffer(self.parameters[name], np.float32).reshape(shape)
-                for name, shape in PARAMETER_SHAPES.items()
-            }
-            policy.load(found, self.version)
+        if self.policy:
+            policy.restore(self.policy)
 
     def after(
         self, fresh: Sequence[ReceivedPayload], repeated: int, before: int, policy: Policy, *, learned: bool
@@ -62,11 +57,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
             bytes_by_wire=dict(by_wire),
             staleness=self.staleness + sum(before - int(payload["policy_version"]) for payload in fresh),
             repeated=self.repeated + repeated,
-            version=policy.version,
             updates=self.updates + learned,
-            parameters=(
-                {name: values.tobytes() for name, values in policy.parameters().items()} if learned else self.parameters
-            ),
+            policy=policy.saved() if learned else self.policy,
         )
 
     def mean_return(self) -> float:

@@ -7,18 +7,15 @@ rollouts restore it, each its share, and play the episodes that neither the mode
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from transport.cooldown.destinations.base import Destination, folder_of, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.demo.plan import Plan, ResumePlan
-from transport.demo.policy import Learner, Policy
+from transport.demo.policy import Policy
 from transport.errors import CheckpointDamagedError, TransportError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.writing import Writing
@@ -46,20 +43,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     trained: list[int]  # episodes, in the order of training
     returns: list[float]  # of these
     record: bytes
-    arrays: bytes  # numpy's archive: policy and learner
-    generator: str  # state of the learner's random numbers, JSON
-
-    def load(self, policy: Policy, learner: Learner | None = None) -> None:
-        """Be this model. Raises CheckpointDamagedError for arrays of something else."""
-        try:
-            with np.load(io.BytesIO(self.arrays), allow_pickle=False) as archive:
-                arrays = dict(archive)
-            of_policy = {name.removeprefix("policy."): each for name, each in arrays.items() if name[:7] == "policy."}
-            policy.load(of_policy, self.version)
-            if learner is not None:
-                learner.load_state(arrays, json.loads(self.generator))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointDamagedError(f"the saved model is none of this demo: {error}") from error
+    policy: bytes  # as `Policy.saved` has it
 
 
 ready(Model)
@@ -148,18 +132,14 @@ class Saver:
             with Saved(plan.resume.destination, model.version, run=_RUN, attempt=model.attempt) as saved:
                 self._missing = episodes_of(saved)
 
-    def save(self, learner: Learner, record: ConsumedRecord, trained: list[int], returns: list[float]) -> None:
+    def save(self, policy: Policy, record: ConsumedRecord, trained: list[int], returns: list[float]) -> None:
         """Between two updates, where nothing is consumed that is not learned. Failures are logged: the run goes on."""
-        resume, policy = self._plan.resume, learner.policy
+        resume = self._plan.resume
         self._missing -= set(trained)
         if resume is None or policy.version % EVERY or self._missing:
             return
         try:
             self.settle()
-            arrays, generator = learner.state()
-            arrays |= {f"policy.{name}": each for name, each in policy.parameters().items()}
-            archive = io.BytesIO()
-            np.savez(archive, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
             kept = record.to_bytes()
             self._taken = snapshot(self._queue, resume.destination, policy.version, run=_RUN)
             model = Model(
@@ -170,8 +150,7 @@ class Saver:
                 trained=trained,
                 returns=returns,
                 record=kept,
-                arrays=archive.getvalue(),
-                generator=json.dumps(generator),
+                policy=policy.saved(),
             )
             with open_destination(resume.destination) as destination:
                 name = f"{policy.version:012d}-{self._taken.attempt}"

@@ -17,7 +17,7 @@ from transport.client.trace import Trace
 from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.messages import Progress, TrainerDone
 from transport.demo.plan import BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
-from transport.demo.policy import Learner, Policy
+from transport.demo.policy import Policy
 from transport.demo.resuming import Model, Saver, model_of
 from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import InternalError
@@ -185,12 +185,9 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
         if config.index == 0:
             membership.join()
         policy = first_policy(config.plan)  # the rollouts begin with the same one
-        learner = publisher = None
+        publisher = None
         model = model_of(config.plan)
         if config.index == 0:
-            learner = Learner(policy, config.plan.seed)
-            if model is not None:
-                model.load(policy, learner)
             publisher = PolicyPublisher(config, queue)
             stack.callback(publisher.cleanup_ucxx)
         record = None if model is None else ConsumedRecord.from_bytes(model.record)
@@ -202,10 +199,10 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
             for payload in payloads:
                 check(payload)
             tally.add(payloads, policy.version)
-            if learner is not None and publisher is not None and payloads:
-                learner.learn(payloads)
+            if publisher is not None and payloads:
+                policy.improve(payloads)
                 publisher.publish(policy)
-                saver.save(learner, packer.consumed_record(), tally.trained, tally.returns)
+                saver.save(policy, packer.consumed_record(), tally.trained, tally.returns)
             for payload in payloads:
                 payload.release()
             parent.send(tally.progress())

@@ -44,7 +44,7 @@ class Completions:
 
     def after(self, mark: Passing, action: Callable[[], object]) -> None:
         """Call ``action`` once ``mark`` has passed: now, or from the loop. What it raises is logged."""
-        if _passed(mark):
+        if has_passed(mark):
             _do(action)
             return
         self._waiting.append((mark, action))
@@ -69,7 +69,7 @@ class Completions:
         self._timer = None
         waiting, self._waiting = self._waiting, []
         for mark, action in waiting:
-            if _passed(mark):
+            if has_passed(mark):
                 self._pause_s = _FIRST_LOOK_S
                 _do(action)
             else:
@@ -86,7 +86,7 @@ class Completions:
             mark, action = self._waiting.pop(0)
             try:
                 mark.wait()
-            except Exception as error:  # as in _passed
+            except Exception as error:  # as in has_passed
                 log.error("a device copy failed: %s", error)
             _do(action)
 
@@ -99,7 +99,7 @@ def _do(action: Callable[[], object]) -> None:
         log.exception("the action after a device copy failed; continuing")
 
 
-def _passed(mark: Passing) -> bool:
+def has_passed(mark: Passing) -> bool:
     """Whether the mark has passed; also True after a device fault, because a failed device copies nothing more."""
     try:
         return mark.passed

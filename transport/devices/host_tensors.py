@@ -1,9 +1,12 @@
-"""A batch's arrays, numpy's or CuPy's, as torch tensors in the same memory, through DLPack where it knows the dtype."""
+"""Arrays, numpy's or CuPy's, as torch tensors in the same memory."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from transport.devices.arrays import is_torch
 from transport.errors import BufferUnsuitableError, MissingDependencyError
@@ -19,15 +22,28 @@ except ImportError as error:
 
 def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors over the arrays' memory; lists stay lists. BufferUnsuitableError: torch has no such dtype."""
-    return {name: array if type(array) is list else _as_tensor(name, array) for name, array in arrays.items()}
+    return {name: array if type(array) is list else as_tensor(array) for name, array in arrays.items()}
 
 
-def _as_tensor(name: str, array: Any) -> Any:
+def as_tensor(array: Any, *, copy: bool = False) -> Any:
+    """An array as a tensor: over the same memory, or with its own; torch's own tensors as they are.
+
+    BufferUnsuitableError: torch has no such dtype.
+    """
     if is_torch(array):
         return array
-    if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
-        return torch.from_dlpack(array)
-    dtype = getattr(torch, array.dtype.name, None)  # bfloat16 and the float8 kinds, which numpy's DLPack does not know
-    if dtype is None:
-        raise BufferUnsuitableError(f"{name}: torch has no {array.dtype.name}")
-    return torch.from_dlpack(array.view(f"u{array.itemsize}")).view(dtype)
+    if copy:
+        array = np.array(array)
+    dtype = None
+    if array.dtype.kind not in "biufc" or array.dtype.isbuiltin != 1:  # bfloat16 and the float8 kinds
+        dtype = getattr(torch, array.dtype.name, None)
+        if dtype is None:
+            raise BufferUnsuitableError(f"torch has no {array.dtype.name}")
+        array = array.view(f"u{array.itemsize}")
+    if isinstance(array, np.ndarray):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+            tensor = torch.from_numpy(array)
+    else:
+        tensor = torch.from_dlpack(array)
+    return tensor if dtype is None else tensor.view(dtype)

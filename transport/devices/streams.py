@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from transport.devices.arrays import require_cupy
+from transport.devices.completions import has_passed
 from transport.errors import MissingDependencyError
 
 log = logging.getLogger(__name__)
@@ -207,17 +208,8 @@ class Underway:
     def keep(self, mark: Mark, memory: Any) -> None:
         """Until ``mark`` has passed, which is looked at with every further call."""
         with self._lock:
-            self._kept = [(other, each) for other, each in self._kept if not _passed(other)]
+            self._kept = [(other, each) for other, each in self._kept if not has_passed(other)]
             self._kept.append((mark, memory))
-
-
-def _passed(mark: Mark) -> bool:
-    """Also after a device fault, because a failed device copies nothing more."""
-    try:
-        return mark.passed
-    except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
-        log.error("a device copy failed: %s", error)
-        return True
 
 
 class RegisteredPages:

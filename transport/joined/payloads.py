@@ -238,17 +238,25 @@ class _Joining:
             self._order(parent.ticket, its_rank, begun, ordered, read)
         ordered[reached] = _Part(ticket, rank, read.get(reached))
 
-    def others(self, ticket: Ticket) -> list[tuple[Ticket, int]]:
-        """The parts that are known, but for the first and this one, with the rank of each."""
-        neither = ticket.identity, self._ticket.identity
-        return [(part.ticket, part.rank) for part in self.to_acknowledge() if part.ticket.identity not in neither]
-
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
-        """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
+        """The error for a part that cannot be read; what was read before is released, and stays unacknowledged.
+
+        Where the first part is the caller's, and no reader will ever read this one, all others are acknowledged: the
+        payload cannot be read any more.
+        """
+        if self._kept and error.unreadable:
+            neither = ticket.identity, self._ticket.identity
+            for part in self.to_acknowledge():
+                if part.ticket.identity not in neither:
+                    self._client.ack(part.ticket, part.rank)
         self.drop()
         if ticket is self._ticket:
             return error
         return type(error)(f"payload {self._ticket.name} cannot be read: its part {ticket.name}: {error}")
+
+    def joined(self) -> JoinedPayload:
+        """All parts, once they have come."""
+        return JoinedPayload(self._client, self.parts, self.to_acknowledge())
 
     def drop(self) -> None:
         """Release what was read."""
@@ -273,21 +281,8 @@ async def join_to(client: UCXXClient, payload: ReceivedPayload, timeout: float |
     would wait for nothing. Raises what `read_joined` raises.
     """
     joining = _Joining(client, payload.ticket, payload.rank, None, kept=1)
-    try:
-        joining.came(payload)
-        while (step := joining.next()) is not None:
-            try:
-                part = await client.read(step[0], rank=step[1], timeout=timeout)
-            except TransportError as error:
-                if error.unreadable:
-                    for ticket, rank in joining.others(step[0]):
-                        client.ack(ticket, rank)
-                raise joining.failed(step[0], error) from error
-            joining.came(part)
-        return JoinedPayload(client, joining.parts, joining.to_acknowledge())
-    except BaseException:
-        joining.drop()
-        raise
+    joining.came(payload)
+    return await _joined(client, joining, timeout)
 
 
 def read_joined(
@@ -313,19 +308,7 @@ def read_joined(
         PayloadDamagedError: parents that are none, or more of them than a payload may have.
     """
     joining = _Joining(client, Ticket.of(ticket), rank, fields)
-    try:
-        while (step := joining.next()) is not None:
-            try:
-                payload = client.read(step[0], rank=step[1], timeout=timeout, fields=step[2])
-            except TransportError as error:
-                if (failure := joining.failed(step[0], error)) is error:
-                    raise
-                raise failure from error
-            joining.came(payload)
-        return JoinedPayload(client, joining.parts, joining.to_acknowledge())
-    except BaseException:
-        joining.drop()
-        raise
+    return client._thread.run(_joined(client._client, joining, timeout))
 
 
 async def join(
@@ -337,17 +320,21 @@ async def join(
     timeout: float | None = None,
 ) -> JoinedPayload:
     """`read_joined` for an `UCXXClient`."""
-    joining = _Joining(client, Ticket.of(ticket), rank, fields)
+    return await _joined(client, _Joining(client, Ticket.of(ticket), rank, fields), timeout)
+
+
+async def _joined(reader: UCXXClient, joining: _Joining, timeout: float | None) -> JoinedPayload:
     try:
         while (step := joining.next()) is not None:
+            ticket, rank, fields = step
             try:
-                payload = await client.read(step[0], rank=step[1], timeout=timeout, fields=step[2])
+                payload = await reader.read(ticket, rank=rank, timeout=timeout, fields=fields)
             except TransportError as error:
-                if (failure := joining.failed(step[0], error)) is error:
+                if (failure := joining.failed(ticket, error)) is error:
                     raise
                 raise failure from error
             joining.came(payload)
-        return JoinedPayload(client, joining.parts, joining.to_acknowledge())
+        return joining.joined()
     except BaseException:
         joining.drop()
         raise

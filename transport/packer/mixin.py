@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from operator import index
 from typing import Any, Literal
 
 import msgspec
@@ -29,13 +30,13 @@ from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.fetching import Fetching
-from transport.packer.options import ClientOptions, check_options
+from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.packer.session import TicketLike, check_shared, open_session, resolved
+from transport.packer.session import TicketLike, check_queue, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.ring.consumers import check_consumer
-from transport.runtime.arguments import at_least, expect, several, text, waiting, whole
+from transport.runtime.arguments import at_least, waiting
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
@@ -44,7 +45,6 @@ from transport.ticket import Ticket
 __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
 
 _CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is said
-_BATCH = "the batch that collect_prefetch() returned"
 
 
 class UCXXDataPackerMixin(Fetching, WithBlock):
@@ -95,14 +95,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         Raises:
             ConfigurationError: the operator's configuration is wrong.
         """
-        schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
-        rank = check_consumer(rank, "rank") if isinstance(rank, str) else whole(rank, "rank")
-        check_options(client=(client, ClientOptions))
-        check_shared(queue, client.directory, settings, client.secret)
-        if consumed is not None:
-            expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
-        if not isinstance(joined, bool):
-            raise UsageError(f"joined={joined!r:.80}: give True or False")
+        rank = check_consumer(rank, "rank") if isinstance(rank, str) else index(rank)
+        check_queue(queue)
         if expected_rollouts is not None:
             expected_rollouts = at_least(1, expected_rollouts, "expected_rollouts")
         self.cleanup_ucxx_packer()
@@ -167,7 +161,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         before the checkpoint is stored gets the payloads again; one that is killed behind it drops them. There is no
         way back: where learning fails, start this trainer again from its last checkpoint.
         """
-        expect(batch, FetchedBatch, "accept()", _BATCH)
         if batch.consumed:
             raise UsageError("this batch was already consumed")
         batch.accepted = True
@@ -181,7 +174,6 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         that the ring had accepted. They are lost otherwise.
         """
         packer = self._packer
-        expect(batch, FetchedBatch, "consume()", _BATCH)
         if batch.consumed and not batch.in_question:
             raise UsageError("this batch was already consumed")
         packer.claims.report(batch)
@@ -194,8 +186,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
         packer = self._packer
-        expect(batch, FetchedBatch, "abandon()", _BATCH)
-        text(reason, "reason of abandon()")  # before anything is given up
+        reason.encode()  # before anything is given up
         if batch.accepted and not batch.consumed:
             raise UsageError(
                 "abandon(): this batch was accepted, and the record drops it when it comes again: consume it, or start "
@@ -247,8 +238,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
             of_the_base = getattr(super(), "get_policy_input", None)  # of the packer mixed with
             if of_the_base is None:
-                expect(item, (Ticket, Claim, bytes), "get_policy_input()", "a Ticket, a Claim, or a Ticket as bytes")
-                raise UsageError("get_policy_input() got bytes that are no ticket: give those of Ticket.encode()")
+                raise UsageError("get_policy_input(): give a Ticket, a Claim, or the bytes of Ticket.encode()")
             return of_the_base(item, *arguments, **named)
         packer = self._packer
         ticket, claim = resolved(item)

@@ -10,7 +10,6 @@ from transport.client.device_reads import DeviceReceive
 from transport.client.trace import Trace
 from transport.ring.buffer import Sync
 from transport.ring.overflow import Overflow
-from transport.runtime.arguments import expect
 from transport.runtime.decoders import hiding
 from transport.store.directory import Directory
 from transport.wires import Wire
@@ -75,9 +74,3 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_receive: DeviceReceive = "staged"
     directory: Directory | None = None
     trace: Trace | None = None
-
-
-def check_options(**given: tuple[object, type[msgspec.Struct]]) -> None:
-    """UsageError for an argument that is not the struct it has to be."""
-    for what, (value, kind) in given.items():
-        expect(value, kind, what, f"a {kind.__name__}")

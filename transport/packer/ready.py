@@ -66,8 +66,7 @@ class Rollout(UCXXRolloutMixin):
         settings: Settings | None = None,
         drain_s: float | None = None,
     ) -> None:
-        if drain_s is not None:
-            seconds(drain_s, "drain_s")
+        seconds(drain_s, "drain_s")
         self._drain_s = drain_s
         self.setup_ucxx(
             schema,

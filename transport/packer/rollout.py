@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from operator import index
 from typing import Literal
 
 import msgspec
@@ -19,10 +20,10 @@ from transport.claims.rings import FoundRings, RingQueue
 from transport.config import configuration
 from transport.errors import TransportError, UsageError
 from transport.observe.metrics import Exporter, configured_exporter
-from transport.packer.options import RingOptions, ServerOptions, check_options
+from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.publisher import Publisher, PublishMode
 from transport.packer.republish import MODULE, Republishing
-from transport.packer.session import check_shared
+from transport.packer.session import check_queue
 from transport.packer.unpublished import Finished, queued, ticket_id
 from transport.packer.with_block import WithBlock
 from transport.packer.writing import Writing
@@ -30,7 +31,6 @@ from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.runtime import hurry
-from transport.runtime.arguments import whole
 from transport.schema import Schema
 from transport.server.after_writer import AfterWriter
 from transport.server.server import UCXXServer
@@ -99,9 +99,8 @@ class UCXXRolloutMixin(Writing, WithBlock):
 
         Where it raises, nothing is set up, and a ring that it had taken over keeps its unread payloads: call it again.
         """
-        check_options(ring=(ring, RingOptions), server=(server, ServerOptions))
-        check_shared(queue, server.directory, settings, server.secret)
-        readers = whole(readers, "readers")
+        check_queue(queue)
+        readers = index(readers)
         if publish not in (None, "background", "immediate"):
             raise UsageError(f"publish={publish!r}; choose 'background' or 'immediate'")
         self._ucxx_ends = False  # another ring follows

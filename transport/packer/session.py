@@ -16,7 +16,7 @@ from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
 from transport.client.retry import Deadline
-from transport.errors import RankError, TicketError
+from transport.errors import RankError, TicketError, UsageError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -26,7 +26,7 @@ from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.packer.warming import warm_up
 from transport.queue.base import Claim, TicketQueue
 from transport.runtime import hurry
-from transport.runtime.arguments import expect, several
+from transport.runtime.arguments import several
 from transport.runtime.loop_thread import Job, LoopThread
 from transport.runtime.progress import Progress, bar, silent
 from transport.schema import Schema
@@ -134,8 +134,8 @@ class PackerSession:
         return item.claim.rank
 
     def fetchable(self, items: Iterable[TicketLike], call: str) -> list[TicketLike]:
-        """The tickets or claims to fetch. UsageError for anything else; RankError for a ticket without a rank."""
-        found = fetchable(items, call)
+        """The tickets or claims to fetch. RankError for a ticket without a rank."""
+        found = several(items, f"{call}()")
         if isinstance(self.rank, str):  # before anything is fetched: the claims stay the caller's
             for each in found:
                 if not isinstance(each, Claim):
@@ -305,21 +305,10 @@ async def _statistics(client: UCXXClient) -> ClientStatistics:
     return client.statistics()
 
 
-def check_shared(queue: object, directory: object, settings: object, secret: object) -> None:
-    """Check the arguments that both mixins take. UsageError for a value of another type."""
-    for value, kinds, what, give in (
-        (queue, TicketQueue, "queue", "a queue; open_queue(URL) opens one"),
-        (directory, Directory, "directory", "a Directory"),
-        (settings, Settings, "settings", "Settings"),
-        (secret, bytes, "secret", "bytes"),
-    ):
-        if value is not None:
-            expect(value, kinds, what, give)
-
-
-def fetchable(items: Iterable[TicketLike], call: str) -> list[TicketLike]:
-    """The tickets or claims to fetch. UsageError for anything else."""
-    return several(items, (Ticket, Claim, bytes, str), f"{call}()", "tickets or claims, in a list")
+def check_queue(queue: object) -> None:
+    """UsageError for a queue's URL."""
+    if isinstance(queue, str):
+        raise UsageError("queue: give a queue; open_queue(URL) opens one")
 
 
 def resolved(item: TicketLike) -> tuple[Ticket, Claim | None]:

@@ -190,7 +190,7 @@ class Writing:
             TimeoutError: it has not after ``timeout_s``; publishing continues.
             QueueError kinds: an attempt failed; with publish="background" another one follows.
         """
-        seconds(timeout_s, "timeout_s of flush_ucxx()", none=True)
+        seconds(timeout_s, "timeout_s of flush_ucxx()")
         if self._ucxx_publisher is not None:
             if self._ucxx_unsure:
                 self._find_interrupted()

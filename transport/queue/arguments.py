@@ -1,8 +1,9 @@
-"""What callers pass to a queue, looked at before anything is done with it: the same words from every queue."""
+"""What callers pass to a queue, looked at before anything is done with it: the same bounds for every queue."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,14 +12,12 @@ from transport.errors import RankError, UsageError
 from transport.queue.base import Claim, QueuedTicket
 from transport.ring.buffer import MAX_READERS
 from transport.ring.consumers import check_consumer
-from transport.runtime.arguments import at_least, expect, seconds, several, text, whole
-
-_TICKETS = "a QueuedTicket or several of them (transport.packer.rollout.queued makes one of a Ticket)"
+from transport.runtime.arguments import at_least, seconds, several
 
 
 def number(value: Any, what: str) -> int:
     """A whole number that any queue can store; also one of numpy's, which no database takes for a number."""
-    found = whole(value, what)
+    found = operator.index(value)
     if not -(2**63) <= found < 2**63:
         raise UsageError(f"{what} is {found}: give a whole number that 64 bits hold")
     return found
@@ -51,46 +50,29 @@ def published(
     if not 1 <= readers <= MAX_READERS:
         raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
     policy_version = number_or_none(policy_version, "policy_version of publish()")
-    batch = [tickets] if isinstance(tickets, QueuedTicket) else several(tickets, QueuedTicket, "publish()", _TICKETS)
-    for ticket in batch:
-        expect(ticket.id, str, "id of a QueuedTicket", "text")
-        try:
-            ticket.id.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(f"id of a QueuedTicket is {ticket.id!a}: give text that UTF-8 can hold") from error
-        expect(ticket.data, bytes, "data of a QueuedTicket", "bytes, as Ticket.encode() makes them")
+    batch = [tickets] if isinstance(tickets, QueuedTicket) else several(tickets, "publish()")
     return batch, readers, policy_version
 
 
-def asked(ids: Iterable[str]) -> list[str]:
-    """The ids of a `known`."""
-    return several(ids, str, "known()", "several ids of tickets, in a list")
-
-
-def claimed(
-    n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any
-) -> tuple[int, float, int, int | None]:
-    """The arguments of a `claim`, without the consumer. UsageError, RankError: nothing can be claimed so."""
+def claimed(n: Any, timeout_s: Any, rank: Any, oldest_version: Any) -> tuple[int, float, int, int | None]:
+    """The arguments of a `claim`, without the consumer's name. UsageError, RankError: nothing can be claimed so."""
     if isinstance(rank, str):
         check_consumer(rank, "rank of claim()")
         raise RankError(
             f"rank={rank!r:.80}: this queue does not know the names of consumers, rings do; give the number that the "
             "ring's rank_of() has for it"
         )
-    n, timeout_s, found, oldest_version = claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+    n, timeout_s, found, oldest_version = claimed_by_name(n, timeout_s, rank, oldest_version)
     assert isinstance(found, int)
     return n, timeout_s, found, oldest_version
 
 
-def claimed_by_name(
-    n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any
-) -> tuple[int, float, int | str, int | None]:
+def claimed_by_name(n: Any, timeout_s: Any, rank: Any, oldest_version: Any) -> tuple[int, float, int | str, int | None]:
     """The same for queues whose rings know the names of consumers."""
     n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
     rank = check_consumer(rank, "rank of claim()") if isinstance(rank, str) else number(rank, "rank of claim()")
     claimable(n, rank)
-    expect(consumer, str, "consumer of claim()", "a name for reports")
     return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")
 
 
@@ -104,34 +86,18 @@ def claimable(n: int, rank: int | str) -> None:
 
 def held(claims: Iterable[Claim], call: str) -> list[Claim]:
     """The claims of a call, each once."""
-    listed = several(claims, Claim, f"{call}()", "claims, several in a list")
-    return list({(claim.token, claim.rank): claim for claim in listed}.values())
+    return list({(claim.token, claim.rank): claim for claim in several(claims, f"{call}()")}.values())
 
 
-def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:
-    """The arguments of a `retry` or `discard`: the delay."""
-    held([claim], call)
-    return delayed(delay_s, reason, call)
-
-
-def delayed(delay_s: Any, reason: Any, call: str) -> float:
-    """Delay and reason of claims that are given back: the delay."""
+def delayed(delay_s: float, call: str) -> float:
+    """The delay of claims that are given back."""
     seconds(delay_s, f"delay_s of {call}()")
     if math.isinf(delay_s):
         raise UsageError(f"delay_s of {call}() is infinite: this delivery would never be handed out again; discard it")
-    text(reason, f"reason of {call}()")
     return float(delay_s)
 
 
-def announced(topic: Any, version: Any, payload: Any) -> int:
-    """The arguments of an `announce`: the version."""
-    expect(topic, str, "topic of announce()", "text")
-    expect(payload, bytes, "payload of announce()", "bytes")
-    return number(version, "version of announce()")
-
-
-def waited_for(topic: Any, newer_than: Any, timeout_s: Any) -> tuple[int | None, float]:
+def waited_for(newer_than: Any, timeout_s: Any) -> tuple[int | None, float]:
     """The arguments of a `latest`, without the topic."""
-    expect(topic, str, "topic of latest()", "text")
     seconds(timeout_s, "timeout_s of latest()")
     return number_or_none(newer_than, "newer_than of latest()"), float(timeout_s)

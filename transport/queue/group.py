@@ -143,7 +143,7 @@ class GroupQueue(TicketQueue):
             raise RankError(
                 f"rank {rank!r:.80} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
             )
-        arguments.claimed_by_name(n, timeout_s, 0, consumer, oldest_version)
+        arguments.claimed_by_name(n, timeout_s, 0, oldest_version)
         step, made = self._next
         if not self.leads:
             claims = self._told(step, timeout_s)
@@ -286,12 +286,11 @@ class GroupQueue(TicketQueue):
     # --- giving up -----------------------------------------------------------------------------
     def discard(self, claim: Claim, reason: str) -> bool:
         """This rank can never read it: no rank will train on it, and the leader discards it."""
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._refuse([claim], _Vote(False, final=True, reason=self._said(reason))))
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
         """This rank could not read them: no rank trains on them now, and the leader gives them back."""
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         vote = _Vote(False, reason=self._said(reason), delay_s=delay_s)
         return self._refuse(listed, vote) if listed else []
 
@@ -349,27 +348,21 @@ class GroupQueue(TicketQueue):
         return self._queue.depth(None if rank is None else 0)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`."""
         return self._queue.failures(limit)
 
     def requeue(self, limit: int = 100) -> int:
-        """See `TicketQueue.requeue`."""
         return self._queue.requeue(limit)
 
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`."""
         return self._queue.known(ticket_ids)
 
     def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`."""
         return self._queue.unfinished(n)
 
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """See `TicketQueue.announce`."""
         return self._queue.announce(topic, version, payload)
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        """See `TicketQueue.latest`."""
         return self._queue.latest(topic, newer_than, timeout_s)
 
     def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> TicketQueue:
@@ -379,7 +372,6 @@ class GroupQueue(TicketQueue):
         return self
 
     def disconnect(self, client: Carrier) -> None:
-        """See `TicketQueue.disconnect`."""
         if self.leads:
             self._queue.disconnect(client)
 

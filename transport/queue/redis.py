@@ -43,11 +43,10 @@ from transport.queue.base import (
 )
 from transport.queue.statements.redis_looks import ANNOUNCE, DEPTH, FAILURES, KNOWN, LATEST, UNFINISHED
 from transport.queue.statements.redis_moves import CLAIM, KEYS, MOVE, NEXT_DUE, PUBLISH, RENEW, REQUEUE
-from transport.runtime.arguments import at_least, expect
+from transport.runtime.arguments import at_least, several
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection
+from transport.storage.redis_connection import RedisConnection, Words
 from transport.storage.redis_script import Script
-from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and the end of a lease causes no wake-up
@@ -81,12 +80,6 @@ class RedisQueue(TicketQueue):
         patience_s: float = 10.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        expect(
-            url,
-            RedisURL,
-            "RedisQueue()",
-            "a URL that was parsed, or use open_queue(), which takes redis://host:port/db?run=name",
-        )
         self.lease_s = arguments.lease(lease_s)
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._max_tickets = None if max_tickets is None else at_least(1, max_tickets, "max_tickets")
@@ -148,7 +141,7 @@ class RedisQueue(TicketQueue):
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
-        wanted = arguments.asked(ticket_ids)
+        wanted = several(ticket_ids, "known()")
         states: dict[str, tuple[DeliveryState, ...]] = {}
         for start in range(0, max(1, len(wanted)), _IDS_PER_QUERY):
             part = wanted[start : start + _IDS_PER_QUERY]
@@ -162,7 +155,7 @@ class RedisQueue(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
-        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, oldest_version)
 
         def recheck_s() -> float:
             due_ms = int(self._run(NEXT_DUE, rank)[0])
@@ -200,12 +193,10 @@ class RedisQueue(TicketQueue):
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """Discard the delivery: its payload cannot or should not be read. False if not owned."""
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "discarded", reason))
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """See `TicketQueue.retry_many`."""
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         return self._move(listed, "ready", reason, delay_s) if listed else []
 
     def _move(self, claims: Sequence[Claim], to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
@@ -245,18 +236,17 @@ class RedisQueue(TicketQueue):
         return int(self._run(REQUEUE, arguments.number(limit, "limit of requeue()"))[0])
 
     def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`."""
         return [_bytes(data) for data in self._run(UNFINISHED, arguments.number(n, "n of unfinished()"))]
 
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""
-        version = arguments.announced(topic, version, payload)
+        version = arguments.number(version, "version of announce()")
         return bool(self._run(ANNOUNCE, topic, version, payload)[0])
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
-        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        newer_than, timeout_s = arguments.waited_for(newer_than, timeout_s)
 
         def look() -> Notice | None:
             version, payload = self._run(LATEST, topic)

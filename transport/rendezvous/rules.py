@@ -6,7 +6,6 @@ import msgspec
 
 from transport.errors import ConfigurationError
 from transport.rendezvous.records import Closing, Reason
-from transport.runtime.arguments import expect, whole
 
 _MOST_BEAT_S = 3.0
 
@@ -20,8 +19,6 @@ class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     def of(self, closing: Closing | None) -> int:
         """The code of a closing; None: the end is unknown, which is a failure."""
-        if closing is not None:
-            expect(closing, Closing, "of()", "the Closing of a run, or None")
         codes = {Reason.SUCCESS: self.success, Reason.NO_RESTART: self.no_restart}
         return self.failure if closing is None else codes.get(closing.reason, self.failure)
 
@@ -74,7 +71,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def host_poll_s(self, members: int) -> float:
         """Seconds between the host's snapshots: longer in large runs, because a snapshot reads every member."""
-        return min(max(whole(members, "members") / 2000, self.host_poll_least_s), self.host_poll_most_s)
+        return min(max(members / 2000, self.host_poll_least_s), self.host_poll_most_s)
 
     def validate(self) -> Rules:
         """Return self, or raise ConfigurationError."""

@@ -20,7 +20,7 @@ from typing import Final, Literal, Self
 
 from transport import _ring
 from transport.errors import RingNotFoundError, UsageError
-from transport.ring.states import named
+from transport.ring.states import call, named
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,7 @@ class Attachment:
 
     def reclaim(self) -> int:
         """Reclaim the slots of owners that died; how many slots changed."""
-        try:
-            changed = self.native.reclaim()
-        except _ring.RingFault as fault:
-            raise named(fault) from None
+        changed = call(self.native.reclaim)
         if changed:
             log.warning("ring %s: reclaimed %d slots of dead processes", self.ring_id[:8], changed)
         return changed
@@ -176,10 +173,7 @@ def give_up(native: _ring.Ring | None) -> None:
 
 def attach(name: str, role: Role) -> _ring.Ring:
     """Attach to the segment as an owner or observer. Raises what `SharedRingBuffer.attach` raises."""
-    try:
-        return _ring.Ring.attach(name, ROLES[role], writable_payload=role == "writer")
-    except _ring.RingFault as fault:
-        raise named(fault) from None
+    return call(_ring.Ring.attach, name, ROLES[role], writable_payload=role == "writer")
 
 
 def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:

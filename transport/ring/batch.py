@@ -12,8 +12,8 @@ Python object for one payload until it is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,12 @@ from transport import _ring
 from transport.devices.landing import HostLanding, Landing, Wanted, room_of
 from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape
-from transport.ring.states import named
+from transport.ring.states import call
 from transport.schema import DTYPES, Layout, Schema, TensorSpec
 from transport.ticket import Ticket
 from transport.values.decoding import Fields, field_value
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 _MOST_PACKED: Final = (1 << 31) - 1  # cu_seqlens are int32
 
@@ -55,7 +54,7 @@ class ClaimedPart(Protocol):
     def note(self, index: int) -> bytes:
         """The encoded ticket."""
 
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "") -> None:
         """The payload leaves the part; it may be claimed again, or not where ``dead``."""
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
@@ -166,7 +165,7 @@ class Batch(Sequence[Mapping[str, Any]]):
     @property
     def tickets(self) -> list[Ticket]:
         """Made anew each time."""
-        return [Ticket.decode(self._call(part.note, at)) for part in self._parts for at in range(len(part))]
+        return [Ticket.decode(call(part.note, at)) for part in self._parts for at in range(len(part))]
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
@@ -330,12 +329,6 @@ class Batch(Sequence[Mapping[str, Any]]):
             for place in layout.placements
         }
         return Fields(arrays, self.schema.kinds) if self.schema.kinds else arrays
-
-    def _call(self, function: Callable[..., T], *arguments: object) -> T:
-        try:
-            return function(*arguments)
-        except _ring.RingFault as fault:
-            raise named(fault) from None
 
 
 def _memory(part: Any, at: int) -> tuple[Any, int | None]:

@@ -13,7 +13,6 @@ import numpy as np
 from transport import _ring
 from transport.errors import SchemaError, UsageError
 from transport.ring.parts import field_names
-from transport.runtime.arguments import whole
 from transport.schema import DTYPES, Schema, TensorSpec
 
 BatchLayout = Literal["list", "padded", "packed"]
@@ -62,7 +61,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"layout={self.layout!r}; choose 'list', 'padded' or 'packed'")
         if self.fields is not None:
             msgspec.structs.force_setattr(self, "fields", field_names(self.fields))
-        if self.pad_to != "longest" and whole(self.pad_to, "pad_to") < 0:
+        if self.pad_to != "longest" and self.pad_to < 0:
             raise UsageError(f"pad_to={self.pad_to}; give 'longest' or a number of entries")
         if self.layout == "list" and self.out is not None:
             raise UsageError("out= is for the layouts padded and packed; payloads of a list stay where they are")
@@ -72,7 +71,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"memory={self.memory!r} is for the layouts padded and packed")
         if self.memory != "host" and self.out is not None:
             raise UsageError(f"memory={self.memory!r} makes the arrays itself; leave out= or memory= out")
-        if self.most_memory is not None and whole(self.most_memory, "most_memory") < 0:
+        if self.most_memory is not None and self.most_memory < 0:
             raise UsageError(f"most_memory={self.most_memory}; give bytes, 0 or more")
 
     @property

@@ -23,8 +23,7 @@ from transport.errors import ClosedError, RankError, SchemaError, UsageError
 from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 from transport.ring.gathering import gathered
-from transport.ring.states import named
-from transport.runtime.arguments import whole
+from transport.ring.states import call, named
 
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
@@ -58,12 +57,12 @@ class PayloadBatch(Batch):
         Of payloads that came over the network, what is False may still count where the ring went out of reach before
         its answer came; asked again, the ring says so.
         """
-        accepted = b"".join(self._call(part.finish, self.layout == "list") for part in self._parts)
+        accepted = b"".join(call(part.finish, self.layout == "list") for part in self._parts)
         return np.frombuffer(accepted, np.bool_)
 
     def renew(self) -> int:
         """Say that their holder lives, for its lease; how many are still held."""
-        return sum(self._call(part.renew) for part in self._parts)
+        return sum(call(part.renew) for part in self._parts)
 
     def __enter__(self) -> PayloadBatch:
         return self
@@ -99,7 +98,6 @@ def claim_batch(
     """
     if len({ring.schema for ring in rings}) > 1:
         raise SchemaError("the rings of one batch have the same schema; claim batches of each kind apart")
-    n = whole(n, "n")
     if n < 1:
         raise UsageError(f"n={n}; a batch is of at least one payload")
     if not 0 <= rank < _ring.MAX_READERS:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
 
@@ -45,14 +46,10 @@ from transport.ring.consumers import Consumers, consumers_of, consumers_text, ra
 from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
-from transport.ring.states import RingStatistics, named, statistics_of
+from transport.ring.states import RingStatistics, call, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
-from transport.runtime.arguments import expect, whole
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +58,6 @@ _PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
 _ANY_SIZE: Final = (1 << 64) - 1
-_ROLES: Final = "'writer', 'listener', 'reader' or 'observer'"
-_TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
 Sync = Literal["never", "publish"]
@@ -170,13 +165,6 @@ class SharedRingBuffer(Attachment):
             SharedMemoryError: /dev/shm, or the file system, is too small or full; nothing is left behind.
             UsageError: a size that makes no sense, or ``name`` with ``file``.
         """
-        if schema is not None:
-            expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
-        expect(prefix, str, "prefix of create()", "text")
-        slots = whole(slots, "slots of create()")
-        slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
-        if name is not None:
-            expect(name, str, "name of create()", "text, or None for a random one")
         if overflow not in ("block", "error", "overwrite"):
             raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
         if slot_bytes is None:
@@ -235,12 +223,8 @@ class SharedRingBuffer(Attachment):
             NoOwnerError: sixteen living processes are attached already.
             SharedMemoryError: the segment belongs to another user.
         """
-        expect(name, str, "name of attach()", "the text that `ring.name` is")
-        if schema is not None:  # before there is an owner place to be given back
-            expect(schema, Schema, "schema of attach()", "the Schema that the ring was made with")
-        expect(role, str, "role of attach()", _ROLES)
         if role not in attachment.ROLES:
-            raise UsageError(f"role={role!r}; choose {_ROLES}")
+            raise UsageError(f"role={role!r}; choose 'writer', 'listener', 'reader' or 'observer'")
         native: _ring.Ring | None = None
         try:
             native = attachment.attach(name, role)
@@ -272,7 +256,7 @@ class SharedRingBuffer(Attachment):
     @property
     def consumers(self) -> Consumers:
         """Ranks by the name of the stage, as the ring was made; empty: ranks have no names."""
-        return consumers_of(self._call(lambda: self.native.consumers))
+        return consumers_of(call(lambda: self.native.consumers))
 
     def rank_of(self, consumer: str | int, rank: int | None = None) -> int:
         """The rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
@@ -323,8 +307,6 @@ class SharedRingBuffer(Attachment):
             RingFullError: no slot became free in time.
             MissingDependencyError: a value is in device memory, and CuPy is not installed.
         """
-        if type(values) is not dict:  # the usual one, without a look at abstract classes
-            expect(values, Mapping, "write()", "a mapping of names to arrays")
         if policy_version is not None:
             policy_version = version_of(policy_version)
         arrays: Any
@@ -380,12 +362,12 @@ class SharedRingBuffer(Attachment):
         def left_s() -> float | None:
             return None if deadline is None else deadline.left_s
 
-        plan = self._call(Batch, self.native, self.schema, casting)
+        plan = call(Batch, self.native, self.schema, casting)
         on_host = [plan.add(values, note) for values, note in zip(batch, each, strict=True)]
         plan.check()
         self._overflowing.may_expire |= deadline_s is not None
         if all(on_host):
-            return self._call(plan.write, terms, lambda taken: self._call(self._overflowing.take, left_s(), taken))
+            return call(plan.write, terms, lambda taken: call(self._overflowing.take, left_s(), taken))
         return self._write_each(batch, each, terms, left_s, casting)
 
     def _write_each(
@@ -458,8 +440,6 @@ class SharedRingBuffer(Attachment):
         timeout_s: float | None = None,
     ) -> Ticket:
         """Copy contiguous bytes into a slot and publish it; readers get one uint8 array named "data"."""
-        if isinstance(data, str) or data is None:
-            expect(data, bytes, "write_raw()", "bytes, or what has the buffer protocol")
         source = np.frombuffer(data, dtype=np.uint8)
         if self.schema is not None:
             raise SchemaError("write_raw needs a ring without a schema; use write() with the schema's tensors")
@@ -483,8 +463,6 @@ class SharedRingBuffer(Attachment):
         Args:
             lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
         """
-        if lengths is not None:
-            expect(lengths, (Schema, Mapping), "reserve()", "the lengths by name, or this payload's Schema")
         if isinstance(lengths, Schema):
             if self.schema is not None:
                 raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
@@ -504,7 +482,7 @@ class SharedRingBuffer(Attachment):
         timeout_s: float | None,
     ) -> WriteLease:
         # Whatever can be refused is refused before there is a slot that the refusal would keep.
-        readers = self.readers_of(None if readers is None else whole(readers, "readers"))
+        readers = self.readers_of(None if readers is None else operator.index(readers))
         if not 1 <= readers <= MAX_READERS:
             raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
         try:
@@ -529,7 +507,7 @@ class SharedRingBuffer(Attachment):
         )
         taken: list[tuple[int, int]] = []
         try:
-            slot, generation = self._call(self._overflowing.take, wait_s, taken)
+            slot, generation = call(self._overflowing.take, wait_s, taken)
             self._overflowing.may_expire |= deadline is not None
             lease = WriteLease(self, slot, generation, layout, draft)
             draft.created = time.time()
@@ -546,7 +524,6 @@ class SharedRingBuffer(Attachment):
     # --- reading on this host -------------------------------------------------------------------------
     def check(self, ticket: Ticket, rank: int = 0) -> None:
         """Refuse a ticket of another ring, a wrong key or a rank out of range."""
-        expect(ticket, Ticket, "a ring", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(
@@ -568,14 +545,12 @@ class SharedRingBuffer(Attachment):
             StaleSlotError: consumed by this rank, overwritten, discarded or expired.
             WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
         """
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "read_raw()", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(
                 f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
             )
-        loan = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        loan = call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         if isinstance(loan, int):
             raise self.refusal(loan, ticket, rank)
         return ReadLease(self, ticket, rank, loan)
@@ -584,7 +559,7 @@ class SharedRingBuffer(Attachment):
         """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
         self.check(ticket, rank)
         if answer == _ring.READ_OTHER_LENGTH:
-            length = self._call(self.native.info, ticket.slot).length
+            length = call(self.native.info, ticket.slot).length
             return LengthMismatchError(
                 f"payload {ticket.name}: size mismatch: slot {length} bytes, ticket {ticket.size}"
             )
@@ -595,15 +570,13 @@ class SharedRingBuffer(Attachment):
 
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "acknowledge()", _TICKET)
         ticket.check_rank(rank)
-        return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
+        return call(self.native.consume, ticket.slot, ticket.generation, rank)
 
     def discard(self, ticket: Ticket) -> bool:
         """Free a payload that is not needed, for every rank. False: it was gone."""
         self.check(ticket)
-        return self._call(self.native.discard, ticket.slot, ticket.generation)
+        return call(self.native.discard, ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
     def claim(
@@ -635,7 +608,7 @@ class SharedRingBuffer(Attachment):
             raise UsageError(f"n={n}; a claim is of at least one payload")
         if not 0 <= found < MAX_READERS:
             raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
-        claims = self._call(
+        claims = call(
             self.native.claim,
             n,
             timeout_s,
@@ -655,7 +628,7 @@ class SharedRingBuffer(Attachment):
         """
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        self._call(self.native.set_lease, lease_s)
+        call(self.native.set_lease, lease_s)
 
     def claim_batch(
         self,
@@ -727,16 +700,16 @@ class SharedRingBuffer(Attachment):
 
         With ``keep_memory`` what is returned stays in its slot until `ClaimedPayload.release_memory`.
         """
-        return [claim for claim in claims if self._call(claim.native.finish, keep_memory)]
+        return [claim for claim in claims if call(claim.native.finish, keep_memory)]
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:
         """Slots that are READY: published, and not being read."""
-        return self._call(self.native.state_counts)[2]
+        return call(self.native.state_counts)[2]
 
     def statistics(self) -> RingStatistics:
         """States and counters at this moment."""
-        return self._call(statistics_of, self.native)
+        return call(statistics_of, self.native)
 
     def tickets(self) -> list[Ticket]:
         """Tickets of all published, not fully consumed payloads, oldest first, as `unread` has them."""
@@ -749,7 +722,7 @@ class SharedRingBuffer(Attachment):
         """
         found = []
         for slot in range(self.slot_count):
-            info = self._call(self.native.info, slot)
+            info = call(self.native.info, slot)
             if info.state in _PUBLISHED and info.done != _ALL_DONE:
                 ticket = self.ticket_in(slot, info.generation)
                 if ticket is not None:
@@ -758,7 +731,7 @@ class SharedRingBuffer(Attachment):
 
     def ticket_in(self, slot: int, generation: int) -> Ticket | None:
         """The ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
-        note = self._call(self.native.note, slot, generation)
+        note = call(self.native.note, slot, generation)
         try:
             return None if note is None else Ticket.decode(note)
         except TicketError as error:
@@ -803,7 +776,7 @@ class SharedRingBuffer(Attachment):
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
-        return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
+        return call(self._overflowing.discard_expired, time.time() if now is None else now)
 
     # --- the end ---------------------------------------------------------------------------------------
     def end_data(self) -> None:
@@ -811,7 +784,7 @@ class SharedRingBuffer(Attachment):
 
         Trainers that find this ring learn it (`FoundRings.finished`). Say it behind the last write.
         """
-        self._call(self.native.end_data)
+        call(self.native.end_data)
         self.data_ended = True
 
     def close(self, *, keep_unread: bool = False) -> None:
@@ -849,13 +822,7 @@ class SharedRingBuffer(Attachment):
 
         False where CUDA refuses; copies work all the same.
         """
-        return self._pages.ensure(slot, lambda: self._call(self.native.payload, slot), device)
-
-    def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        try:
-            return function(*arguments, **keywords)
-        except _ring.RingFault as fault:
-            raise named(fault) from None
+        return self._pages.ensure(slot, lambda: call(self.native.payload, slot), device)
 
 
 def _version(info: _ring.SlotInfo) -> int | None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from transport import _ring
 from transport.errors import ChecksumError, StaleSlotError
 from transport.ring.packing import decoded_views
-from transport.ring.states import named
+from transport.ring.states import call
 from transport.schema import Layout
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
-
-T = TypeVar("T")
 
 
 class ClaimedPayload:
@@ -66,7 +64,7 @@ class ClaimedPayload:
     @property
     def encoded(self) -> bytes:
         """The payload's ticket, encoded. StaleSlotError when the payload is gone."""
-        note = self._call(self._ring.native.note, self.native.slot, self.native.generation)
+        note = call(self._ring.native.note, self.native.slot, self.native.generation)
         if note is None:
             raise StaleSlotError(f"the payload of {self!r} is not in its slot any more")
         return note
@@ -79,7 +77,7 @@ class ClaimedPayload:
     @property
     def view(self) -> memoryview:
         """The payload's bytes in its slot, read-only. They stay what they are until the claim ends."""
-        return self._call(self.native.payload)
+        return call(self.native.payload)
 
     def layout(self) -> Layout:
         """Where the tensors stand, by the ticket's own schema or the ring's."""
@@ -99,32 +97,25 @@ class ClaimedPayload:
     @property
     def held(self) -> bool:
         """Whether the claim has not ended, in whatever way."""
-        return self._call(lambda: self.native.held)
+        return call(lambda: self.native.held)
 
     def renew(self) -> bool:
         """Say that this attachment lives, see `SharedRingBuffer.set_lease`. False: the claim is not held any more."""
-        self._call(self._ring.native.heard)
+        call(self._ring.native.heard)
         return self.held
 
     def consume(self) -> bool:
         """Say that the payload was used: True if the claim was held. False: drop what was made of it."""
-        return self._call(self.native.finish)
+        return call(self.native.finish)
 
     def release_memory(self) -> None:
         """Release the memory that `SharedRingBuffer.consume` kept (``keep_memory``)."""
-        self._call(self.native.release_memory)
+        call(self.native.release_memory)
 
     def release(self, delay_s: float = 0.0) -> bool:
         """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""
-        return self._call(self.native.give_back, delay_s)
+        return call(self.native.give_back, delay_s)
 
-    def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:
+    def discard(self, reason: str, *, consumer: str = "") -> bool:
         """End this rank's delivery unread; the ring's log keeps the reason. False: it was not held any more."""
-        return self._call(self.native.end, how, reason, consumer)
-
-    @staticmethod
-    def _call(function: Callable[..., T], *arguments: object) -> T:
-        try:
-            return function(*arguments)
-        except _ring.RingFault as fault:
-            raise named(fault) from None
+        return call(self.native.end, "discarded", reason, consumer)

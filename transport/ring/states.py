@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -19,6 +21,9 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SlotState(enum.IntEnum):
@@ -127,3 +132,11 @@ def named(fault: _ring.RingFault, *, in_a_file: bool = False) -> TransportError:
     code, message = fault.args
     remedies = _REMEDIES_IN_A_FILE if in_a_file else _REMEDIES
     return _FAULTS.get(code, InternalError)(message + remedies.get(code, ""))
+
+
+def call(function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """Call into the native core, whose faults become errors."""
+    try:
+        return function(*arguments, **keywords)
+    except _ring.RingFault as fault:
+        raise named(fault) from None

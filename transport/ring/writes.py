@@ -7,6 +7,7 @@ here as `SharedRingBuffer.write` does, and converted.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -19,7 +20,6 @@ from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.errors import InternalError, PayloadTooLargeError, RankError, RingFullError, UsageError
 from transport.ring.packing import Casting, describe, describe_exact, flat
-from transport.runtime.arguments import whole
 from transport.schema import Schema
 from transport.ticket import Ticket, encoded_metadata, host_identity
 
@@ -141,7 +141,7 @@ class Batch:
 
 def version_of(policy_version: int) -> int:
     """A policy version that a slot can hold. UsageError for any other."""
-    number = whole(policy_version, "policy_version")
+    number = operator.index(policy_version)
     if not -(1 << 63) < number < 1 << 63:
         raise UsageError(f"policy_version={number} does not fit 64 bits")
     return number

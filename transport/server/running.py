@@ -12,18 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, wait
 
 import msgspec
-import uvloop
 
 from transport import errors
 from transport.errors import ClosedError, InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import stacks
-from transport.runtime.loop_thread import AtExit, gone
+from transport.runtime.blocking_calls import started
+from transport.runtime.loop_thread import LoopThread
 from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
 from transport.server.process import DRAIN_S, ListenerConfig, is_ending, is_listener, send
@@ -64,17 +62,12 @@ class Processes:
         # Invariant: no process is spawned after stop() has begun. Held while one is spawned, not until it has reported.
         self._spawning = threading.RLock()
         self._watcher: threading.Thread | None = None
-        self._starting: threading.Thread | None = None
+        self._starting: Future[SupervisorReport] | None = None
 
     def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
         # In a thread, where Ctrl-C is not raised: an interrupt between spawning and storing the process would leak it.
-        reported: Future[SupervisorReport] = Future()
-        self._starting = threading.Thread(
-            target=self._report_to, args=(reported,), name="transport supervisor start", daemon=True
-        )
-        self._starting.start()
-        report = reported.result()
-        self._starting.join()
+        self._starting = started(self._started)
+        report = self._starting.result()
         if report.error:
             _raise_reported(report.error, report.message)
         # a restarted supervisor adopts the listeners on these ports
@@ -82,12 +75,6 @@ class Processes:
         self._watcher = threading.Thread(target=self._watch, name="transport supervisor watch", daemon=True)
         self._watcher.start()
         return report.ports
-
-    def _report_to(self, reported: Future[SupervisorReport]) -> None:
-        try:
-            reported.set_result(self._started())
-        except BaseException as error:
-            reported.set_exception(error)
 
     def _started(self) -> SupervisorReport:
         for starts in itertools.count(1):
@@ -169,9 +156,10 @@ class Processes:
             else:
                 process.kill()
                 process.wait()
-        for thread in (self._starting, self._watcher):
-            if thread is not None and thread.is_alive():
-                thread.join()
+        if self._starting is not None:
+            wait([self._starting])
+        if self._watcher is not None and self._watcher.is_alive():
+            self._watcher.join()
         self._stop_orphans()
 
     def _stop_orphans(self) -> None:
@@ -202,23 +190,13 @@ class OneThread:
         self._ring = ring
         self._config = config
         self._listeners: list[Listener] = []
-        self._stopping = threading.Lock()  # Invariant: its holder has seen the thread end, or ends it
-        self._stopped = False  # on the loop, which has nothing more to do
         self._pid = os.getpid()
-        self._at_exit: AtExit | None = None
-        self._thread = threading.Thread(target=self._run, name="transport listeners", daemon=True)
-        self._loop = uvloop.new_event_loop()  # last: it has descriptors until it is closed
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-
-    def _call(self, coroutine: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_START_TIMEOUT_S)
+        self._thread: LoopThread | None = None
 
     def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
-        self._thread.start()
-        self._at_exit = AtExit(self.stop)
-        return self._call(self._start(ports))
+        self._thread = LoopThread("transport listeners")
+        self._thread.closes(self._stop)
+        return self._thread.run(self._start(ports), _START_TIMEOUT_S)
 
     async def _start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
         config = self._config
@@ -230,11 +208,8 @@ class OneThread:
             self._listeners.append(listener)
         return tuple(listener.port for listener in self._listeners)
 
-    async def _stop(self) -> tuple[int, ...]:
+    async def _stop(self) -> None:
         await asyncio.gather(*(listener.stop() for listener in self._listeners))
-        self._listeners.clear()
-        self._stopped = True
-        return ()
 
     def stop(self) -> None:
         """Close the listeners on their own loop, then end the thread. Idempotent; also called at the process's exit.
@@ -243,16 +218,5 @@ class OneThread:
         """
         if os.getpid() != self._pid:
             raise ClosedError("this server belongs to the process that forked this one")
-        if gone(self._pid):
-            return
-        with self._stopping:
-            if self._loop.is_closed():
-                return
-            if self._thread.is_alive() and not self._stopped:  # else an earlier call was interrupted behind it
-                self._call(self._stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            if self._thread.ident is not None:  # else it was interrupted before it began
-                self._thread.join()
-            self._loop.close()
-        if self._at_exit is not None:
-            self._at_exit.cancel()
+        if self._thread is not None:
+            self._thread.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import resource
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from transport import _ring
 from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
-from transport.runtime.arguments import expect, seconds, several, whole
+from transport.runtime.arguments import seconds, several
 from transport.runtime.logs import LogFormat
 from transport.server.after_writer import AfterWriter
 from transport.server.process import ListenerConfig
@@ -71,16 +72,12 @@ class UCXXServer:
         log_format: LogFormat = "text",
         after_writer: AfterWriter | None = None,
     ) -> None:
-        expect(ring, SharedRingBuffer, "ring of UCXXServer()", "a SharedRingBuffer")
-        ports = several(ports, object, "ports", "several, in a tuple")
-        ports = [whole(port, "ports") for port in ports]
-        expect(settings, Settings, "settings", "Settings")
-        expect(bind, str, "bind", "text, an IPv4 address of this host, or nothing for all")
-        seconds(linger_s, "linger_s", none=True)
-        if secret is not None:
-            expect(secret, bytes, "secret", "bytes")
+        ports = [operator.index(port) for port in ports]
+        seconds(linger_s, "linger_s")
+        if secret is not None and not isinstance(secret, bytes):  # JSON, by which listeners get it, would take text
+            raise UsageError("secret: give bytes")
         if addresses is not None:
-            addresses = several(addresses, str, "addresses", "several, in a tuple")
+            addresses = several(addresses, "addresses")
         if mode not in ("process", "thread"):
             raise UsageError(f"mode={mode!r}; choose 'process' or 'thread'")
         if not 1 <= len(ports) <= MAX_PORTS:

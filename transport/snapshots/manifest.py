@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import secrets
 from typing import Final
@@ -12,7 +13,6 @@ from transport.cooldown.epochs.manifest import FILES, File
 from transport.cooldown.epochs.records import check_name, is_attempt
 from transport.errors import CheckpointDamagedError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS
-from transport.runtime.arguments import whole
 from transport.runtime.decoders import hiding, ready
 from transport.ticket import Ticket
 
@@ -142,7 +142,7 @@ def new_attempt() -> str:
 
 def check_step(step: int) -> int:
     """Return the step, or raise UsageError."""
-    number = whole(step, "step")
+    number = operator.index(step)
     if not 0 <= number <= MOST_STEP:
         raise UsageError(f"step={number}: give 0 to {MOST_STEP}")
     return number

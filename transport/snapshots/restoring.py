@@ -31,7 +31,6 @@ from transport.errors import (
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.writing import Writing
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.arguments import expect, several
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 from transport.schema import Schema
@@ -211,8 +210,7 @@ class Saved:
     ) -> Restored:
         """See `restore`. ``only``: these of `payloads`, instead of all."""
         ring = into.ring if isinstance(into, Writing) else into
-        expect(ring, SharedRingBuffer, "restore()", "a Rollout, or the SharedRingBuffer of a writer")
-        records = several(consumed, ConsumedRecord, "consumed", "ConsumedRecords, in a list")
+        records = list(consumed)
         number, of = share
         if not 0 <= number < of:
             raise UsageError(f"share={share}: give the number of this ring, from 0 on, and how many rings there are")

@@ -24,7 +24,6 @@ from transport.errors import RingNotFoundError, SnapshotError, UsageError
 from transport.ring.buffer import HeldPayload, SharedRingBuffer
 from transport.ring.leases import ReadLease
 from transport.ring.mapping import attached_reader
-from transport.runtime.arguments import expect
 from transport.runtime.blocking_calls import started
 from transport.runtime.progress import Progress, silent
 from transport.snapshots import manifest as manifests
@@ -140,7 +139,8 @@ def snapshot(
     with contextlib.ExitStack() as stack:
         if isinstance(queue, str):
             queue = stack.enter_context(rings_of(queue))
-        expect(queue, FoundRings, "queue of snapshot()", "rings, as open_queue('rings:NAME') finds them")
+        if not isinstance(queue, FoundRings):
+            raise UsageError("queue of snapshot(): give rings, as open_queue('rings:NAME') finds them")
         elsewhere = queue.not_counted()
         if elsewhere and parts == 1:
             where = sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in elsewhere.values() if each.ports)

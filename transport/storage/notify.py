@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from transport import _ring
-from transport.errors import ClosedError
-from transport.storage.sqlite_file import Words
+from transport.errors import ClosedError, StoreUnsuitableError
 
 Answer = TypeVar("Answer")
 
@@ -47,9 +46,8 @@ class Bell:
     may close the bell while others wait: they raise ClosedError first. A forked child opens the file for itself.
     """
 
-    def __init__(self, path: Path, words: Words) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._words = words
         self._closed = False
         # By process id: a lock that another thread held at the fork would stay locked in the child.
         self._rooms: dict[int, _Room] = {}
@@ -98,22 +96,22 @@ class Bell:
     def _room(self) -> _Room:
         room = self._rooms.get(os.getpid())
         if room is None:
-            room = self._rooms.setdefault(os.getpid(), _Room(self._path, self._words))
+            room = self._rooms.setdefault(os.getpid(), _Room(self._path))
         return room
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError(f"the {self._words.what} of {self._path} was closed")
+            raise ClosedError(f"the store of {self._path} was closed")
 
 
 class _Room:
     """The part of a bell that the threads of one process share."""
 
-    def __init__(self, path: Path, words: Words) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             self.event = _ring.Event(str(path))
         except (_ring.RingFault, OSError) as error:
-            raise words.unsuitable(f"the wake-up file {path} cannot be used: {error}") from error
+            raise StoreUnsuitableError(f"the wake-up file {path} cannot be used: {error}") from error
         # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
         self.lock = threading.RLock()
         self.condition = threading.Condition(self.lock)

@@ -4,9 +4,7 @@ It handles for its users:
 
 * After a lost connection or a restart of the server it tries again with back-off, for at most ``patience_s``. A write
   whose answer was lost is repeated under the same number, and the server returns the answer that it stored: the write
-  is done once. With ``repeatable`` this also holds if the caller got the error "did not answer" and makes the same
-  call again within a minute; otherwise an acknowledgement that the server did without being able to answer would be
-  refused. A renewal is a new write each time. The retries of the redis package would do a write twice and are off.
+  is done once. The retries of the redis package would do a write twice and are off.
   The server forgets its answers after a minute by its own clock, which may be set. A script can tell whether the answer
   to what it is asked again may have been forgotten (`forgotten`), and then answers nothing that it does not know.
 * Every key begins with ``transport:{run}:``. Runs share a server, and all keys of a run are in one slot of a cluster.
@@ -28,13 +26,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from transport.errors import ClosedError, ConfigurationError, TransportError
 from transport.runtime import hurry
 from transport.storage.redis_script import REMEMBER_MS, Script, require_redis
-from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
 if TYPE_CHECKING:
@@ -44,7 +41,6 @@ log = logging.getLogger(__name__)
 
 OLDEST = (6, 2)
 MOST_PATIENCE_S = 30.0  # well below that
-_MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
 _COMMAND_TIMEOUT_S = 5.0  # upper limit, for a suspended server or a cut cable
 _HURRIED_TIMEOUT_S = 0.5  # of a process that ends: see hurry.py
 _LEAST_COMMAND_TIMEOUT_S = 0.25
@@ -55,6 +51,16 @@ _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
+
+
+class Words(NamedTuple):
+    """What the server is used for ("queue", "store"), and the error classes to raise."""
+
+    what: str  # "queue"
+    failed: type[TransportError]
+    full: type[TransportError]
+    busy: type[TransportError]
+    unsuitable: type[TransportError]
 
 
 class _Room:
@@ -96,7 +102,6 @@ class RedisConnection:
         self._closed = False
         # By process id: a lock that another thread held at the fork would stay locked in the child.
         self._rooms: dict[int, _Room] = {}
-        self._unanswered: dict[tuple[Any, ...], tuple[str, str]] = {}  # script, keys and arguments → hash and field
         self._client = secrets.token_hex(6)
         self._fields = itertools.count()
         self._failed_at = -1.0  # monotonic time of the last attempt, if it got no answer
@@ -128,27 +133,12 @@ class RedisConnection:
         """The key's name on the server."""
         return self._prefix + name
 
-    def run(
-        self,
-        script: Script,
-        keys: Sequence[str],
-        arguments: Sequence[Any],
-        now_ms: int | None = None,
-        *,
-        repeatable: bool = False,
-    ) -> Any:
-        """Run a script once. Raises ``words.busy`` if the server does not answer in time; the script may have run.
-
-        ``repeatable``: a later call with the same arguments is the same write and returns the stored answer. Not for
-        writes that must take effect each time, as a renewal.
-        """
-        asked = (script.sha, *keys, *arguments)
-        before = self._unanswered.pop(asked, None) if repeatable else None
-        place = before or self._place()
-        name, field = place
+    def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None) -> Any:
+        """Run a script once. Raises ``words.busy`` if the server does not answer in time; the script may have run."""
+        name, field = self._place()
         first = f"{'' if now_ms is None else now_ms}/{field}"
         every_key = [self.key(name), *map(self.key, keys)]
-        again = "" if before is None else "+"
+        again = ""
 
         def attempt(client: redis.Redis) -> Any:
             nonlocal again
@@ -165,14 +155,7 @@ class RedisConnection:
                     again = before  # the call was not sent
                 raise
 
-        try:
-            return self._patiently(attempt)
-        except self._words.busy:
-            if repeatable:
-                self._unanswered[asked] = place
-                while len(self._unanswered) > _MOST_UNANSWERED:
-                    del self._unanswered[next(iter(self._unanswered))]
-            raise
+        return self._patiently(attempt)
 
     def read(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """The answers to these commands, which run as one step of the server. They may run again: none may write."""

@@ -8,7 +8,7 @@ It handles for its users:
 * Times in the file are from the host's monotonic clock, so changes of the wall clock have no effect. After a reboot
   (another boot id) the statements of ``on_reboot`` may invalidate stored times.
 * A process that is stopped (SIGSTOP, Ctrl-Z) inside a transaction keeps the file locked for all others, and an operator
-  or a debugger may have stopped it. Writes then raise ``words.busy``, which names it; a killed process has no locks.
+  or a debugger may have stopped it. Writes then raise an error that names it; a killed process has no locks.
 * Processes that have a removed file open would go on among themselves, where no other process finds them. So a write
   looks whether the path still leads to the file, and refuses.
 """
@@ -24,21 +24,18 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from transport.errors import ClosedError, InternalError, TransportError
+from transport.errors import (
+    ClosedError,
+    InternalError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreUnsuitableError,
+)
 
 Synchronous = Literal["NORMAL", "FULL"]
-
-
-class Words(NamedTuple):
-    """What the file is used for ("queue", "store"), and the error classes to raise."""
-
-    what: str  # "queue"
-    failed: type[TransportError]
-    full: type[TransportError]
-    busy: type[TransportError]
-    unsuitable: type[TransportError]
 
 
 # 9p is missing on purpose: where it does not support WAL (WSL's /mnt), SQLite itself reports it.
@@ -89,25 +86,25 @@ def is_network_type(file_system: str) -> bool:
 
 
 @contextlib.contextmanager
-def _translated(path: Path, words: Words) -> Iterator[None]:
-    """Map SQLite's errors to the classes of ``words``."""
+def _translated(path: Path) -> Iterator[None]:
+    """Map SQLite's errors to those of a store."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
-            raise words.full(
-                f"no room for the {words.what} {path}: {error}; free disk space, or raise max_bytes"
+            raise StoreFullError(
+                f"no room for the store {path}: {error}; free disk space, or raise max_bytes"
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise words.busy(
-                f"{_holder(path)} keeps the {words.what} {path} locked for longer than the time limit: {error}"
+            raise StoreUnavailableError(
+                f"{_holder(path)} keeps the store {path} locked for longer than the time limit: {error}"
             ) from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; give another path") from error
+            raise StoreUnsuitableError(f"{path} is not an intact SQLite file: {error}; give another path") from error
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-            raise words.unsuitable(f"the {words.what} {path} cannot be written by this user: {error}") from error
-        raise words.failed(f"the {words.what} {path} failed: {error}") from error
+            raise StoreUnsuitableError(f"the store {path} cannot be written by this user: {error}") from error
+        raise StoreError(f"the store {path} failed: {error}") from error
 
 
 class Database:
@@ -124,7 +121,6 @@ class Database:
         application_id: int,
         version: int,
         on_reboot: str,
-        words: Words,
         synchronous: Synchronous = "NORMAL",
         max_bytes: int | None = None,
         busy_timeout_s: float = 10.0,
@@ -134,7 +130,6 @@ class Database:
         self._application_id = application_id
         self._version = version
         self._on_reboot = on_reboot
-        self._words = words
         self._synchronous = synchronous
         self._max_bytes = max_bytes
         self._busy_timeout_s = busy_timeout_s
@@ -151,13 +146,13 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """The connection without a transaction: each statement has its own snapshot and waits for no writer."""
-        with self._lock, _translated(self.path, self._words):
+        with self._lock, _translated(self.path):
             yield self._opened()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """A write transaction: all or nothing, whatever interrupts it."""
-        with self._lock, _translated(self.path, self._words):
+        with self._lock, _translated(self.path):
             connection = self._opened()
             self._refuse_reentry(connection)
             try:
@@ -198,14 +193,13 @@ class Database:
         # The lock is reentrant; a nested transaction would end the outer one.
         if connection.in_transaction:
             raise InternalError(
-                f"the {self._words.what} {self.path} was used by a signal handler "
-                "that interrupted a transaction of the same thread"
+                f"the store {self.path} was used by a signal handler that interrupted a transaction of the same thread"
             )
 
     def _refuse_removed(self) -> None:
         if _identity(self.path) != self._file:
-            raise self._words.unsuitable(
-                f"the {self._words.what} {self.path} was removed while it was in use; restart every process of it"
+            raise StoreUnsuitableError(
+                f"the store {self.path} was removed while it was in use; restart every process of it"
             )
 
     @property
@@ -222,10 +216,10 @@ class Database:
     # --- opening -------------------------------------------------------------------------------
     def _opened(self) -> sqlite3.Connection:
         if self._closed:
-            raise ClosedError(f"the {self._words.what} {self.path} was closed")
+            raise ClosedError(f"the store {self.path} was closed")
         if self._connection is None:
             self._make_file()
-            with _translated(self.path, self._words):
+            with _translated(self.path):
                 connection = sqlite3.connect(
                     self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
                 )
@@ -244,21 +238,19 @@ class Database:
 
     def _make_file(self) -> None:
         if not self.path.parent.is_dir():
-            raise self._words.unsuitable(
-                f"directory {self.path.parent} does not exist; create it for the {self._words.what}"
-            )
+            raise StoreUnsuitableError(f"directory {self.path.parent} does not exist; create it for the store")
         file_system = file_system_type(self.path.parent)
         if is_network_type(file_system):
-            raise self._words.unsuitable(
+            raise StoreUnsuitableError(
                 f"{self.path} is on a network file system ({file_system}), where SQLite loses data: "
-                f"use a local path (every process of this {self._words.what} must be on that host)"
+                f"use a local path (every process of this store must be on that host)"
             )
         # An existing file is not opened here: closing any descriptor of it drops the locks of this whole process.
         with contextlib.suppress(FileExistsError):
             try:
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             except PermissionError as error:
-                raise self._words.unsuitable(f"this user cannot create files in {self.path.parent}: {error}") from error
+                raise StoreUnsuitableError(f"this user cannot create files in {self.path.parent}: {error}") from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         if self._is_new(connection):
@@ -296,18 +288,18 @@ class Database:
                 time.sleep(0.01)
                 continue
             if mode != "wal":
-                raise self._words.unsuitable(f"SQLite cannot use WAL for {self.path}, only {mode}; give another path")
+                raise StoreUnsuitableError(f"SQLite cannot use WAL for {self.path}, only {mode}; give another path")
             return
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application_id = _pragma(connection, "application_id")
         if application_id != self._application_id:
-            raise self._words.unsuitable(
+            raise StoreUnsuitableError(
                 f"{self.path} belongs to another program (application id {application_id:#x}); give another path"
             )
         version = _pragma(connection, "user_version")
         if version != self._version:
-            raise self._words.unsuitable(
+            raise StoreUnsuitableError(
                 f"{self.path} has version {version}, this program reads {self._version}: "
                 "finish the run with the program that made the file, or give another path"
             )

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from transport.errors import ConfigurationError
-from transport.runtime.arguments import expect
 from transport.runtime.decoders import hiding
 
 FORMS = "sqlite:file, relative, or sqlite:///path/of/file, or redis://host:port/db?run=name"
@@ -48,7 +47,6 @@ def parse_url(text: str) -> SQLiteURL | RedisURL:
 
     ``sqlite:file`` names a file relative to the working directory; ``rediss`` is Redis over TLS.
     """
-    expect(text, str, "the URL of a queue or store", f"text: {FORMS}")
     try:
         parts = urlsplit(text)
     except ValueError:  # whose text may contain the password

@@ -19,11 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.runtime.arguments import expect
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection
+from transport.storage.redis_connection import RedisConnection, Words
 from transport.storage.redis_script import Script
-from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 from transport.store.base import (
     ABSENT,
@@ -172,12 +170,6 @@ class RedisStore(Store):
     """
 
     def __init__(self, url: RedisURL, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None) -> None:
-        expect(
-            url,
-            RedisURL,
-            "RedisStore()",
-            "a URL that was parsed, or use open_store(), which takes redis://host:port/db?run=name",
-        )
         self._clock = clock
         self._connection = RedisConnection(url, "store", _WORDS, patience_s=patience_s)
         self._reads = RedisReads(self._connection, _KEYS, _END_LEASES, self._now_ms)
@@ -190,7 +182,6 @@ class RedisStore(Store):
         self._connection.close()
 
     def reached_from(self) -> str | None:
-        """See `Store.reached_from`."""
         return address_towards(*self._connection.server)
 
     def _now_ms(self) -> int | None:

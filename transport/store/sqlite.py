@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.runtime.arguments import at_least, expect, seconds
+from transport.errors import StoreUnsuitableError, UsageError
+from transport.runtime.arguments import at_least, seconds
 from transport.storage.notify import Bell, wait_for
-from transport.storage.sqlite_file import Database, Synchronous, Words
+from transport.storage.sqlite_file import Database, Synchronous
 from transport.store.base import (
     ABSENT,
     RECHECK_S,
@@ -36,7 +36,6 @@ from transport.store.base import (
 APPLICATION_ID = 0x5452_5053  # "TRPS"
 SCHEMA_VERSION = 1
 
-_WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _COUNTER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _AFTER_ALL_KEYS = "\x7f"  # keys are of smaller characters
 
@@ -97,12 +96,11 @@ class SQLiteStore(Store):
             application_id=APPLICATION_ID,
             version=SCHEMA_VERSION,
             on_reboot=_ON_REBOOT,
-            words=_WORDS,
             synchronous=synchronous,
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
-        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), _WORDS)
+        self._bell = Bell(self.path.with_name(self.path.name + ".wake"))
 
     def __repr__(self) -> str:
         return f"<SQLiteStore {self.path} {'closed' if self._database.closed else 'open'}>"
@@ -228,7 +226,6 @@ def _next_revision(connection: sqlite3.Connection) -> int:
 
 def _file_named(path: str | os.PathLike[str]) -> Path:
     """``path`` as a Path. Refuses URLs, and SQLite's names for databases in memory, which would become files."""
-    expect(path, (str, os.PathLike), "the store's path", "the path of a file")
     text = os.fsdecode(path)
     if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
         raise StoreUnsuitableError("the path of the store is a URL: give a plain path, or pass the URL to open_store()")

@@ -27,6 +27,7 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
+from transport.runtime.arguments import several
 from transport.testing.memory_contents import Contents, Delivery
 
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
@@ -82,7 +83,6 @@ class MemoryQueue(TicketQueue):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        """See `TicketQueue.publish`."""
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
         new = 0
         with self._contents.changed:
@@ -104,8 +104,7 @@ class MemoryQueue(TicketQueue):
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
-        """See `TicketQueue.claim`."""
-        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, oldest_version)
         return self._waited(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s) or []
 
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
@@ -133,12 +132,10 @@ class MemoryQueue(TicketQueue):
 
     # --- the end of a claim ----------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.ack_many`."""
         return self._end(arguments.held(claims, "ack"), DeliveryState.DONE)
 
     def retry_many(self, claims: Sequence[Claim], delay_s: float = 0.0, reason: str = "") -> list[Claim]:
-        """See `TicketQueue.retry_many`."""
-        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, reason, "retry")
+        listed, delay_s = arguments.held(claims, "retry"), arguments.delayed(delay_s, "retry")
         ended: list[Claim] = []
         for claim in listed:
             last = claim.attempts >= self._max_deliveries
@@ -146,12 +143,9 @@ class MemoryQueue(TicketQueue):
         return ended
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """See `TicketQueue.discard`."""
-        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._end([claim], DeliveryState.DISCARDED, reason))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.renew`."""
         claims = arguments.held(claims, "renew")
         with self._contents.changed:
             self._check_open()
@@ -184,7 +178,6 @@ class MemoryQueue(TicketQueue):
 
     # --- looking -----------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
-        """See `TicketQueue.depth`."""
         rank = arguments.number_or_none(rank, "rank of depth()")
         with self._contents.changed:
             self._check_open()
@@ -196,7 +189,6 @@ class MemoryQueue(TicketQueue):
         return QueueDepth(**sums)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`."""
         limit = arguments.number(limit, "limit of failures()")
         with self._contents.changed:
             self._check_open()
@@ -209,7 +201,6 @@ class MemoryQueue(TicketQueue):
         ]
 
     def requeue(self, limit: int = 100) -> int:
-        """See `TicketQueue.requeue`."""
         limit = arguments.number(limit, "limit of requeue()")
         with self._contents.changed:
             self._check_open()
@@ -223,7 +214,6 @@ class MemoryQueue(TicketQueue):
         return len(dead[:limit])
 
     def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`."""
         n = arguments.number(n, "n of unfinished()")
         with self._contents.changed:
             self._check_open()
@@ -232,7 +222,6 @@ class MemoryQueue(TicketQueue):
         return list(found.values())[:n]
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`."""
         with self._contents.changed:
             self._check_open()
             self._end_leases()
@@ -241,14 +230,13 @@ class MemoryQueue(TicketQueue):
                     self._contents.deliveries[ticket_id, rank].state
                     for rank in range(self._contents.readers[ticket_id])
                 )
-                for ticket_id in arguments.asked(ticket_ids)
+                for ticket_id in several(ticket_ids, "known()")
                 if ticket_id in self._contents.readers
             }
 
     # --- notices -----------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """See `TicketQueue.announce`."""
-        version = arguments.announced(topic, version, payload)
+        version = arguments.number(version, "version of announce()")
         with self._contents.changed:
             self._check_open()
             present = self._contents.notices.get(topic)
@@ -259,8 +247,7 @@ class MemoryQueue(TicketQueue):
         return True
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
-        """See `TicketQueue.latest`."""
-        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        newer_than, timeout_s = arguments.waited_for(newer_than, timeout_s)
 
         def look() -> Notice | None:
             notice = self._contents.notices.get(topic)

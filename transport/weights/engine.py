@@ -13,6 +13,8 @@ version.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,27 +23,26 @@ import msgspec
 
 from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
-from transport.errors import SchemaError, UsageError
-from transport.runtime.arguments import expect
+from transport.errors import ClosedError, SchemaError, UsageError, WeightsTimeoutError
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
 from transport.ticket import host_identity
-from transport.weights.engine_holdings import EngineHoldings
 from transport.weights.options import EngineOptions
-from transport.weights.plan.engine import Metadata, WeightEngine, Weights
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import Metadata, Proof, Weights
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Role, ShardDescription, completed, describe, pack, roles, unpack
 from transport.weights.sharding.shards import whole_model
+from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.changes import ShardBase
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
-from transport.weights.transfer.messages import Failed
+from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.parts import checked_targets
 from transport.weights.transfer.receiving import Scratch, ShardReceiving, children_of
 from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.versions.copies import Copies
 from transport.weights.versions.layout import specs_of
 from transport.weights.versions.tensors import on_host, tensor_of
 from transport.wire.addresses import advertised
@@ -81,8 +82,11 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: dict[str, int]
 
 
-class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
-    """One rank's side of updates. Belongs to the loop of its first use; `close` releases everything.
+class ShardEngine:
+    """One rank's side of updates, with the method names of verl's checkpoint engines.
+
+    Belongs to the loop of its first use; `close` releases everything: each step of an end is taken whatever the others
+    raise, and where a cancellation comes in between.
 
     Args:
         name: unique among all ranks.
@@ -121,9 +125,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         progress: Progress = silent,
         options: EngineOptions = _OPTIONS,
     ) -> None:
-        expect(options, EngineOptions, "options", "EngineOptions")
         if layout is not None:
-            expect(layout, Layout, "layout", "a Layout")
             layout.check()
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
             raise UsageError(
@@ -142,7 +144,22 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         self._address = address or advertised()[0]
         self._progress = progress
         self._device = None if device is None else parse_device(device)
-        super().__init__(bucket_bytes, in_flight, self._address, options)
+        self._sender = BucketSender(
+            bucket_bytes,
+            in_flight,
+            address=self._address,
+            wires=None if options.wires is None else options.wires - {"mapped"} or None,
+            secret=options.secret,
+            pace=None if options.rate is None else Pace(options.rate),
+            stall_s=options.stall_s,
+            prefix=options.prefix,
+        )
+        self._copies = Copies(options.prefix)
+        self._client: UCXXClient | None = None
+        self._feed: Feed | None = None
+        self._held: ShardHeld | None = None  # the current version
+        self._previous: ShardHeld | None = None  # the one before, until `finalize`
+        self._process = os.getpid()
         self._in_flight = in_flight
         self._scratch: Scratch | None = None
         self._packed = "" if layout is None else pack(layout)
@@ -153,6 +170,16 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} {self._held!r}>"
+
+    @property
+    def held(self) -> ShardHeld | None:
+        """The complete version that this member holds."""
+        return self._held
+
+    @property
+    def previous(self) -> ShardHeld | None:
+        """The version before, which `revert` returns to; None after `finalize`."""
+        return self._previous
 
     @property
     def proof(self) -> Proof | None:
@@ -194,7 +221,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
 
     # --- the group ------------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
-        """Listen for the ranks that will pull from this one."""
+        """Listen for the ranks that will pull from this one; returns what they need to connect, as plain values."""
         await self.finalize()
         self._feed = Feed(self._sender.lost, self._options.stall_s)
         await self._feed.open(self._address)
@@ -246,7 +273,10 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         return arguments[0], arguments[1]
 
     async def init_process_group(self, **arguments: Any) -> None:
-        """Connect to the ranks that this one pulls from, and wait for those that pull from it."""
+        """Connect to the ranks that this one pulls from, and wait for those that pull from it; these hear of a failure.
+
+        A parent that fails meanwhile ends the wait: its failure may be the reason why a child does not come.
+        """
         feed = self._feed
         if feed is None:
             raise UsageError(f"{self.name}: call prepare() before init_process_group()")
@@ -258,8 +288,19 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             self._client = UCXXClient(
                 wire="auto" if wires is None else wires, secret=self._options.secret, settings=_SETTINGS
             )
-
-        await self._join(self.name, feed, role.children, self._connected(role))
+        try:
+            try:
+                async with asyncio.timeout(self._options.join_s):
+                    await feed.joined(role.children, await self._connected(role))
+            except TimeoutError:
+                missing = ", ".join(sorted(feed.missing(role.children))) or "an answer of its parents"
+                raise WeightsTimeoutError(
+                    f"{self.name}: the group was not complete within {self._options.join_s:g} s (join_s), missing: "
+                    f"{missing}; look at the logs of these"
+                ) from None
+        except BaseException as error:
+            await announce_failure(feed, error)
+            raise
 
     async def _connected(self, role: Role) -> list[Upstream]:
         """Connect to all parents."""
@@ -278,16 +319,39 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
 
     async def finalize(self) -> None:
         """Leave the group, and release the version before the current one. Valid in every state."""
+        self._check_process()
         upstreams, self._upstreams = self._upstreams, {}
+        feed, self._feed = self._feed, None
+        previous, self._previous = self._previous, None
         self._role = None
-        await self._leave(upstreams.values())
+        async with contextlib.AsyncExitStack() as stack:
+            if previous is not None:
+                stack.push_async_callback(in_thread, self._copies.trim)
+                stack.push_async_callback(in_thread, previous.release)
+            stack.callback(self._sender.abandon)
+            if feed is not None:
+                stack.push_async_callback(feed.close)
+            for upstream in upstreams.values():
+                stack.callback(upstream.close)
 
     async def close(self) -> None:
         """Release everything, the current version too. Idempotent."""
-        try:
-            await self.finalize()
-        finally:
-            await self._release()
+        self._check_process()
+        held, client = self._held, self._client
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(in_thread, self._copies.close)
+            stack.push_async_callback(in_thread, self._sender.close)
+            if client is not None:
+                stack.push_async_callback(client.close)
+            if held is not None:
+                stack.push_async_callback(in_thread, held.release)
+            stack.push_async_callback(self.finalize)  # first
+            self._held = self._client = None
+
+    def _check_process(self) -> None:
+        """ClosedError in a forked child, which has neither the connections nor the threads of its parent."""
+        if self._process != os.getpid():
+            raise ClosedError("a forked child does not have its parent's engine of weights; make one in the child")
 
     # --- weights ---------------------------------------------------------------------------------------------
     async def send_weights(self, weights: Weights | Mapping[str, Any], global_steps: int) -> Proof | None:
@@ -339,8 +403,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             if self._base is not None:
                 self._base.end(Proof(global_steps, role.update))
         except BaseException as error:
-            kind = type(error).__name__
-            await announce_failure(feed, Failed(kind, str(error) or kind))
+            await announce_failure(feed, error)
             raise
         return Proof(global_steps, role.update)
 

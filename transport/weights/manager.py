@@ -19,10 +19,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
-from transport.runtime.arguments import named_kind
-from transport.weights.engine import RingEngine
+from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.plan.admission import Admission, Event, State
-from transport.weights.plan.engine import WeightEngine
 from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
@@ -78,13 +76,11 @@ class WeightUpdate:
         *,
         policy: Policy = "restore",
         limits: Limits | None = None,
-        engine: type[WeightEngine] = RingEngine,
+        engine: type[ShardEngine] = RingEngine,
         on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"policy={policy!r}: choose {', '.join(map(repr, POLICIES))}")
-        for trainer in trainers:
-            _check_member(trainer, "a trainer")
         self._trainers = {trainer.name: trainer for trainer in trainers}
         self._replicas: dict[str, ReplicaMember] = {}
         self._policy: Policy = policy
@@ -118,7 +114,6 @@ class WeightUpdate:
 
     def join(self, replica: ReplicaMember) -> None:
         """Add a replica, or one that was excluded: pending until the next update of it. Also during an update."""
-        _check_member(replica, "a replica")
         before = self._admissions.get(replica.name)
         if before is None:
             self._admissions[replica.name] = Admission()
@@ -280,8 +275,3 @@ class WeightUpdate:
             why = run.reasons.get(name)
             if self._admissions[name].state is State.PENDING and why:
                 self._admissions[name] = msgspec.structs.replace(self._admissions[name], reason=why)
-
-
-def _check_member(member: object, what: str) -> None:
-    if not isinstance(getattr(member, "name", None), str):
-        raise UsageError(f"{what} of a WeightUpdate got {named_kind(member)}: give a member, which has a name")

@@ -50,7 +50,6 @@ from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor
 from transport.weights.transfer.threads import ended, in_thread
-from transport.weights.versions.tensors import as_torch
 
 _LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
 _THERE_S = 10.0  # lease of "I have come so far": several looks
@@ -285,8 +284,10 @@ def copied_into(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         if hasattr(target, "copy_"):  # torch
             import torch
 
+            from transport.devices.host_tensors import as_tensor
+
             with torch.no_grad():
-                target.copy_(as_torch(array))
+                target.copy_(as_tensor(array))
         else:
             target[...] = array
 

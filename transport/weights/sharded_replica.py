@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, UsageError
-from transport.weights.plan.engine import Metadata
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import Metadata, Proof
 from transport.weights.transfer.threads import ended
 from transport.weights.updating import ReplicaMember
 

@@ -6,16 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, WeightsTimeoutError
 from transport.weights.plan.admission import Event
-from transport.weights.plan.engine import Metadata, WeightEngine
 from transport.weights.plan.steps import (
     DROPS_ONE,
     STAGE,
     Failure,
     Limits,
+    Metadata,
     Policy,
     Proof,
     Step,
@@ -24,6 +24,9 @@ from transport.weights.plan.steps import (
     verdicts,
 )
 from transport.weights.worker import check
+
+if TYPE_CHECKING:
+    from transport.weights.engine import ShardEngine
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class Run:
         *,
         policy: Policy,
         limits: Limits,
-        engine: type[WeightEngine],
+        engine: type[ShardEngine],
         on_step: Callable[[Step, tuple[str, ...]], None],
         whole: bool,
         old: Mapping[str, Proof | None],

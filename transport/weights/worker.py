@@ -15,16 +15,19 @@ from __future__ import annotations
 import abc
 import asyncio
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError
-from transport.weights.plan.engine import Metadata
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import Metadata, Proof
 from transport.weights.transfer.threads import in_thread, settled
 from transport.weights.versions.layout import weights_checksum
+
+if TYPE_CHECKING:
+    from transport.weights.engine import ShardEngine
+    from transport.weights.transfer.held import ShardHeld
 
 
 class RolloutWorker(abc.ABC):
@@ -143,65 +146,19 @@ class ReferenceWorker(RolloutWorker):
         return weights_checksum(self.weights) if self.weights else None
 
 
-class Version(Protocol):
-    """A complete version that an engine holds."""
-
-    @property
-    def proof(self) -> Proof: ...
-
-    @property
-    def checksum(self) -> int: ...
-
-    def settle(self) -> None: ...
-
-
-class ReplicaEngine(Protocol):
-    """What a replica uses of its engine."""
-
-    name: str
-
-    @property
-    def held(self) -> Any: ...
-
-    @property
-    def on_device(self) -> bool: ...
-
-    @property
-    def in_place(self) -> bool: ...
-
-    @property
-    def spoilt(self) -> bool: ...
-
-    async def prepare(self) -> Metadata: ...
-
-    async def init_process_group(self, **arguments: Any) -> None: ...
-
-    async def receive(self, global_steps: int) -> Any: ...
-
-    def arrays(self, held: Any) -> Iterable[tuple[str, Any]]: ...
-
-    def revert(self) -> None: ...
-
-    async def finalize(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def statistics(self) -> Any: ...
-
-
 class Replica:
     """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's.
 
     With ``in_place`` of the engine `RolloutWorker.load` gets the engine's own tensors, already changed.
     """
 
-    def __init__(self, engine: ReplicaEngine, worker: RolloutWorker) -> None:
+    def __init__(self, engine: ShardEngine, worker: RolloutWorker) -> None:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
-        self._landed: Version | None = None  # in this update
-        self._staged: tuple[Version, Any] | None = None  # what the worker's `stage` returned for it
-        self._served: Version | None = None  # by the load that ended last; None: nothing, or unknown weights
+        self._landed: ShardHeld | None = None  # in this update
+        self._staged: tuple[ShardHeld, Any] | None = None  # what the worker's `stage` returned for it
+        self._served: ShardHeld | None = None  # by the load that ended last; None: nothing, or unknown weights
         self._loading: asyncio.Task[None] | None = None  # begun last; it may outlast its caller
         self._with_worker = asyncio.Lock()  # held by its `stage` and `load`, each to its end
 
@@ -219,11 +176,11 @@ class Replica:
 
     # --- the engine's part -------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         return await self.engine.prepare()
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         await self.engine.init_process_group(**arguments)
 
     async def land(self, version: int) -> Proof:
@@ -271,7 +228,7 @@ class Replica:
         finally:
             await self.engine.finalize()
 
-    async def _load(self, held: Version) -> None:
+    async def _load(self, held: ShardHeld) -> None:
         """Loads run one after the other, each to its end. One that outlasts its caller proves nothing."""
         self._served = None
         self._loading = task = asyncio.ensure_future(self._loaded(held))
@@ -282,7 +239,7 @@ class Replica:
             raise
         self._served = held if self._loading is task else None
 
-    async def _loaded(self, held: Version) -> None:
+    async def _loaded(self, held: ShardHeld) -> None:
         async with self._with_worker:
             if self._loading is not asyncio.current_task():
                 raise MemberFailedError(f"{self.name}: the load of {held.proof} gave way to a later one")
@@ -290,7 +247,7 @@ class Replica:
             weights = staged[1] if staged is not None and staged[0] is held else await self._stage(held)
             await call(self.worker.load, weights, held.proof.version)
 
-    async def _stage(self, held: Version) -> Any:
+    async def _stage(self, held: ShardHeld) -> Any:
         """What the worker's `load` gets: the version's arrays, or what it made of them, which is proven then."""
         given = dict(self.engine.arrays(held))
         if self.engine.on_device:
@@ -332,28 +289,10 @@ class Source(Protocol):
         """Every tensor of a version, in an order that stays."""
 
 
-class TrainerEngine(Protocol):
-    """What a trainer uses of its engine."""
-
-    name: str
-
-    async def prepare(self) -> Metadata: ...
-
-    async def init_process_group(self, **arguments: Any) -> None: ...
-
-    async def send_weights(self, weights: Iterator[tuple[str, Any]], global_steps: int) -> Proof | None: ...
-
-    async def finalize(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def statistics(self) -> Any: ...
-
-
 class Trainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 
-    def __init__(self, engine: TrainerEngine, source: Source) -> None:
+    def __init__(self, engine: ShardEngine, source: Source) -> None:
         self.engine = engine
         self.name = engine.name
         self.source = source
@@ -361,7 +300,7 @@ class Trainer:
         self.finalize = engine.finalize
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         await self.engine.init_process_group(**arguments)
 
     async def send_weights(self, version: int) -> Proof | None:

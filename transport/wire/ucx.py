@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -187,24 +186,14 @@ class Worker:
         self._tell(self.engine.close())
 
 
-def _check_local(address: str, port: int) -> None:
-    """UsageError unless ``address`` is an IPv4 address of this host; UCX would only report an input/output error."""
-    try:
-        socket.inet_pton(socket.AF_INET, address)
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        raise UsageError(f"listening on {address}:{port}: not an IPv4 address of this host ({error})") from error
-
-
 class Listening:
     """A listening port of a worker."""
 
     def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None], most: int) -> None:
         self._worker = worker
         self._accept: Callable[[Endpoint], None] | None = accept
-        if address:
-            _check_local(address, port)
+        if address and not of_this_host(address):  # UCX would only report an input/output error
+            raise UsageError(f"listening on {address}:{port}: not an IPv4 address of this host")
         with translated(f"listening on {address or '*'}:{port}"):
             self._native = engine().Listener(worker.engine, address, port, most, self._arrived)
         self.port: int = self._native.port
@@ -263,9 +252,7 @@ class Endpoint:
         """
         future: asyncio.Future[Any] = self._future("connecting to")
         if self._maps_memory:
-            self.worker.join(
-                ConnectionSetup(self.native, lambda: failure(self.native.failure, f"connecting to {self.name}"), future)
-            )
+            self.worker.join(ConnectionSetup(self.native, self._lost, future))
         else:
             future.set_result(None)
         return future

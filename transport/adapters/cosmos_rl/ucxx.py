@@ -262,7 +262,7 @@ def checked(
     """The arguments of `replace_ucxx`. UsageError if one is wrong."""
     if overflow not in ("block", "error", "overwrite"):
         raise UsageError(f"overflow={overflow!r}: choose 'block', 'error' or 'overwrite'")
-    seconds(timeout_s, "timeout_s", none=True)
+    seconds(timeout_s, "timeout_s")
     return Choices(
         schemas=tuple(ring_schema(each) for each in schemas),
         overflow=overflow,

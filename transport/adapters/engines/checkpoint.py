@@ -19,8 +19,8 @@ from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 from transport.runtime.loop_thread import LoopThread
 from transport.weights.engine import RingEngine
-from transport.weights.plan.engine import Metadata, Weights
-from transport.weights.versions.tensors import as_torch, tensor_of
+from transport.weights.plan.steps import Metadata, Weights
+from transport.weights.versions.tensors import tensor_of
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +63,22 @@ class CheckpointAdapter:
 
     # --- called without await ---------------------------------------------------------------------------------------
     def prepare(self) -> Metadata:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         return self._loop.run(self._engine.prepare())
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         return RingEngine.build_topology(actor_wg_world_size, rollout_world_size, metadata)
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         self._loop.run(self._engine.init_process_group(**kwargs))
 
     def finalize(self) -> None:
-        """See `WeightEngine`."""
+        """See `ShardEngine`."""
         self._loop.run(self._engine.finalize())
 
     def close(self) -> None:
@@ -157,7 +157,10 @@ class CheckpointAdapter:
     def _tensor(self, array: Any) -> Any:
         if self._tensors == "numpy" or self._engine.on_device:
             return array
-        torch, tensor = _torch(), as_torch(array)
+        torch = _torch()
+        from transport.devices.host_tensors import as_tensor
+
+        tensor = as_tensor(array)
         # verl's sender copies what fits into its bucket, and passes anything larger on as a handle of CUDA memory.
         return tensor.cuda() if tensor.nbytes > self.bucket_size and torch.cuda.is_available() else tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from transport.adapters.torch.dataset import Sample
-from transport.adapters.torch.nested import as_tensor
+from transport.devices.host_tensors import as_tensor
 from transport.errors import BufferUnsuitableError
 
 import torch  # isort: skip

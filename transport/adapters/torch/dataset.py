@@ -95,7 +95,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         **options: Any,
     ) -> None:
         seconds(fill_s, "fill_s")
-        seconds(idle_s, "idle_s", none=True)
+        seconds(idle_s, "idle_s")
         self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
         self._queue = queue
         self._batch_size = at_least(1, batch_size, "batch_size")

@@ -19,13 +19,13 @@ from typing import Any, Final
 import numpy as np
 
 from transport.adapters.torch import tensors as _says_what_to_do_without_torch
-from transport.devices.arrays import is_torch
+from transport.devices.host_tensors import as_tensor
 from transport.errors import BufferUnsuitableError, PayloadDamagedError, SchemaError
 from transport.values.forms import MAX_DEPTH, MAX_VALUES
 
 import torch  # isort: skip
 
-__all__ = ["Apart", "Mark", "as_tensor", "together"]
+__all__ = ["Apart", "Mark", "together"]
 assert _says_what_to_do_without_torch
 
 Mark = list[Any]
@@ -318,24 +318,6 @@ _MADE: Final[Mapping[str, Callable[[Together, Any], Any]]] = {
 def together(value: Any, marks: Iterable[Mark], name: str, *, copy: bool = True, models: Models = _NONE) -> Any:
     """One field of a payload as it was given. PayloadDamagedError: its marks do not fit what came."""
     return Together(marks, copy=copy, models=models).field(name, value)
-
-
-def as_tensor(array: Any, *, copy: bool = False) -> Any:
-    """An array as a tensor: over the same memory, or with its own. BufferUnsuitableError: torch has no such dtype."""
-    if is_torch(array):
-        return array
-    if not isinstance(array, np.ndarray):
-        return torch.from_dlpack(array)
-    if copy:
-        array = np.array(array)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the memory is only to be read
-        if array.dtype.isbuiltin == 1:
-            return torch.from_numpy(array)
-        dtype = getattr(torch, array.dtype.name, None)
-        if dtype is None:
-            raise BufferUnsuitableError(f"torch has no {array.dtype.name}")
-        return torch.from_numpy(array.view(f"u{array.itemsize}")).view(dtype)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from transport.errors import InternalError, UsageError
-from transport.runtime.arguments import expect
 from transport.settings import _POOL_ENDPOINT_MAX_AGE_S, DEFAULTS, Settings
 
 __all__ = ["_POOL_ENDPOINT_MAX_AGE_S", "EndpointPool", "PoolCounts", "PortKey", "port_of"]
@@ -30,7 +29,6 @@ C = TypeVar("C", bound=Hashable)
 
 def port_of(address: str) -> PortKey:
     """(host, port) of "host:port". Raises UsageError."""
-    expect(address, str, "the address", "text, host:port")
     host, colon, number = address.rpartition(":")
     if not colon or not host or not number.isdecimal() or not 0 < int(number) < 1 << 16:
         raise UsageError(f"{address!r} is not host:port")

@@ -21,7 +21,6 @@ from urllib.parse import unquote, urlsplit
 
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, TransportError, UsageError
-from transport.runtime.arguments import expect
 
 PROBE: Final = ".probe-"  # what names of test files begin with
 PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
@@ -42,7 +41,6 @@ _DENIALS: Final = (
 
 def within(path: str, *, root: bool = False) -> None:
     """UsageError unless this is a relative path that stays below the root: deleting "" would be deleting everything."""
-    expect(path, str, "a path of a destination", "text")
     parts = path.split("/")
     if not (root and not path) and not all(part.isprintable() and part not in ("", ".", "..") for part in parts):
         raise UsageError(f"{path[:200]!a} is no path below a destination: give names with slashes between them")

@@ -70,7 +70,6 @@ class Bucket(Destination):
         return f"<Bucket {self.url}>"
 
     def names(self, path: str) -> list[str]:
-        """See `Destination`."""
         with self.translated("list", path):
             try:
                 found = self._fs.ls(self._at(path), detail=False)
@@ -79,7 +78,6 @@ class Bucket(Destination):
             return sorted({name.rstrip("/").rpartition("/")[2] for name in found} - {""})
 
     def size(self, path: str) -> int | None:
-        """See `Destination`."""
         with self.translated("look at", path):
             try:
                 found = self._fs.info(self._at(path))
@@ -88,13 +86,11 @@ class Bucket(Destination):
             return int(found["size"]) if found["type"] == "file" else None
 
     def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
-        """See `Destination`."""
         cache = "none" if seeks else "readahead"
         file: BinaryIO = self._fs.open(self._at(path), "rb", block_size=PIECE, cache_type=cache)
         return file
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
-        """See `Destination`."""
         digest = hashlib.md5(usedforsecurity=False)
         with self.translated("write", path):
             file = self._fs.open(self._at(path), "wb", block_size=part_size(size))
@@ -120,13 +116,11 @@ class Bucket(Destination):
             log.warning("%s; its uploaded parts may stay, invisible as a file", error)
 
     def proofs(self, path: str) -> dict[str, str]:
-        """See `Destination`."""
         with self.translated("look at", path):
             found = self._fs.info(self._at(path))
             return {kind: found[name].strip('"') for kind, name in _PROOFS.items() if found.get(name)}
 
     def delete(self, path: str) -> None:
-        """See `Destination`."""
         with self.translated("delete", path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._at(path), recursive=True)
 
@@ -137,7 +131,6 @@ class Bucket(Destination):
         return f"{self._root}/{path}".rstrip("/")
 
     def translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
-        """See `Destination`."""
         return service_errors(self.url, operation, path)
 
 

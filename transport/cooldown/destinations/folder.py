@@ -36,7 +36,6 @@ class Folder(Destination):
         return f"<Folder {self.root}>"
 
     def names(self, path: str) -> list[str]:
-        """See `Destination`."""
         with self.translated("list", path):
             try:
                 return sorted(entry.name for entry in os.scandir(self.root / path))
@@ -46,7 +45,6 @@ class Folder(Destination):
                 return []
 
     def size(self, path: str) -> int | None:
-        """See `Destination`."""
         with self.translated("look at", path):
             try:
                 return (self.root / path).stat().st_size
@@ -55,7 +53,6 @@ class Folder(Destination):
                 return None
 
     def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
-        """See `Destination`."""
         return (self.root / path).open("rb")
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
@@ -65,7 +62,6 @@ class Folder(Destination):
         return {}
 
     def delete(self, path: str) -> None:
-        """See `Destination`."""
         with self.translated("delete", path):
             target = self.root / path
             if target.is_dir() and not target.is_symlink():
@@ -82,7 +78,6 @@ class Folder(Destination):
             return sorted(each.relative_to(self.root).as_posix() for each in found if _DRAFT.search(each.name))
 
     def remove_leftover(self, path: str) -> None:
-        """See `Destination`."""
         self.delete(path)
 
     def close(self) -> None:
@@ -107,7 +102,6 @@ class Folder(Destination):
 
     @contextlib.contextmanager
     def translated(self, operation: str, path: str) -> Iterator[None]:
-        """See `Destination`."""
         within(path, root=operation == "list")
         try:
             at = self.root / path

@@ -97,7 +97,6 @@ class Hub(Destination):
         return f"<Hub {self.url}>"
 
     def names(self, path: str) -> list[str]:
-        """See `Destination`."""
         branch, inner = _placed(path)
         with self.translated("list", path):
             if branch != MAIN:
@@ -109,13 +108,11 @@ class Hub(Destination):
             return sorted({name.partition("/")[0] for name in inside})
 
     def size(self, path: str) -> int | None:
-        """See `Destination`."""
         with self.translated("look at", path):
             found = self._info(path)
             return None if found is None else int(found.size)
 
     def proofs(self, path: str) -> dict[str, str]:
-        """See `Destination`."""
         with self.translated("look at", path):
             found = self._info(path)
             if found is None:
@@ -123,7 +120,6 @@ class Hub(Destination):
             return {SHA256: str(found.lfs.sha256)} if found.lfs else {GIT: str(found.blob_id)}
 
     def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
-        """See `Destination`."""
         from huggingface_hub import HfFileSystem
 
         branch, inner = _placed(path)
@@ -162,7 +158,6 @@ class Hub(Destination):
         return {GIT: digest.hexdigest(), SHA256: operation.upload_info.sha256.hex()}
 
     def settle(self, place: str) -> None:
-        """See `Destination`."""
         branch, _ = _placed(place)
         with self._lock:
             pending = self._pending.pop(branch, [])
@@ -175,7 +170,6 @@ class Hub(Destination):
                 file.unlink(missing_ok=True)
 
     def put(self, path: str, data: bytes) -> None:
-        """See `Destination`."""
         from huggingface_hub import CommitOperationAdd
 
         branch, inner = _placed(path)
@@ -220,7 +214,6 @@ class Hub(Destination):
             return f"published: {self._repository['repo_id']}, revision {name}"
 
     def unpublish(self, name: str) -> None:
-        """See `Destination`."""
         with self.translated("delete", name):
             self._discard(name)
 
@@ -240,7 +233,6 @@ class Hub(Destination):
             forget()
 
     def translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
-        """See `Destination`."""
         _bound_requests()
         return base.service_errors(self.url, operation, path)
 

@@ -34,7 +34,6 @@ class S3(Bucket):
     _used = False  # by then there may be connections
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
-        """See `Destination`."""
         part = part_size(size)
         with self.translated("write", path):
             if size > part:
@@ -74,7 +73,6 @@ class S3(Bucket):
             return [key[skip:] for key in begun]
 
     def remove_leftover(self, path: str) -> None:
-        """See `Destination`."""
         with self.translated("remove the unfinished uploads of", path):
             for each in self._unfinished():
                 if each["Key"] == self._key(path):
@@ -89,7 +87,6 @@ class S3(Bucket):
                 fsspec.asyn.sync(self._fs.loop, self._fs.s3.close, timeout=base.CONNECT_S)
 
     def translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
-        """See `Destination`."""
         self._used = True
         return super().translated(operation, path)
 

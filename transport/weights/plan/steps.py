@@ -13,8 +13,8 @@ it is paused before the transfer.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple, get_args
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -22,6 +22,8 @@ from transport.weights.plan.admission import Event
 
 Policy = Literal["restore", "exclude", "fail_job"]
 POLICIES: tuple[str, ...] = get_args(Policy)
+Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
+Metadata = dict[str, Any]  # what a member's `prepare` returns
 
 
 class Step(enum.StrEnum):

@@ -209,8 +209,10 @@ _ALIVE = encode(Alive())
 _TELL_S = 1.0  # a child that does not receive the message detects the disconnect instead
 
 
-async def announce_failure(feed: Feed, frame: Frame) -> None:
+async def announce_failure(feed: Feed, error: BaseException) -> None:
     """Send every child the failure, even if the caller is cancelled meanwhile; takes at most `_TELL_S`."""
+    kind = type(error).__name__
+    frame = Failed(kind, str(error) or kind)
 
     async def tell() -> None:
         with contextlib.suppress(TimeoutError):

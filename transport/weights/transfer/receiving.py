@@ -29,7 +29,7 @@ from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
-from transport.weights.transfer.messages import Failed, Placed, Slices, Start, Whole
+from transport.weights.transfer.messages import Placed, Slices, Start, Whole
 from transport.weights.transfer.parts import PartLanding, checked_targets
 from transport.weights.transfer.sending import relay
 from transport.weights.transfer.threads import ended, in_thread
@@ -146,8 +146,7 @@ class ShardReceiving:
                 await in_thread(self._plan, self._role, self._layout)
             return await self._run(specs)
         except BaseException as error:
-            kind = type(error).__name__
-            await announce_failure(self._feed, Failed(kind, str(error) or kind))
+            await announce_failure(self._feed, error)
             raise
         finally:
             for landing in self._landings.values():

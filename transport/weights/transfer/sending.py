@@ -17,8 +17,7 @@ from transport.errors import ChildrenLostError, SchemaError
 from transport.ring.leases import WriteLease
 from transport.runtime.progress import Progress, silent
 from transport.schema import DTYPES
-from transport.weights.plan.engine import Weights
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import Proof, Weights
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Outgoing

@@ -206,12 +206,6 @@ class Copies:
             return True
         return info.state == SlotState.READY and ring.discard(ticket)
 
-    def give_up(self, ticket: Ticket) -> None:
-        """Discard a version, so that no other member maps it; those that have mapped it keep it."""
-        for ring in self._rings:
-            if ring.ring_id == ticket.ring:
-                ring.discard(ticket)
-
     def close(self) -> None:
         """Close all segments; the ones mapped elsewhere exist until they are unmapped. Idempotent."""
         while self._rings:

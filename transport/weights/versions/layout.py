@@ -1,11 +1,9 @@
-"""A version of the weights as one row of bytes: which tensor stands where, and which bucket carries what.
+"""A version of the weights as one row of bytes: which tensor stands where.
 
     layout = VersionLayout.of(specs)     # every tensor at a multiple of 64 bytes, gaps zero
-    layout.buckets(256 << 20)            # consecutive ranges of that row; the last one is as long as what is left
 
-A bucket is a range, not a set of tensors: a tensor that crosses a boundary is split there, and on arrival all ranges
-lie side by side again, so that every tensor is one contiguous array without a copy. The checksum of a version is XXH3
-(64 bits) of the row; it does not depend on the size of buckets, nor on the way a version came (whole, or as a delta).
+Every tensor is one contiguous array, without a copy. The checksum of a version is XXH3 (64 bits) of the row; it does
+not depend on the size of buckets, nor on the way a version came (whole, or as a delta).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 from transport import _ring
 from transport.errors import SchemaError
 from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, TensorSpec
-from transport.weights.versions.tensors import Bytes, Tensor, Window, bytes_of, tensor_of
+from transport.weights.versions.tensors import Tensor, Window, bytes_of, tensor_of
 
 MAX_TENSORS = 1 << 17
 
@@ -73,10 +71,6 @@ class VersionLayout(msgspec.Struct, frozen=True, dict=True):
         last = self.places[-1]
         return last.offset + last.nbytes
 
-    def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """(start, end) of every bucket. All are full but the last."""
-        return [(start, min(start + bucket_bytes, self.total)) for start in range(0, self.total, bucket_bytes)]
-
     def groups(self, most_bytes: int) -> Iterator[list[Place]]:
         """Neighbouring tensors that take up to so many bytes together, in order; a larger one stands alone."""
         group: list[Place] = []
@@ -109,38 +103,6 @@ def spec_of(name: str, array: Tensor) -> TensorSpec:
     return TensorSpec(name, array.dtype.name, array.shape)
 
 
-class Cursor:
-    """Follows a sender's tensors through the layout, and says which bytes each contributes to the row."""
-
-    def __init__(self, layout: VersionLayout) -> None:
-        self._places = iter(layout.places)
-        self._end = 0
-
-    def take(self, name: str, array: Tensor) -> Iterator[tuple[int, Bytes]]:
-        """(offset, bytes) in order: the gap before the tensor, then the tensor. SchemaError for any other tensor."""
-        place = next(self._places, None)
-        if place is None:
-            raise SchemaError(
-                f"unexpected tensor {name}: the version's layout has no more tensors; give specs that list it"
-            )
-        if (name, array.dtype.name, array.shape) != (place.spec.name, place.spec.dtype, place.spec.shape):
-            raise SchemaError(
-                f"tensor mismatch: received {name} {array.dtype.name} {array.shape}, expected {place.spec}; "
-                "send tensors in the layout's order"
-            )
-        if place.offset > self._end:
-            yield self._end, np.frombuffer(_ZEROS, np.uint8)[: place.offset - self._end]
-        self._end = place.offset + place.nbytes
-        if place.nbytes:
-            yield place.offset, bytes_of(array)
-
-    def finish(self) -> None:
-        """SchemaError when tensors are missing."""
-        missing = next(self._places, None)
-        if missing is not None:
-            raise SchemaError(f"tensor {missing.spec.name} is missing: every tensor of the layout is needed")
-
-
 def weights_checksum(weights: Mapping[str, Any]) -> int:
     """The checksum of the version that these arrays are, in their order: what proves which version is served.
 
@@ -148,9 +110,10 @@ def weights_checksum(weights: Mapping[str, Any]) -> int:
     the stream that is current.
     """
     tensors = {name: tensor_of(value, name) for name, value in weights.items()}
-    cursor = Cursor(VersionLayout.of(spec_of(name, tensor) for name, tensor in tensors.items()))
-    hasher, window = _ring.Checksum(), Window()
-    for name, tensor in tensors.items():
-        for _, part in cursor.take(name, tensor):
-            window.hash(hasher, part)
+    layout = VersionLayout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+    hasher, window, end = _ring.Checksum(), Window(), 0
+    for place, tensor in zip(layout.places, tensors.values(), strict=True):
+        hasher.update(_ZEROS[: place.offset - end])
+        end = place.offset + place.nbytes
+        window.hash(hasher, bytes_of(tensor))
     return hasher.digest()

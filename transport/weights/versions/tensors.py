@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,18 +115,6 @@ def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
     copy: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype)
     _copy(tensor.data, copy)
     return copy
-
-
-def as_torch(array: Any) -> Any:
-    """A tensor over the memory of a numpy array; torch's own tensors as they are. It is only to be read."""
-    import torch
-
-    if isinstance(array, torch.Tensor):
-        return array
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
-        flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
 
 
 def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
