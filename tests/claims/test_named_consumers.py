@@ -13,7 +13,6 @@ from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, U
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
 from transport.queue import FoundRings, RingQueue
-from transport.testing import MemoryQueue
 
 SCHEMA = Schema.of(x="int64")
 CONSUMERS = {"reference": 1, "train": 2}
@@ -133,11 +132,6 @@ def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> 
         assert [int(payload["x"]) for payload in trainer.consume(batch)] == [0]
         assert int(trainer.get_policy_input(first)["x"]) == 0
         batch.release()
-
-
-def test_a_queue_beside_the_rings_says_that_it_knows_no_names() -> None:
-    with MemoryQueue() as queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
-        queue.claim(1, rank="reference", consumer="c")
 
 
 def test_a_rollout_writes_for_its_named_consumers() -> None:
