@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cooldown_runs import Run, passing
+from cooldown_runs import Run
 from helpers import Child, asynchronous, until
 from silent_server import silent_server
 
@@ -223,18 +223,6 @@ async def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it
         assert {name: path.read_bytes() for name, path in files.items()} == MODEL
 
 
-@asynchronous
-async def test_a_server_that_is_gone_for_good_is_a_time_out(server: Child, cooling: Run) -> None:
-    host = client_host(cooling)
-    await host.open(7)
-    server.kill()
-    leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
-    taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
-    await until(lambda: cooling.record(7).notes.get("a"))
-    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
-    assert (await taking).part in (Part.FAILED, Part.CANCELLED)
-
-
 UPLOADER = """
 import os, sys
 from pathlib import Path
@@ -299,14 +287,6 @@ def test_the_operator_s_own_configuration_of_botocore_stands(monkeypatch: pytest
         assert "operator/1" in config.user_agent
         assert (config.connect_timeout, config.read_timeout) == (base.CONNECT_S, 33)
     assert own.keys() == {"s3", "user_agent_extra", "read_timeout"}
-
-
-def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec.config
-
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})
-    with pytest.raises(DestinationError, match="s3://checkpoints: cannot be opened"):
-        open_destination("s3://checkpoints")
 
 
 # --- snapshots of rings -------------------------------------------------------------------------------
