@@ -16,8 +16,7 @@ import pytest
 from helpers import Child, eventually, listener_pids, noise, segment_file
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
-from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
-from transport.settings import DEFAULTS
+from transport.errors import BusyPortError, TransportError, UsageError
 from transport.testing import run
 from transport.wire.addresses import LOOPBACK, advertised
 
@@ -120,11 +119,6 @@ def test_senseless_arguments_are_refused(ring: SharedRingBuffer, arguments: Any)
         UCXXServer(ring, **arguments)
 
 
-def test_settings_that_contradict_each_other_are_refused(ring: SharedRingBuffer) -> None:
-    with pytest.raises(ConfigurationError, match="watchdog_s"):
-        UCXXServer(ring, settings=msgspec.structs.replace(DEFAULTS, heartbeat_s=5.0))
-
-
 @pytest.mark.nightly(keep=1)
 @both_modes
 def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(ring: SharedRingBuffer, mode: Any) -> None:
@@ -159,24 +153,6 @@ def test_close_gives_up_unread_payloads_when_its_time_is_over(ring: SharedRingBu
     server.close(drain_s=0.05)
     assert ring.tickets() == [ticket]
     assert server.ports == ()
-
-
-@both_modes
-def test_close_without_draining_leaves_payloads_in_the_ring(ring: SharedRingBuffer, mode: Any) -> None:
-    with UCXXServer(ring, addresses=LOCAL, mode=mode):
-        ticket = ring.write_raw(b"x")
-    assert ring.tickets() == [ticket]
-    with pytest.raises(TransportError):
-        read(ticket)
-
-
-def test_a_secret_reaches_the_listeners_but_no_command_line(ring: SharedRingBuffer) -> None:
-    secret = b"not-for-everybodys-eyes"
-    with UCXXServer(ring, addresses=LOCAL, secret=secret):
-        assert read(ring.write_raw(b"x"), secret=secret) == b"x"
-        for pid in listener_pids(ring).values():
-            assert secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
-            assert secret not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_the_interpreters_end_without_close_leaves_neither_processes_nor_segment() -> None:
