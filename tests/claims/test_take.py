@@ -11,12 +11,13 @@ import weakref
 from typing import Any
 
 import frame_codec
+import numpy as np
 import pytest
 from helpers import Child, asynchronous, settings_with, until
 from scripted_peer import LARGE, Peer, Stage
 from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
 
-from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer
 from transport.claims.batch import End, TakenBatch, Verdict
 from transport.errors import (
     BusyError,
@@ -598,3 +599,18 @@ async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedR
         assert [answer.code for answer in answers] == [1] * len(records)
         assert depth(ring) == (0, 1)
         assert (await batch.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_tensors_are_views_of_the_answer() -> None:
+    schema = Schema((TensorSpec("data", "float32", (100,), ragged=True),))
+    with SharedRingBuffer.create(schema, slots=4, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
+        arrays = [np.arange(length, dtype=np.float32) for length in (3, 100, 1)]
+        ring.write_many([{"data": array} for array in arrays])
+        async with tcp(schemas=[schema]) as client:
+            batch = await client.take(addresses(ring)[0], 10)
+            for payload, array in zip(batch, arrays, strict=True):
+                [found] = payload.arrays().values()
+                np.testing.assert_array_equal(found, array)
+                assert found.flags.aligned
+                assert not found.flags.writeable

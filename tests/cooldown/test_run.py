@@ -617,3 +617,20 @@ async def test_a_local_copy_is_on_disk_before_anything_trusts_it(
         record, _ = await asyncio.gather(host.cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7))
     assert record.outcome is Outcome.CHECKPOINTED
     assert trusted
+
+
+@asynchronous
+async def test_an_error_of_the_programs_progress_costs_one_attempt_only(cooling: Run) -> None:
+    raised: list[bool] = []
+
+    def progress(done: int, files: int, size: int) -> None:
+        if not raised:
+            raised.append(True)
+            raise ValueError("the terminal is gone")
+
+    host = cooling.host()
+    await host.open(7)
+    taking = cooling.client("c", progress=progress).cooldown(7)
+    record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), taking)
+    assert raised
+    assert (record.outcome, taken.part) == (Outcome.CHECKPOINTED, Part.WON)

@@ -320,3 +320,11 @@ def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_f
             with pytest.raises(DestinationError):
                 taken.wait(90)
         assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+
+
+def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})
+    with pytest.raises(DestinationError, match="s3://checkpoints: cannot be opened"):
+        open_destination("s3://checkpoints")

@@ -14,7 +14,7 @@ from sharded_runs import HOSTS, MODEL, ShardedRun, model, write
 from transport.cooldown import Outcome, Part, Phase, sharded
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.shares import NO_SAVE
-from transport.errors import ConfigurationError, UsageError
+from transport.errors import ConfigurationError, CoordinatorLostError, UsageError
 
 
 # --- the way through ------------------------------------------------------------------------------
@@ -170,3 +170,22 @@ async def test_arguments_are_checked(job: ShardedRun) -> None:
     for members in ({"sharded": "a"}, {"a b": "a"}, {"a": "b/c"}):
         with pytest.raises(UsageError):
             await job.host().cooldown(1, 1, members)
+
+
+@asynchronous
+async def test_a_member_that_was_not_named_saves_nothing_and_says_so(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, {"a1": "a"}))
+    with pytest.raises(UsageError, match="a0 is not among the members"):
+        await job.member("a0").cooldown(7)
+    await passing(job, leading)
+    assert job.saves == []
+
+
+@asynchronous
+async def test_a_silent_coordinator_ends_the_epoch_for_all_members(job: ShardedRun) -> None:
+    await job.host().open(7)
+    with pytest.raises(CoordinatorLostError):
+        await job.member("a0", patience_s=0.1).cooldown(7)
+    assert job.ledger.decide(7, "first") == NO_SAVE

@@ -15,7 +15,7 @@ from sharded_runs import HOSTS, MODEL, ShardedRun, write
 from transport.cooldown import Outcome, Part, Phase, coordination, sharded
 from transport.cooldown.epochs.shares import Saved, turns
 from transport.cooldown.verify import RefusedUpload
-from transport.errors import StoreUnavailableError
+from transport.errors import StoreUnavailableError, UsageError
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -218,3 +218,13 @@ async def test_a_name_that_leads_elsewhere_is_not_uploaded(job: ShardedRun) -> N
     assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
     await member
     assert not any(job.root.rglob("*secret*"))
+
+
+@asynchronous
+async def test_a_client_that_would_save_alone_is_told_to_save_with_the_others(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    with pytest.raises(UsageError, match="use ShardedClient"):
+        await job.client("a0").cooldown(7)
+    await passing(job, leading)

@@ -365,3 +365,16 @@ def test_restored_files_are_on_disk_before_their_folder_appears(
     monkeypatch.setattr(Path, "rename", appear)
     restore(record, destination, tmp_path / "restored")
     assert appeared == [tmp_path / "restored"]
+
+
+def test_a_name_that_not_every_system_takes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a:b").touch()
+    with pytest.raises(UsageError, match="rename it"):
+        plain_files(tmp_path)
+
+
+def test_verification_can_be_called_off(destination: Folder, uploaded: Uploaded) -> None:
+    stop = Stop()
+    stop.set()
+    with pytest.raises(UploadCancelledError):
+        verified(destination, RECORD, report(uploaded.sha256), stop)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.errors import ConfigurationError, StoreUnsuitableError, UsageError
+from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide
 from transport.rendezvous.member_states import Event, Member, State
@@ -212,3 +212,10 @@ def test_another_programs_file_is_no_closing(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(StoreUnsuitableError, match=r"a\.json"):
         Archive(path).read()
+
+
+def test_a_way_that_does_not_exist_is_told_with_the_way_so_far() -> None:
+    member = Member()
+    member.apply(Event.JOIN)
+    with pytest.raises(InternalError, match=r"away \+ join → spare; spare \+ placed active → None"):
+        member.apply(Event.PLACED_ACTIVE)

@@ -204,3 +204,10 @@ def test_a_forked_child_ends_no_claims_of_its_parent(ring: SharedRingBuffer, lay
     assert batch.consume().tolist() == [True]
     batch.release()
     assert ring.native.state_counts() == (8, 0, 0, 0)
+
+
+def test_the_callers_own_arrays_are_not_counted(ring: SharedRingBuffer) -> None:
+    ring.write_many([payload(3)])
+    out = {"tokens": np.zeros((1, 8), np.int32), "done": np.zeros((1, 8), np.bool_)}
+    with ring.claim_batch(1, layout="padded", out=out, most_memory=2) as batch:
+        assert batch["tokens"].tolist() == [[0, 1, 2, 0, 0, 0, 0, 0]]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from helpers import Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state
+from helpers import Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state, states
 
 from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _ring
 from transport.errors import (
@@ -652,3 +652,36 @@ with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
     with Child(code) as child:
         assert child.line() == "7 1"
         assert child.wait() == 0
+
+
+def test_an_expired_payload_is_not_read_and_makes_room(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(b"1", deadline_s=0.0)
+    with pytest.raises(StaleSlotError, match="deadline"):
+        ring.read_raw(ticket)
+    ring.write_raw(b"2", deadline_s=0.0)
+    kept = ring.write_raw(b"3", deadline_s=1000.0)
+    assert ring.discard_expired() == 1
+    assert ring.discard_expired(now=kept.created + 1001.0) == 1
+    assert ring.statistics().free == 4
+
+
+def test_what_is_published_while_the_ring_is_closed_is_given_up_with_the_rest(ring: SharedRingBuffer) -> None:
+    made = SharedRingBuffer.create(slots=4, slot_bytes=1000)
+    with SharedRingBuffer.attach(made.name, role="reader") as reader:
+        errors: list[TransportError] = []
+
+        def write() -> None:
+            try:
+                while True:
+                    made.write_raw(b"x", timeout_s=0.0)
+            except TransportError as error:
+                errors.append(error)
+
+        made.overflow = "overwrite"
+        thread = threading.Thread(target=write)
+        thread.start()
+        eventually(lambda: reader.get_ready_count() > 0)
+        made.close()
+        thread.join()
+        assert isinstance(errors[0], ClosedError)
+        assert states(reader) == (0, 0)

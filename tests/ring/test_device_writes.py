@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,7 @@ from helpers import noise, read_bytes
 from transport import Schema, SharedRingBuffer, UpTo, _ring
 from transport.devices import copies
 from transport.devices.copies import _RUN, _SMALL_BYTES, _STEP_BYTES
-from transport.errors import SchemaError
+from transport.errors import MissingDependencyError, SchemaError
 
 EPISODE = Schema.of(obs=("float32", UpTo(50), 3), flag=("bool",), action=("int64", UpTo(50)), logp=("bfloat16", 7))
 
@@ -153,3 +154,24 @@ def test_where_cuda_registers_nothing_payloads_are_copied_all_the_same(
             ticket = ring.write({"x": cupy.on_device(noise(10, number))})
             assert read_bytes(ring, ticket) == noise(10, number).tobytes()
     assert len(caplog.records) == 1 and "cannot register" in caplog.text
+
+
+def test_without_a_compiler_for_kernels_small_tensors_are_copied_one_by_one(cupy: Any) -> None:
+    def compile_kernel(*_: Any) -> Any:
+        raise RuntimeError("CuPy failed to load libnvrtc.so")
+
+    cupy.RawKernel = compile_kernel
+    values = {f"t{number}": noise(100, number) for number in range(_RUN)}
+    packed, _ = written({name: cupy.on_device(value) for name, value in values.items()}, None)
+    assert packed == written(values, None)[0]
+    assert sum(kind == "d2h" for kind, _, _ in cupy.fake.copies) == _RUN
+
+
+def test_writing_from_a_device_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
+    values = cupy.on_device(noise(10))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring,
+        pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"),
+    ):
+        ring.write({"x": values})

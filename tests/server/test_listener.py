@@ -353,3 +353,14 @@ async def test_a_ring_that_is_closed_too_early_ends_its_connections(ring: Shared
             await peer.task
             assert peer.closed
     assert states(ring) == {"ready": 2}
+
+
+@asynchronous
+async def test_draining_ends_in_time_when_nobody_acknowledges(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        await peer.ask(read(ticket))
+        await stage.listener.stop(drain_s=0.01)
+        assert (states(ring), pins(ring, ticket)) == (READY, 0)
+        assert peer.closed

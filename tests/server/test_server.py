@@ -16,7 +16,8 @@ import pytest
 from helpers import Child, eventually, listener_pids, noise, segment_file
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
-from transport.errors import BusyPortError, TransportError, UsageError
+from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
+from transport.settings import DEFAULTS
 from transport.testing import run
 from transport.wire.addresses import LOOPBACK, advertised
 
@@ -285,3 +286,8 @@ def test_listeners_that_end_leave_the_locks_on_this_processes_files_alone(
                 assert int(other.line()) == count
                 assert other.wait() == 0
             assert path.with_name("database-wal").exists()  # the other one would have removed it as the last user
+
+
+def test_settings_that_contradict_each_other_are_refused(ring: SharedRingBuffer) -> None:
+    with pytest.raises(ConfigurationError, match="watchdog_s"):
+        UCXXServer(ring, settings=msgspec.structs.replace(DEFAULTS, heartbeat_s=5.0))
