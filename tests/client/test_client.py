@@ -20,7 +20,7 @@ from helpers import (
 )
 from ml_dtypes import bfloat16
 
-from transport import Schema, UCXXClient, UCXXServer, UpTo
+from transport import Schema, UCXXClient, UpTo
 from transport.errors import (
     AuthenticationError,
     BufferUnsuitableError,
@@ -28,7 +28,6 @@ from transport.errors import (
     RankError,
     SchemaError,
     StaleSlotError,
-    UsageError,
 )
 from transport.settings import DEFAULTS
 from transport.wire.frames import SlotFate
@@ -59,7 +58,7 @@ async def test_read_returns_the_bytes_that_were_written(wire: Any) -> None:
 
 
 @every_wire
-@pytest.mark.parametrize("steps", [0, 1, 37, 50])
+@pytest.mark.parametrize("steps", [0, 37])
 @asynchronous
 async def test_read_returns_every_tensor_as_it_was_with_its_length(wire: Any, steps: int) -> None:
     values = {
@@ -113,20 +112,19 @@ OUTS: dict[str, Callable[[int], Any]] = {
 
 
 @every_wire
-@pytest.mark.parametrize("kind", OUTS)
 @pytest.mark.parametrize("size", [100, 64 << 10])
 @asynchronous
-async def test_a_payload_is_put_where_the_caller_wants_it_and_nowhere_else(wire: Any, kind: str, size: int) -> None:
-    out = OUTS[kind](size + 64)
-    before = memoryview(out).cast("B")[size:].tobytes()
+async def test_a_payload_is_put_where_the_caller_wants_it_and_nowhere_else(wire: Any, size: int) -> None:
     with serving() as (ring, _):
         async with UCXXClient(wire={wire}) as client:
-            payload = await client.read(ring.write_raw(noise(size)), out=out)
-            assert payload.data is out
-            assert payload.wire == wire
-            assert memoryview(out).cast("B")[:size] == memoryview(noise(size))
-            assert memoryview(out).cast("B")[size:] == before
-            await until(lambda: free(ring))
+            for out in (make(size + 64) for make in OUTS.values()):
+                before = memoryview(out).cast("B")[size:].tobytes()
+                payload = await client.read(ring.write_raw(noise(size)), out=out)
+                assert payload.data is out
+                assert payload.wire == wire
+                assert memoryview(out).cast("B")[:size] == memoryview(noise(size))
+                assert memoryview(out).cast("B")[size:] == before
+                await until(lambda: free(ring))
 
 
 def read_only(size: int) -> np.ndarray:
@@ -136,18 +134,18 @@ def read_only(size: int) -> np.ndarray:
 
 
 @every_wire
-@pytest.mark.parametrize(
-    "out",
-    [read_only(100), bytes(100), np.zeros(200, np.uint8)[::2], np.zeros(99, np.uint8), bytearray(99), "text"],
-    ids=["read-only", "bytes", "strided", "small", "small bytearray", "no memory"],
-)
 @asynchronous
-async def test_an_unsuitable_destination_is_refused_and_nothing_is_consumed(wire: Any, out: Any) -> None:
+async def test_an_unsuitable_destination_is_refused_and_nothing_is_consumed(wire: Any) -> None:
+    unsuitable = (
+        *(read_only(100), bytes(100), np.zeros(200, np.uint8)[::2], np.zeros(99, np.uint8), bytearray(99)),
+        "text",
+    )
     with serving() as (ring, _):
         ticket = ring.write_raw(noise(100))
         async with UCXXClient(wire={wire}) as client:
-            with pytest.raises(BufferUnsuitableError):
-                await client.read(ticket, out=out)
+            for out in unsuitable:
+                with pytest.raises(BufferUnsuitableError):
+                    await client.read(ticket, out=out)
             assert ring.statistics().pins == 0
             assert np.array_equal((await client.read(ticket))["data"], noise(100))
 
@@ -184,15 +182,6 @@ async def test_arrays_stay_valid_after_the_client_is_closed(wire: Any) -> None:
 
 
 # --- acknowledgements ------------------------------------------------------------------------------
-@every_wire
-@asynchronous
-async def test_on_arrival_frees_the_slot(wire: Any) -> None:
-    with serving() as (ring, _):
-        async with UCXXClient(wire={wire}) as client:
-            payload = await client.read(ring.write_raw(noise(30_000)))
-            del payload
-            await until(lambda: free(ring))
-            assert ring.statistics().consumes == 1
 
 
 @every_wire
@@ -249,36 +238,6 @@ async def test_each_rank_reads_once_and_the_last_one_frees_the_slot(wire: Any) -
                 del payload
                 with pytest.raises(StaleSlotError):
                     await client.read(ticket, rank=rank)
-            await until(lambda: free(ring))
-
-
-@every_wire
-@asynchronous
-async def test_an_acknowledgement_by_ticket_frees_what_another_client_was_lent(wire: Any) -> None:
-    with serving() as (ring, _):
-        ticket = ring.write_raw(noise(10_000))
-        async with UCXXClient(wire={wire}, ack="manual") as reader, UCXXClient(wire={wire}) as other:
-            payload = await reader.read(ticket)
-            with await other.read(ticket):  # both read, one consumes
-                pass
-            assert payload.ack() in (True, False)
-            del payload
-            await until(lambda: free(ring))
-            assert ring.statistics().consumes == 1
-
-
-@asynchronous
-async def test_views_beyond_the_share_of_a_ring_become_copies() -> None:
-    with serving(slots=4) as (ring, _):
-        async with UCXXClient(wire={"mapped"}, ack="manual") as client:
-            payloads = [await client.read(ring.write_raw(noise(5000, seed))) for seed in range(4)]
-            assert states(ring) == (2, 2)
-            for seed, payload in enumerate(payloads):
-                assert payload.wire == "mapped"
-                assert np.array_equal(payload["data"], noise(5000, seed))
-                payload.ack()
-                payload.release()
-            del payload, payloads
             await until(lambda: free(ring))
 
 
@@ -357,26 +316,3 @@ async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -
             outcomes = [outcome async for outcome in client.read_many(tickets)]
         assert sorted(outcome.ticket.slot for outcome in outcomes) == sorted(ticket.slot for ticket in tickets)
         assert all(isinstance(outcome.error, AuthenticationError) for outcome in outcomes)
-
-
-# --- misuse ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("arguments", [{"wire": {"pigeon"}}, {"wire": set()}, {"ack": "never"}])
-@asynchronous
-async def test_unknown_wires_and_modes_are_refused(arguments: Any) -> None:
-    with pytest.raises(UsageError):
-        UCXXClient(**arguments)
-
-
-@asynchronous
-async def test_statistics_tell_what_was_read_and_what_is_open() -> None:
-    with serving() as (ring, server):
-        async with UCXXClient(wire={"tcp"}) as client:
-            await client.read(ring.write_raw(noise(100)))
-            await until(lambda: client.statistics().acks_unconfirmed == 1)
-            look = client.statistics()
-            assert (look.reads, look.bytes_by_wire, look.links_opened, look.links_idle) == (1, {"tcp": 100}, 1, 1)
-            assert (look.retries, look.stale, look.failed_reads, look.acks_pending) == (0, 0, 0, 0)
-            await client.read(ring.write_raw(noise(200)))
-            assert client.statistics().reads == 2
-            assert "1 idle" in repr(client)
-    assert isinstance(server, UCXXServer)

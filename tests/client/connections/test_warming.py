@@ -38,16 +38,6 @@ async def test_reads_after_a_warm_up_open_no_connection(wire: Any, by: str) -> N
 
 
 @asynchronous
-async def test_warming_up_again_opens_only_what_is_missing() -> None:
-    with serving(slots=4, slot_bytes=1000) as (_, server):
-        async with UCXXClient(wire={"tcp"}) as client:
-            place = f"127.0.0.1:{server.ports[0]}"
-            assert await client.warm(place) == 8
-            assert await client.warm(place, place) == 8
-            assert client.statistics().links_opened == 8
-
-
-@asynchronous
 async def test_many_ports_get_fewer_connections_each() -> None:
     settings = settings_with(pool_endpoints_idle=4, pool_endpoints_per_port=2)
     with serving(slots=4, slot_bytes=1000, ports=(0,) * 6) as (_, server):
@@ -65,21 +55,6 @@ async def test_a_ring_that_is_mapped_needs_no_connection_and_no_ucx(wire: Any) -
             assert await client.warm(ring.write_raw(noise(1000)), f"127.0.0.1:{server.ports[0]}") == 0
             assert client._links._worker is None
             assert client._links._worker_apart is None
-
-
-@asynchronous
-async def test_without_a_place_only_the_worker_is_made() -> None:
-    async with UCXXClient(wire={"tcp"}) as client:
-        assert await client.warm() == 0
-        assert client._links._worker is not None
-
-
-@asynchronous
-async def test_memory_of_the_tickets_sizes_lies_ready() -> None:
-    with serving(slots=4, slot_bytes=1000) as (ring, _):
-        async with UCXXClient(wire={"tcp"}) as client:
-            await client.warm(*[ring.write_raw(noise(1000)) for _ in range(3)])
-            assert client._buffers.idle_bytes >= 3 * 1000
 
 
 # --- what fails -----------------------------------------------------------------------------------------
@@ -100,14 +75,6 @@ async def test_what_is_neither_a_ticket_nor_an_address_is_refused(wrong: Any) ->
     async with UCXXClient(wire={"tcp"}) as client:
         with pytest.raises(UsageError):
             await client.warm(wrong)
-
-
-@asynchronous
-async def test_a_closed_client_does_not_warm_up() -> None:
-    client = UCXXClient(wire={"tcp"})
-    await client.close()
-    with pytest.raises(ClosedError):
-        await client.warm()
 
 
 # --- what comes between ---------------------------------------------------------------------------------
