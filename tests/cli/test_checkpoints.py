@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from transport.cli import run
@@ -95,11 +94,6 @@ def test_read_back_reads_what_the_destination_has_checksums_of(
     assert not set(read) & set(MODEL)
     assert run([*upload, "--read-back"]) == 0
     assert set(read) >= set(MODEL)
-
-
-def test_the_destination_is_enough_for_a_restore(uploaded: Path) -> None:
-    assert run(["cooldown", "restore", str(uploaded / "new"), *to(uploaded / "model"), "--epoch", "2"]) == 0
-    assert (uploaded / "new" / "step").read_text() == "20"
 
 
 def test_a_rehearsal_uploads_and_records_nothing(model: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,14 +195,6 @@ def test_a_complete_upload_that_was_not_verified_stays_and_can_be_restored(
     assert epochs(uploaded / "destination") == ["epoch-000000000003"]
 
 
-def test_a_removal_that_was_interrupted_is_completed(uploaded: Path, store: str) -> None:
-    root = uploaded / "destination"
-    (manifest,) = root.glob("run/epoch-000000000001/*/*/manifest.json")
-    manifest.unlink()
-    assert run(["cooldown", "prune", "--store", store, "--keep", "2"]) == 0
-    assert not manifest.parent.exists()
-
-
 def test_what_a_damaged_manifest_may_name_stays(uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     (manifest,) = (uploaded / "destination").glob("run/epoch-000000000003/*/*/manifest.json")
     manifest.write_bytes(b"{}")
@@ -216,11 +202,3 @@ def test_what_a_damaged_manifest_may_name_stays(uploaded: Path, store: str, caps
     said = json.loads(capsys.readouterr().out)
     assert [each["why"].partition(":")[0] for each in said["kept"]] == ["the checkpoint's manifest is damaged"]
     assert manifest.parent.exists()
-
-
-def test_runs_are_chosen(uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with SQLiteStore(Path(store.removeprefix("sqlite://"))) as opened:
-        record = msgspec.structs.replace(Ledger(opened, "run").epochs()[1], run="other")
-        assert Ledger(opened, "other").open(record)
-    assert run(["cooldown", "restore", str(uploaded / "new"), "--store", store]) == 2
-    assert "the store has the runs other, run; choose one with --run" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from transport.ring.packing import flat, pack_into
 from transport.schema import Schema, UpTo
 from transport.values.decoding import value_of
 from transport.values.encoding import pieces_of, text_bytes
-from transport.values.forms import MAX_DEPTH, MAX_VALUES
+from transport.values.forms import MAX_VALUES
 
 
 def sent(value: object) -> Any:
@@ -141,10 +141,6 @@ def test_an_image_comes_back_equal(mode: str) -> None:
     assert found.info == image.info
 
 
-def test_an_image_without_pixels_comes_back() -> None:
-    assert sent(Image.new("RGB", (0, 4))).size == (0, 4)
-
-
 @pytest.mark.parametrize("transparency", [3, bytes([255, 0, 128])])
 def test_an_image_with_a_palette_comes_back_with_its_transparency(transparency: Any) -> None:
     image = Image.new("P", (4, 2))
@@ -193,14 +189,6 @@ def test_what_cannot_travel_is_named_by_its_path(value: object, message: str) ->
         pieces_of(value, "messages")
 
 
-def test_an_open_socket_is_named_by_its_path() -> None:
-    with (
-        socket.socket() as own,
-        pytest.raises(SchemaError, match=r"^messages\[3\]\.image: a socket cannot be sent$"),
-    ):
-        pieces_of([0, 1, 2, {"image": own}], "messages")
-
-
 def test_a_cycle_is_named_and_a_value_that_stands_in_two_places_travels() -> None:
     loop: list[Any] = [1]
     loop.append({"again": (loop,)})
@@ -208,16 +196,6 @@ def test_a_cycle_is_named_and_a_value_that_stands_in_two_places_travels() -> Non
         pieces_of(loop, "x")
     twice = [1]
     assert sent([twice, twice]) == [[1], [1]]
-
-
-@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {1: x}])
-def test_nesting_is_bounded(wrap: Any) -> None:
-    deep: Any = np.zeros(1)
-    for _ in range(MAX_DEPTH):
-        deep = wrap(deep)
-    assert same(sent(deep), deep)
-    with pytest.raises(SchemaError, match="nested more than 64 deep"):
-        pieces_of(wrap(deep), "x")
 
 
 def test_text_of_another_type_and_half_surrogates_are_refused() -> None:
