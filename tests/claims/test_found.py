@@ -17,9 +17,7 @@ from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
-from transport.packer.options import ServerOptions
 from transport.queue import Claim, FoundRings, QueueDepth, open_queue
-from transport.settings import Settings
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
@@ -164,25 +162,6 @@ def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
         assert queue.latest("policy", 3, 0.01) is None
 
 
-def test_the_mixins_publish_in_the_directory_of_their_queue(tmp_path: Path) -> None:
-    worker, packer = Worker(), Packer()
-    with (
-        open_queue(f"rings+sqlite://{tmp_path}/store.db") as ours,
-        open_queue(f"rings+sqlite://{tmp_path}/store.db") as theirs,
-    ):
-        try:
-            worker.setup_ucxx(
-                SCHEMA, slots=4, queue=ours, mode="thread", server=ServerOptions(addresses=("127.0.0.1",))
-            )
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=theirs, wire={"tcp"})
-            write(worker, 1)
-            [payload] = packer.consume(fetch(packer, 1))
-            assert (payload.wire, payload["step"].item()) == ("tcp", 1)
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
-
-
 @pytest.mark.parametrize("text", ["rings:a/b", "rings:a b", "rings://", "rings://host", "rings://host:0", "rings:?x=1"])
 def test_a_text_that_names_no_rings_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
@@ -298,16 +277,3 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
             with pytest.raises(UsageError, match="topic"):
                 announcer.announce("a/b", 1)
         assert not OnThisHost(f"notices-{prefix}").segments()
-
-
-def test_settings_of_the_packer_reach_the_connection() -> None:
-    worker, packer = Worker(), Packer()
-    try:
-        worker.setup_ucxx(SCHEMA, slots=4, mode="thread", server=ServerOptions(secret=b"shared"))
-        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, settings=Settings(ack_timeout_s=8.0))
-        write(worker, 1)
-        with pytest.raises(Exception, match="secret"):
-            packer.claim_tickets(1, 1.0)
-    finally:
-        packer.cleanup_ucxx_packer()
-        worker.cleanup_ucxx()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import time
 import weakref
@@ -13,7 +12,7 @@ from typing import Any
 import frame_codec
 import numpy as np
 import pytest
-from helpers import Child, asynchronous, settings_with, until
+from helpers import asynchronous, settings_with, until
 from scripted_peer import LARGE, Peer, Stage
 from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
 
@@ -103,19 +102,6 @@ async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(r
 
 
 @asynchronous
-async def test_a_demand_waits_and_is_answered_by_the_next_publish(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            for number in range(20):
-                waiting = asyncio.create_task(client.take(addresses(ring)[0], 4, wait_s=LONG_S))
-                await asyncio.sleep(0.001 * (number % 3))
-                ring.write_raw(bytes([number]))
-                batch = await waiting
-                assert contents(batch) == [bytes([number])]
-                assert (await batch.consume()).all()
-
-
-@asynchronous
 async def test_cancelled_demands_lose_nothing_and_take_nothing(ring: SharedRingBuffer) -> None:
     with UCXXServer(ring, mode="thread"):
         [address] = addresses(ring)
@@ -192,30 +178,6 @@ async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: Shar
                 ring.write_raw(bytes([number]))
             taken = [contents(await demand)[0] for demand in waiting]
             assert sorted(taken) == [bytes([number]) for number in range(4)]
-
-
-def test_a_client_without_taking_makes_no_thread() -> None:
-    """The thread that waits for a publish is there only once a demand has waited."""
-    script = """
-import asyncio, json, os
-from transport import SharedRingBuffer, UCXXClient, UCXXServer
-async def main():
-    threads = lambda: len(os.listdir("/proc/self/task"))
-    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring:
-        with UCXXServer(ring, mode="thread"):
-            async with UCXXClient(wire={"tcp"}) as client:
-                address = f"127.0.0.1:{ring.native.ports()[0]}"
-                await client.take(address, 1)
-                before = threads()
-                await client.take(address, 1, wait_s=0.01)
-                waited = threads()
-        after = threads()
-        print(json.dumps([waited - before, after < waited]))
-asyncio.run(main())
-"""
-    with Child(script) as child:
-        assert json.loads(child.line()) == [1, True]
-        assert child.wait() == 0
 
 
 # --- tAKE at its limits: claims beyond what a connection may hold, answers that are not received, ends in between
@@ -451,22 +413,6 @@ async def test_texts_that_are_not_utf8_are_stored_as_one_line_that_can_be_shown(
 
 
 @asynchronous
-async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(LARGE)
-    async with Stage(ring) as stage:
-        peer = await stage.connected()
-        peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20, joined_most=1 << 20))
-        await until(lambda: ring.native.depth(0)["claimed"] == 1, "it is claimed")
-        peer.send(end(peer.number, ticket, texts=b"late", key=4))
-        [answer] = await peer.status(peer.number)
-        assert answer.code == 0
-        assert ring.native.own_pins(ticket.slot) == 1  # UCX is in the slot
-        await peer.endpoint.receive(bytearray(1 << 20), frames.tag(peer.base, 1))
-        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
-    assert reasons(ring) == [("discarded", "late", "")]
-
-
-@asynchronous
 async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pin_behind(
     ring: SharedRingBuffer,
 ) -> None:
@@ -512,17 +458,6 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
         assert peer.closed
         assert list(stage.listener._connections) == [other.connection]
     assert counts(ring) == {"ready": 1}
-
-
-@asynchronous
-async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"another's")
-    async with Stage(ring) as stage, tcp() as client, tcp() as stranger:
-        batch = await taken(client, stage, 1)
-        ring.write_raw(b"its own")
-        other = link_of(await taken(stranger, stage, 1))
-        assert await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False) == [1]
-        assert (await batch.consume()).tolist() == [True]
 
 
 # --- tAKE and the ends of claims that are refused: wrong arguments, malformed records, others' claims, older listener
@@ -614,3 +549,30 @@ async def test_tensors_are_views_of_the_answer() -> None:
                 np.testing.assert_array_equal(found, array)
                 assert found.flags.aligned
                 assert not found.flags.writeable
+
+
+@asynchronous
+async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20, joined_most=1 << 20))
+        await until(lambda: ring.native.depth(0)["claimed"] == 1, "it is claimed")
+        peer.send(end(peer.number, ticket, texts=b"late", key=4))
+        [answer] = await peer.status(peer.number)
+        assert answer.code == 0
+        assert ring.native.own_pins(ticket.slot) == 1  # UCX is in the slot
+        await peer.endpoint.receive(bytearray(1 << 20), frames.tag(peer.base, 1))
+        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+    assert reasons(ring) == [("discarded", "late", "")]
+
+
+@asynchronous
+async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"another's")
+    async with Stage(ring) as stage, tcp() as client, tcp() as stranger:
+        batch = await taken(client, stage, 1)
+        ring.write_raw(b"its own")
+        other = link_of(await taken(stranger, stage, 1))
+        assert await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False) == [1]
+        assert (await batch.consume()).tolist() == [True]

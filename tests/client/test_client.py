@@ -28,6 +28,7 @@ from transport.errors import (
     RankError,
     SchemaError,
     StaleSlotError,
+    UsageError,
 )
 from transport.settings import DEFAULTS
 from transport.wire.frames import SlotFate
@@ -288,26 +289,6 @@ async def test_read_many_gives_each_ticket_its_payload_or_its_error(wire: Any) -
             await until(lambda: free(ring))
 
 
-@every_wire
-@asynchronous
-async def test_leaving_read_many_early_ends_what_is_under_way_and_loses_nothing(wire: Any) -> None:
-    with serving(slots=30, slot_bytes=70_000) as (ring, _):  # beyond what shares a message
-        tickets = [ring.write_raw(noise(70_000, number)) for number in range(30)]
-        async with UCXXClient(wire={wire}, ack="manual") as client:
-            async with contextlib.aclosing(client.read_many(tickets, concurrency=4)) as outcomes:
-                async for outcome in outcomes:
-                    assert outcome.payload is not None
-                    outcome.payload.ack()
-                    first = outcome.ticket
-                    break
-            del outcome
-            gc.collect()
-            assert client.statistics().links_in_use == 0
-            assert client.statistics().reads < len(tickets)
-        await until(lambda: states(ring) == (29, 0))
-        assert ring.tickets() == [ticket for ticket in tickets if ticket != first]
-
-
 @asynchronous
 async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -> None:
     with serving(secret=b"right") as (ring, _):
@@ -316,3 +297,10 @@ async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -
             outcomes = [outcome async for outcome in client.read_many(tickets)]
         assert sorted(outcome.ticket.slot for outcome in outcomes) == sorted(ticket.slot for ticket in tickets)
         assert all(isinstance(outcome.error, AuthenticationError) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("arguments", [{"wire": {"pigeon"}}, {"wire": set()}, {"ack": "never"}])
+@asynchronous
+async def test_unknown_wires_and_modes_are_refused(arguments: Any) -> None:
+    with pytest.raises(UsageError):
+        UCXXClient(**arguments)

@@ -394,3 +394,15 @@ async def test_over_shared_memory_alone_a_ring_that_has_gone_is_not_found_and_ot
             assert outcome.payload is not None
             assert bytes(outcome.payload.data) == b"three"
             del outcome, outcomes
+
+
+@over_ucx
+@asynchronous
+async def test_a_connection_cut_while_idle_costs_no_read(wire: Any) -> None:
+    with serving() as (ring, server):
+        async with UCXXClient(wire={wire}) as client:
+            for seed in range(3):
+                payload = await client.read(ring.write_raw(noise(20_000, seed)))
+                assert np.array_equal(payload["data"], noise(20_000, seed))
+                on_loop(server, lambda: cut_connections(server))
+            assert client.statistics().failed_reads == 0

@@ -47,20 +47,6 @@ async def test_a_second_close_finishes_what_a_cancelled_one_had_begun(wire: Any)
         await until(lambda: descriptors() <= before)
 
 
-@asynchronous
-async def test_two_tasks_that_close_a_client_both_return_when_it_is_closed() -> None:
-    with serving() as (ring, _):
-        client = UCXXClient(wire={"tcp"}, ack="manual")
-        (await client.read(ring.write_raw(noise(100)))).ack()
-        worker = client._links._worker
-        assert worker is not None
-        closing = [asyncio.create_task(client.close()) for _ in range(2)]
-        done, _ = await asyncio.wait(closing, return_when=asyncio.FIRST_COMPLETED)
-        assert done
-        assert worker.closed
-        await asyncio.gather(*closing)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 5])  # after the first one, closing is still to begin
 def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(steps: int) -> None:
     async def leave() -> Any:

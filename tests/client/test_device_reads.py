@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from transport.devices.streams import address_of
 from transport.errors import (
     BufferUnsuitableError,
     ChecksumError,
+    MissingDependencyError,
     RetriesExhaustedError,
     UsageError,
 )
@@ -307,3 +309,50 @@ async def test_the_engine_refuses_memory_that_it_would_have_to_touch(cupy: Any) 
                 with pytest.raises(ValueError, match="above inline_limit and no checksum here"):
                     link.read([Want(tickets[size], 0, keeper.place(), checksum)], [])
             client._links.checkin(link)
+
+
+@asynchronous
+async def test_an_unknown_way_of_receiving_is_refused() -> None:
+    with pytest.raises(UsageError, match="choose 'staged' or 'direct'"):
+        UCXXClient(device_receive="auto")  # type: ignore[arg-type]
+
+
+@asynchronous
+async def test_unsuitable_device_memory_is_refused_before_anything_is_sent(cupy: Any) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            ticket = ring.write({"x": noise(100)})
+            for out, why in ((cupy.empty(99, np.uint8), "99 bytes"), (cupy.empty(300, np.uint8)[::2], "C-contiguous")):
+                with pytest.raises(BufferUnsuitableError, match=why):
+                    await client.read(ticket, out=out)
+            assert ring.get_ready_count() == 1
+
+
+@asynchronous
+async def test_device_memory_without_cupy_says_what_to_install(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = cupy.empty(100, np.uint8)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+                await client.read(ring.write({"x": noise(100)}), out=out)
+        with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+            mapped(device="cupy")
+
+
+@pytest.mark.ucx
+@every_wire
+@asynchronous
+async def test_a_payload_arrives_in_device_memory(wire: Any, cupy: Any) -> None:
+    with serving(slots=4, slot_bytes=1 << 20) as (ring, _):
+        async with UCXXClient(wire={wire}) as client:
+            for size in (0, 1, 5000, 1 << 20):
+                out = cupy.empty(max(size, 8), np.uint8)
+                payload = await client.read(ring.write({"x": noise(size, 1)}), out=out)
+                assert isinstance(payload, DevicePayload) and payload.wire == wire and payload.data is out
+                cupy.fake.run_all()
+                assert out.host[:size].tobytes() == noise(size, 1).tobytes()
+                assert (out.host[size:] == 0xEE).all()
+                assert payload["x"].host.tobytes() == noise(size, 1).tobytes()
+            assert client.statistics().bytes_by_wire == {wire: 5001 + (1 << 20)}
+            await until(lambda: free(ring))

@@ -252,19 +252,6 @@ def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: 
 # --- processes that end, are killed or fork while they have views of a mapped ring
 
 
-def test_a_reader_that_ends_last_removes_the_segment() -> None:
-    mapped = MappedRings()
-    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
-    made = view(mapped, writer.write_raw(noise(100)))
-    file = segment_file(writer)
-    writer.native.close()  # as the kernel ends a killed one's
-    assert np.array_equal(look(made), noise(100))
-    mapped.close()
-    assert file.exists()
-    del made
-    assert not file.exists()
-
-
 @asynchronous
 async def test_payloads_of_a_killed_writer_without_any_listener_are_read() -> None:
     code = """
@@ -310,30 +297,6 @@ if {closed}:
         assert child.wait() == 0
         assert states(ring) == (5, 1, 0)
         assert ring.statistics().consumes == 2
-
-
-def test_a_process_that_ends_last_with_a_view_in_hand_removes_the_segment() -> None:
-    code = """
-import sys
-from transport import Ticket
-from transport.client.mapped import MappedRings
-from transport.client.payload import ReceivedPayload
-mapped = MappedRings()
-ticket = Ticket.parse(sys.stdin.readline())
-view = mapped.read(mapped.find(ticket), ticket, 0, consume=True)
-print(bytes(view).hex(), flush=True)
-sys.stdin.readline()
-"""
-    with Child(code) as child:
-        ring = SharedRingBuffer.create(slots=2, slot_bytes=100)
-        file = segment_file(ring)
-        child.tell(ring.write_raw(noise(100)).to_text())
-        assert child.line() == noise(100).tobytes().hex()
-        ring.native.close()  # as the kernel ends a killed one's
-        assert file.exists()
-        child.tell()
-        assert child.wait() == 0
-        assert not file.exists()
 
 
 def test_a_forked_child_with_a_view_ends_quietly_and_changes_nothing() -> None:

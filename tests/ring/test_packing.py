@@ -224,20 +224,6 @@ def test_nothing_is_ever_pickled() -> None:
             describe_exact({"x": value})
 
 
-def test_payload_without_a_schema_describes_itself() -> None:
-    values = {"tokens": np.zeros((2, 3), np.uint16), "mask": bytearray(2), "raw": b"\x01", "text": "ab", "score": 0.5}
-    schema, fields, lengths = describe_exact(values)
-    assert schema == Schema.of(
-        tokens=("uint16", 2, 3),
-        mask=("uint8", 2),
-        raw=("bytes", UpTo(65536)),
-        text=("text", UpTo(65536)),
-        score=("value", UpTo(65536)),
-    )
-    assert [field.shape for field in fields] == [(2, 3), (2,), (1,), (2,), (64,)]
-    assert lengths == (1, 2, 64)
-
-
 # --- describe --------------------------------------------------------------------------------
 
 

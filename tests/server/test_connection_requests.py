@@ -260,21 +260,6 @@ async def test_joined_payloads_are_sent_from_their_slots_and_pinned_meanwhile(ro
         assert (roomy.statistics().consumes, roomy.statistics().late_finalises) == (3, 0)
 
 
-@asynchronous
-async def test_answers_that_are_taken_later_are_still_those_that_were_given(roomy: SharedRingBuffer) -> None:
-    """Each answer under way has memory of its own, whichever order they are taken in."""
-    tickets = [roomy.write_raw(bytes([index]) * 2000) for index in range(40)]
-    async with Stage(roomy, rendezvous=1024) as stage:
-        peer = await stage.connected()
-        for _ in range(2):
-            numbers = [peer.tell(read(ticket)) for ticket in tickets]
-            for number, ticket in reversed(list(zip(numbers, tickets, strict=True))):
-                [answer] = await peer.status(number, read(ticket))
-                assert answer.joined == bytes([tickets.index(ticket)]) * 2000
-        await peer.settled()
-        assert peer.native.unsent == 0
-
-
 # --- requests that a listener refuses, limits or holds up
 
 
@@ -342,22 +327,6 @@ async def test_a_client_that_asks_and_takes_no_answers_is_held_up(
             assert len(await flood.status(number, *records)) == ASKED  # it takes one
         await flood.settled()
         assert flood.native.unsent == 0
-
-
-@asynchronous
-async def test_a_client_that_is_held_up_and_then_lost_is_forgotten(
-    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transport.server.listener._MOST_UNSENT", 8)
-    ticket = ring.write_raw(SMALL)
-    async with Stage(ring, rendezvous=1024) as stage:
-        flood, other = await stage.connected(), await stage.connected()
-        for _ in range(20):
-            flood.tell(*[record(Kind.STATE, ticket)] * ASKED)
-        await until(lambda: flood.native.unsent == 9)
-        await other.settled()
-        await flood.gone()
-        assert list(stage.listener._connections) == [other.connection]
 
 
 @asynchronous

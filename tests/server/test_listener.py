@@ -41,19 +41,6 @@ def ring(ring: SharedRingBuffer) -> Iterator[SharedRingBuffer]:
 
 
 @asynchronous
-async def test_an_acknowledgement_counts_without_an_attempt(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(LARGE)
-    async with Stage(ring) as stage:
-        reader = await stage.connected()
-        await reader.ask(read(ticket))
-        await reader.gone()
-        other = await stage.connected()
-        await other.ask(ack(ticket), Record(Kind.BYE))
-        assert states(ring) == FREE
-        assert ring.statistics().consumes == 1
-
-
-@asynchronous
 async def test_an_acknowledgement_while_sending_keeps_the_memory_until_ucx_is_done(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(LARGE)
     async with Stage(ring) as stage:
@@ -89,20 +76,6 @@ async def test_reading_and_acknowledging_in_one_message_sends_nothing_unpinned(
         assert states(ring) == FREE
         assert ring.statistics().consumes == 1
     assert ring.statistics().late_finalises == 0
-
-
-@asynchronous
-async def test_two_attempts_of_which_one_still_sends_keep_the_memory(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(LARGE)
-    async with Stage(ring) as stage:
-        slow, fast = await stage.connected(), await stage.connected()
-        slow.holds = True
-        await slow.ask(read(ticket))
-        await fast.ask(read(ticket))
-        await fast.ask(ack(ticket), Record(Kind.BYE))
-        assert (states(ring), pins(ring, ticket)) == (READING, 1)
-        await slow.complete()
-        assert (states(ring), pins(ring, ticket)) == (FREE, 0)
 
 
 @asynchronous
@@ -174,23 +147,6 @@ async def test_a_connection_that_takes_no_bytes_is_closed(ring: SharedRingBuffer
         await peer.task
         assert (states(ring), pins(ring, ticket)) == (READY, 0)
         assert list(stage.listener._connections) == [other.connection]
-
-
-@asynchronous
-async def test_a_large_payload_has_the_time_that_its_client_waits(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(LARGE)
-    # at this rate the payload takes 256 s, and the client's own limit for it is as long
-    async with Stage(ring, read_slowest_rate=100.0) as stage:
-        listener, peer = stage.listener, await stage.connected()
-        peer.holds = True
-        await peer.ask(read(ticket))
-        started = peer.native.last_active
-        listener.sweep(started + listener.settings.read_timeout(len(LARGE)))
-        assert not peer.closed
-        listener.sweep(started + listener.settings.read_timeout(len(LARGE)) + 31)
-        assert peer.closed
-        await peer.task
-        assert states(ring) == READY
 
 
 @asynchronous
@@ -304,23 +260,6 @@ async def test_what_a_client_said_before_it_closed_is_heard(ring: SharedRingBuff
         peer.endpoint.abort()
         await peer.task
         assert states(ring) == FREE
-
-
-@asynchronous
-async def test_stopping_ends_every_connection_and_gives_every_pin_back(ring: SharedRingBuffer) -> None:
-    tickets = [ring.write_raw(LARGE) for _ in range(2)]
-    async with Stage(ring) as stage:
-        peers = [await stage.connected() for _ in tickets]
-        handshaking = await stage.peer()
-        peers[0].holds = True
-        for peer, ticket in zip(peers, tickets, strict=True):
-            await peer.ask(read(ticket))
-        await stage.listener.stop()
-        assert states(ring) == {"ready": 2}
-        for peer in (*peers, handshaking):
-            assert peer.closed
-            assert peer.task.done()
-        assert repr(stage.listener) == "<Listener port 0 0 connections, 0 reads>"
 
 
 @asynchronous

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import Child, eventually, listener_pids, noise, segment_file
+from helpers import Child, eventually, listener_pids, noise
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
@@ -167,25 +167,6 @@ print(ring.name, flush=True)
         name = child.line()
         assert child.wait() == 0
     eventually(lambda: not (Path("/dev/shm") / name.removeprefix("/")).exists())
-
-
-def test_without_ucx_starting_names_what_to_install(ring: SharedRingBuffer) -> None:
-    code = """
-import sys
-sys.modules["ucxx"] = None
-from transport import SharedRingBuffer, UCXXServer
-for mode in ("thread", "process"):
-    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
-        try:
-            UCXXServer(ring, mode=mode).start()
-        except ImportError as error:
-            print(type(error).__name__, error)
-"""
-    with Child(code) as child:
-        for _ in range(2):
-            assert "MissingDependencyError ucxx is not installed" in child.line()
-        assert child.wait() == 0
-    assert segment_file(ring).exists()
 
 
 @both_modes

@@ -203,25 +203,6 @@ def test_a_supervisor_told_to_stop_leaves_the_payloads_of_a_writer_that_was_aliv
             assert successor.tickets() == [ticket]
 
 
-def test_a_restarted_writer_takes_its_ring_over_and_old_and_new_payloads_are_served(name: str) -> None:
-    first = Writer(name, 3)
-    with first.child as child:
-        child.kill()
-    second = Writer(name, 2)
-    assert second.found == 3
-    assert second.tickets[0].ring == first.tickets[0].ring
-
-    async def reading() -> None:
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
-            await read_all(client, first.tickets + second.tickets)
-
-    run(reading())
-    with second.child as child:
-        child.tell()
-        assert child.wait() == 0
-    eventually(lambda: first.gone(name) and second.gone(name))
-
-
 def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_on_a_new_one(name: str) -> None:
     first = Writer(name, 2, ports=1)
     ((port, _),) = first.listeners.items()

@@ -201,23 +201,6 @@ async def test_a_link_that_was_aborted_starts_nothing() -> None:
 
 
 @asynchronous
-async def test_native_code_fails_what_is_begun_on_a_closed_endpoint() -> None:
-    async with ScriptedListener() as listener:
-        link, _ = await listener.linked()
-        link.abort()
-        loop = asyncio.get_running_loop()
-        reading, asking = loop.create_future(), loop.create_future()
-        link.native.read(reading, [want(200), want(3)], [])
-        link.native.ask(asking, Record(Kind.BYE), [])
-        link.native.tell([ack()])
-        listener.worker.settle()
-        for future in (reading, asking):
-            with pytest.raises(ConnectionLostError):
-                await future
-        assert link.native.under_way == 0
-
-
-@asynchronous
 async def test_a_worker_that_closes_ends_the_reads_of_its_links() -> None:
     async with ScriptedListener() as listener:
         links = [await listener.linked() for _ in range(3)]

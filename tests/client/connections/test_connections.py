@@ -18,7 +18,7 @@ from transport.client.connections.acknowledgements import Ack
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
-from transport.errors import ClosedError, LinkError, RankError
+from transport.errors import ClosedError, RankError
 from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
@@ -125,21 +125,6 @@ async def test_waiters_are_told_that_the_client_closes() -> None:
             links.break_off(link)
         else:
             assert isinstance(given[0], ClosedError)
-        assert links.counts() == (0, 0, 0)
-
-
-@asynchronous
-async def test_a_place_that_cannot_be_filled_is_the_next_ones() -> None:
-    async with taken() as (links, port, ring, link):
-        first, second = await waiting(links, port, ring.ring_id, 2)
-        other = links._worker
-        assert other is not None
-        links.break_off(link)
-        other.close()  # the next one to open a link fails
-        with pytest.raises((ClosedError, LinkError)):
-            await first
-        with pytest.raises((ClosedError, LinkError)):
-            await second
         assert links.counts() == (0, 0, 0)
 
 

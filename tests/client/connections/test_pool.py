@@ -161,3 +161,15 @@ def test_who_wakes_at_the_next_expiry_finds_something(seed: int) -> None:
         at = pool.next_expiry()
         assert at is not None
         assert pool.expired(at) == ["one"]
+
+
+def test_misuse_is_a_defect_that_is_named() -> None:
+    pool = EndpointPool[str]()
+    with pytest.raises(InternalError, match="not in use"):
+        pool.checkin("stranger", 0.0)
+    with pytest.raises(InternalError, match="being opened"):
+        pool.opened(HERE, "stranger")
+    opened(pool, "a")
+    pool.begin_open(HERE)
+    with pytest.raises(InternalError, match="already"):
+        pool.opened(HERE, "a")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from helpers import asynchronous, noise, serving, settings_with, until
 
-from transport import BlockingClient, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import UCXXClient, UCXXServer
 from transport.client.connections.connection import Link
 from transport.errors import ClosedError, UsageError
 
@@ -147,25 +146,3 @@ async def test_a_read_during_a_warm_up_has_a_place_of_its_own(monkeypatch: pytes
             assert await warming == 8
             await until(lambda: client.statistics().links_in_use == 0)
             client._links._pool.validate()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_forked_during_a_warm_up_reads_for_itself_and_leaves_the_parent_alone() -> None:
-    with (
-        SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring,
-        UCXXServer(ring, (0,), addresses=("127.0.0.1",)) as server,
-    ):
-        ticket = ring.write_raw(noise(1000), readers=2)
-        with BlockingClient(wire={"tcp"}) as client:
-            warming = client._thread.submit(client._client.warm(f"127.0.0.1:{server.ports[0]}"))
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    with BlockingClient(wire={"tcp"}) as own:
-                        status = int(own.read(ticket, rank=1, timeout=20.0).wire != "tcp")
-                finally:
-                    os._exit(status)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert warming.result() == 8
-            assert client.read(ticket, timeout=20.0).wire == "tcp"
