@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from transport.cli import run
@@ -202,3 +203,11 @@ def test_what_a_damaged_manifest_may_name_stays(uploaded: Path, store: str, caps
     said = json.loads(capsys.readouterr().out)
     assert [each["why"].partition(":")[0] for each in said["kept"]] == ["the checkpoint's manifest is damaged"]
     assert manifest.parent.exists()
+
+
+def test_runs_are_chosen(uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with SQLiteStore(Path(store.removeprefix("sqlite://"))) as opened:
+        record = msgspec.structs.replace(Ledger(opened, "run").epochs()[1], run="other")
+        assert Ledger(opened, "other").open(record)
+    assert run(["cooldown", "restore", str(uploaded / "new"), "--store", store]) == 2
+    assert "the store has the runs other, run; choose one with --run" in capsys.readouterr().err

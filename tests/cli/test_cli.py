@@ -17,8 +17,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from transport import SharedRingBuffer, Ticket, _ring
+from transport import Schema, SharedRingBuffer, Ticket, UpTo, _ring
 from transport.cli import run
+
+SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
 
 def complaint(capsys: pytest.CaptureFixture[str]) -> str:
@@ -239,3 +241,14 @@ def test_what_is_no_ticket_is_wrong_usage(source: str, capsys: pytest.CaptureFix
 def test_a_file_that_cannot_be_written_is_named(ticket: Ticket, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["read", ticket.to_text(), "--out", "/nowhere/payload.npz"]) == 1
     assert complaint(capsys) == "transport read: /nowhere/payload.npz: No such file or directory"
+
+
+def test_read_uses_the_rings_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(SCHEMA.to_json())
+    with SharedRingBuffer.create(SCHEMA, slots=1) as ring:
+        text = ring.write({"observation": np.zeros((3, 2), np.float32), "file": 1}).to_text()
+        assert run(["read", text]) == 2
+        assert "give its ring's schema with --schema FILE" in complaint(capsys)
+        assert run(["read", text, "--schema", str(path)]) == 0
+        assert "float32  3×2" in capsys.readouterr().out

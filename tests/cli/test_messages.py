@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from transport import SharedRingBuffer
 from transport.bench.reads import session
 from transport.cli import run
+from transport.doctor import finding
 from transport.errors import LinkError
 
 FULL = "/dev/full"  # every write to it fails as on a full disk
@@ -114,3 +116,14 @@ def test_what_another_user_may_not_read_is_no_empty_answer(
             text = said.read()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
     assert says.format(folder=tmp_path) in text
+
+
+def test_a_failed_group_of_checks_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = finding.fail("ucx transports", "no such device", "unset UCX_TLS")
+    monkeypatch.setattr("transport.doctor.library.checks", lambda **_: iter([broken]))
+    assert run(["doctor", "--json", "-"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [each["name"] for each in checks if each["status"] == "fail"] == ["ucx transports"]
+    assert not [each for each in checks if each["name"].startswith(("listener", "transfer"))]

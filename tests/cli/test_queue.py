@@ -103,3 +103,8 @@ def test_where_no_ring_of_the_run_is_the_others_are_named(capsys: pytest.Capture
         assert run(["queue", "rings:cli"]) != 0
         said = capsys.readouterr().err
         assert "rings:run-cli-" in said or " more" in said  # of many rings some are named
+
+
+def test_rings_keep_no_dead_deliveries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["queue", "rings:nobody-has-this-name", "--requeue"]) == 2
+    assert "keeps no dead deliveries" in capsys.readouterr().err

@@ -311,6 +311,7 @@ def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
     assert found == given
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_free(server: Child) -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring:
         for _ in range(4):

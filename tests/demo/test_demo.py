@@ -221,6 +221,7 @@ def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, m
     ]  # fmt: skip
 
 
+@pytest.mark.nightly  # guarantees/test_restart has its like
 @pytest.mark.ucx
 @pytest.mark.slow
 def test_a_run_that_is_killed_with_all_of_its_processes_is_resumed_and_trains_on_each_episode_once(

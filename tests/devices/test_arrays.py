@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from fake_cupy import fake_cupy
 from helpers import OnlyDLPack, asynchronous, serving
 
 from transport import UCXXClient
-from transport.devices.arrays import kind_of
+from transport.devices.arrays import kind_of, require_cupy, to_host
 from transport.devices.streams import PER_THREAD, require_device
 from transport.errors import BufferUnsuitableError, MissingDependencyError, SchemaError
 from transport.ring.packing import (
@@ -217,3 +218,10 @@ def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
         assert hasattr(cupy, name), name
     assert (cupy.cuda.Stream.null.ptr, cupy.cuda.Stream.ptds.ptr) == (0, PER_THREAD)
     assert hasattr(cupy.cuda.Stream, "from_external") or hasattr(cupy.cuda, "ExternalStream")
+
+
+def test_missing_cupy_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # what Python itself takes for "not to be found"
+    for call in (require_cupy, lambda: to_host(device_array()), lambda: as_host_array(device_array(), "x")):
+        with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+            call()

@@ -228,3 +228,14 @@ def test_the_stream_of_a_blocking_clients_caller_waits_for_the_arrival(ring: Sha
         cupy.fake.stream_synchronize(stream.ptr)
         assert seen.host.tolist() == [2, 3]
         assert batch.consume().all()
+
+
+def test_an_empty_batch_and_empty_tensors_take_no_copy(cupy: Any) -> None:
+    schema = Schema.of(rows=("int32", UpTo(4)), nothing=("float32", 0))
+    with SharedRingBuffer.create(schema, slots=2, slot_bytes=64) as ring:
+        assert len(ring.claim_batch(2, layout="padded", memory="cupy")) == 0
+        ring.write_many([{"rows": np.zeros(0, np.int32), "nothing": np.zeros(0, np.float32)}])
+        batch = ring.claim_batch(2, layout="padded", memory="cupy")
+        assert (batch["rows"].shape, batch["nothing"].shape) == ((1, 0), (1, 0))
+        assert not cupy.fake.copies
+        batch.release()

@@ -20,6 +20,7 @@ from transport.cli import run
 from transport.doctor import host, infiniband, library, loopback, network, report
 from transport.doctor.finding import Check
 from transport.doctor.report import settings, ucx_settings
+from transport.errors import RingError
 from transport.wire import library as ucx
 
 GIB = 1 << 30
@@ -312,3 +313,27 @@ def test_every_group_of_checks_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(dict(shown)) == shown[-1][0] + 1
     assert [done for done, _ in shown] == sorted(done for done, _ in shown)
     assert {total for _, total in shown} == {shown[-1][0]}
+
+
+def test_one_failure_of_several_wires_is_told_once() -> None:
+    def measure(wire: str) -> list[float]:
+        if wire == "mapped":
+            raise RingError("gone")
+        raise RingError("no route to the listener")
+
+    checks = list(loopback._transfers(("mapped", "shm", "tcp"), measure))
+    assert [check.detail for check in checks] == [
+        "RingError: gone",
+        "RingError: no route to the listener",
+        "as by shm, above",
+    ]
+    assert every_bad_one_has_a_remedy(checks)
+
+
+def test_the_address_is_explained() -> None:
+    assert network.address(("10.0.0.7",), "", [], None).detail == "10.0.0.7: the setting addresses"
+    assert network.address((), "10.0.0.8", [], None).detail == "10.0.0.8: the setting bind"
+    assert network.address((), "", [("ib0", "10.1.0.1")], "lo").detail.startswith("10.1.0.1: ib0 is an InfiniBand")
+    assert network.address((), "", [("ib0", None)], "lo").status == "warn"
+    assert network.address((), "", [], "lo").detail == "127.0.0.1: lo has the default route"
+    assert network.address((), "", [], None).status == "warn"

@@ -53,3 +53,8 @@ def test_what_is_missing_is_said_with_its_remedy(host: Any, monkeypatch: pytest.
     assert (none.status, none.detail) == ("warn", "no CUDA device")
     assert no_cupy.status == "warn" and "pip install 'cupy-cuda12x" in no_cupy.remedy
     assert no_driver.status == "ok" and "host memory" in no_driver.detail
+
+
+def test_one_device_has_nobody_to_reach(host: Any) -> None:
+    host.fake.count = 1
+    assert [check.name for check in cuda.checks()] == ["cuda"]

@@ -147,7 +147,7 @@ def test_a_live_view_needs_a_terminal_and_has_no_json(arguments: list[str], caps
 
 @pytest.mark.parametrize(
     ("columns", "slots"),
-    [(80, "slots free/writing/ready/reading 3/0/1/0 of 4×4.1 kB"), (100, "3/0/1/0 "), (150, "3/0/1/0 ")],
+    [(80, "slots free/writing/ready/reading 3/0/1/0 of 4×4.1 kB"), (150, "3/0/1/0 ")],
 )
 def test_the_view_fits_the_columns_of_the_terminal_and_the_key_q_ends_it(columns: int, slots: str) -> None:
     keyboard, terminal = pty.openpty()
@@ -179,3 +179,10 @@ def test_the_view_fits_the_columns_of_the_terminal_and_the_key_q_ends_it(columns
     finally:
         os.close(keyboard)
         os.close(terminal)
+
+
+def test_a_segment_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", "transport-test-that-never-was", "--once"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no ring segment /transport-test-that-never-was on this host" in said.err

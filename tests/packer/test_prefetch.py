@@ -104,3 +104,8 @@ def test_a_fetched_batch_is_a_sequence_of_its_items() -> None:
     assert items[1] in batch
     with pytest.raises(IndexError):
         batch[3]
+
+
+def test_a_deferral_with_nothing_before_it_starts_at_once(fetches: Fetches) -> None:
+    fetches.prefetch.defer("a")
+    assert fetches.collect().rounds == 1

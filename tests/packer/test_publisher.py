@@ -22,6 +22,8 @@ from transport.errors import (
     QueueError,
     QueueFullError,
     QueueUnavailableError,
+    RingFullError,
+    UsageError,
 )
 from transport.packer.publisher import MOST_AT_ONCE, Publisher, PublishMode, Waiting, runs
 from transport.packer.rollout import ticket_id
@@ -357,3 +359,19 @@ def test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_not
             eventually(lambda: queue.depth() == QueueDepth(ready=40), "the publisher goes on by itself")
             assert claimed(queue) == [ticket_id(ticket) for ticket in tickets]
             worker.cleanup_ucxx()
+
+
+@pytest.mark.ucx
+def test_a_mode_that_does_not_exist_is_refused(worker: Worker, queue: Scripted) -> None:
+    with pytest.raises(UsageError, match="'background' or 'immediate'"):
+        worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", publish="later")  # type: ignore[arg-type]
+
+
+@pytest.mark.ucx
+def test_a_full_ring_says_what_was_written_and_that_is_published(worker: Worker, queue: Scripted) -> None:
+    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", publish="background")
+    with pytest.raises(RingFullError) as told:
+        worker.write_many_to_buffer([values(step) for step in range(6)], timeout_s=0.01)
+    worker.flush_ucxx()
+    assert claimed(queue) == [ticket_id(ticket) for ticket in told.value.written]  # type: ignore[arg-type]
+    assert len(told.value.written) == 4

@@ -312,3 +312,24 @@ def test_the_packers_of_a_group_train_on_the_same_payloads(place: Place) -> None
         for packer in packers:
             packer.cleanup_ucxx_packer()
         rollout.cleanup_ucxx()
+
+
+def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
+    place.queue.publish(ticket(0), policy_version=1)
+    place.queue.publish(ticket(1), policy_version=5)
+    leader, follower = place.group()
+    assert ids(leader.claim(2, consumer="a", oldest_version=4)) == [ticket(1).id]
+    assert ids(follower.claim(2, rank=1, consumer="f")) == [ticket(1).id]
+    assert leader.depth(1).aged == 1
+
+
+def test_only_the_leader_renews(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    leader, follower = place.group()
+    claims = leader.claim(1, consumer="a")
+    theirs = follower.claim(1, rank=1, consumer="f")
+    place.advance(LEASE_S * 2 / 3)
+    assert leader.renew(claims) == claims
+    assert follower.renew(theirs) == theirs
+    place.advance(LEASE_S * 2 / 3)
+    assert leader.renew(claims) == claims

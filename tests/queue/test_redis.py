@@ -243,3 +243,11 @@ def test_remembered_answers_are_one_key_of_each_client_which_ends_with_it(server
         assert 2 <= len(keys) <= 4  # the minute may have changed in between, once for each
         assert all(0 < client.pttl(key) <= 60_000 for key in keys)
         client.close()
+
+
+def test_a_ticket_for_fewer_ranks_is_passed_over(server: RedisServer) -> None:
+    with RedisQueue(place(server)) as queue:
+        queue.publish(tickets(3), readers=1)
+        queue.publish(ticket(7), readers=2)
+        assert ids(queue.claim(9, rank=1, consumer="a")) == [ticket(7).id]
+        assert queue.depth(1) == QueueDepth(claimed=1)

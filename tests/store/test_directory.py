@@ -26,6 +26,7 @@ from transport.errors import (
     StoreError,
     TransportError,
     UnreachableError,
+    UsageError,
 )
 from transport.runtime.loop_thread import LoopThread
 from transport.settings import Settings
@@ -276,3 +277,8 @@ def test_a_dead_servers_tickets_are_lost_once_its_lease_has_ended(store: SQLiteS
 
 async def _client(directory: Directory) -> UCXXClient:
     return UCXXClient(wire={"tcp"}, settings=FAST, directory=directory)
+
+
+def test_a_lease_is_above_zero(store: SQLiteStore) -> None:
+    with pytest.raises(UsageError, match="lease_s=0"):
+        Directory(store, lease_s=0)

@@ -20,6 +20,7 @@ from store_model import StoreMachine
 from transport.errors import (
     ClosedError,
     ConfigurationError,
+    StoreError,
     StoreFullError,
     StoreUnavailableError,
     StoreUnsuitableError,
@@ -425,3 +426,32 @@ def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(
         found = store.get("x")
         assert found is not None
         assert found.value == b"a"
+
+
+def test_close_beside_busy_threads_ends_them_all_with_closed(server: RedisServer) -> None:
+    def work(store: RedisStore) -> type[BaseException] | None:
+        def forever() -> None:
+            while True:
+                store.add("n")
+
+        return _kind_of(forever)
+
+    for _ in range(10):
+        store = RedisStore(place(server))
+        pairs = [in_thread(lambda store=store: work(store)) for _ in range(3)]
+        store.watch("n", ABSENT, 30)
+        store.close()
+        for outcomes, thread in pairs:
+            thread.join()
+            assert outcomes == [ClosedError]
+
+
+def test_what_is_wrong_with_the_records_themselves_is_raised_as_before(server: RedisServer) -> None:
+    import redis
+
+    with RedisStore(place(server)) as store, redis.Redis(port=server.port) as client:
+        client.set("transport:{test}:store:values", "no hash")
+        for read in (lambda: store.get_many(KEYS), lambda: store.scan("")):
+            client.zadd("transport:{test}:store:index", {"a": 0})
+            with pytest.raises(StoreError, match="WRONGTYPE"):
+                read()

@@ -22,7 +22,7 @@ from transport.ring.packing import flat, pack_into
 from transport.schema import Schema, UpTo
 from transport.values.decoding import value_of
 from transport.values.encoding import pieces_of, text_bytes
-from transport.values.forms import MAX_VALUES
+from transport.values.forms import MAX_DEPTH, MAX_VALUES
 
 
 def sent(value: object) -> Any:
@@ -203,3 +203,13 @@ def test_text_of_another_type_and_half_surrogates_are_refused() -> None:
         text_bytes(1, "prompt")
     with pytest.raises(SchemaError, match=r"^prompt: this text is not UTF-8"):
         text_bytes("\udc80", "prompt")
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {1: x}])
+def test_nesting_is_bounded(wrap: Any) -> None:
+    deep: Any = np.zeros(1)
+    for _ in range(MAX_DEPTH):
+        deep = wrap(deep)
+    assert same(sent(deep), deep)
+    with pytest.raises(SchemaError, match="nested more than 64 deep"):
+        pieces_of(wrap(deep), "x")

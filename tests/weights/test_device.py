@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from transport.adapters.engines.checkpoint import CheckpointAdapter
 from transport.devices.copies import _RUN
 from transport.errors import (
     BufferUnsuitableError,
+    MissingDependencyError,
     UsageError,
     WeightsChecksumError,
 )
@@ -328,3 +330,21 @@ async def test_shards_go_out_of_device_memory_and_into_it(cupy: Any) -> None:
     finally:
         await sender.close()
         await receiver.close()
+
+
+@asynchronous
+async def test_strided_tensors_are_made_contiguous_on_their_device(cupy: Any) -> None:
+    wide = np.arange(4000, dtype=np.float32).reshape(40, 100)
+    async with engines("a", specs=specs_of({"x": wide[::2, ::2]})) as made:
+        found = await transfer(made, 1, {"x": cupy.on_device(wide)[::2, ::2]})
+        assert found == weights_checksum({"x": wide[::2, ::2]})
+    assert copied(cupy, "d2h") == 4000
+
+
+def test_weights_on_a_device_without_cupy_say_what_to_install(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = on_device(cupy, 0)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+        weights_checksum(weights)
+    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+        engine("replica", device="cupy")

@@ -22,6 +22,7 @@ from transport.errors import (
     ChildrenLostError,
     ParentLostError,
     RetriesExhaustedError,
+    SchemaError,
     StaleSlotError,
     UsageError,
     WeightsChecksumError,
@@ -334,3 +335,31 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
         (await sender.reserve(64)).abort()
     finally:
         await asyncio.to_thread(sender.close)
+
+
+def test_a_third_segment_goes_once_it_is_free() -> None:
+    copies = Copies("third-")
+
+    def segments() -> int:
+        return sum(name.startswith("/transport-third-") for name in _ring.segments())
+
+    try:
+        first, _, third = [copies.take(100, readers=1) for _ in range(3)]
+        copies.trim()
+        assert segments() == 3  # none is free
+        first.abort()
+        third.abort()
+        copies.trim()
+        assert segments() == 2
+    finally:
+        copies.close()
+    assert segments() == 0
+
+
+@asynchronous
+async def test_other_tensors_than_before_are_sent_whole() -> None:
+    async with engines("a", delta=True) as made:
+        await transfer(made, 1)
+        smaller = {"embed.weight": version_of(1)["embed.weight"]}
+        with pytest.raises((SchemaError, ParentLostError)):
+            await transfer(made, 2, smaller)  # the layout was learnt; a trainer whose model changes gives specs

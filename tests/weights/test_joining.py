@@ -20,6 +20,7 @@ from weights_engines import engine, engines
 from weights_members import version_of
 
 from transport.errors import (
+    MemberFailedError,
     ParentLostError,
     StoreUnavailableError,
     WeightsError,
@@ -300,3 +301,27 @@ def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: 
         assert isinstance(errors[0], WeightsTimeoutError)
         assert all(isinstance(error, WeightsError) for error in errors[1:])
         assert re.search(r"sender 0: version 1.* within 1 s", str(errors[0]))
+
+
+@asynchronous
+async def test_who_leaves_while_it_waits_for_a_child_is_not_told_of_a_cancellation() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        await until(lambda: upstream._reading)
+        upstream.close()
+        with pytest.raises(ParentLostError, match="closed here"):
+            await joining
+
+
+@asynchronous
+async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
+    async with engines("a", shape="star", join_s=2.0) as made:
+
+        async def cancelled(**arguments: Any) -> None:
+            raise asyncio.CancelledError
+
+        made[1].init_process_group = cancelled  # type: ignore[method-assign]
+        manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
+        with pytest.raises(MemberFailedError, match="replica 0: its connect was cancelled"):
+            await manager.update(1)

@@ -212,7 +212,7 @@ def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: S
 TAKEN = [step for step in Step if step not in (Step.PAUSE_IN_PLACE, Step.RESTORE, Step.PROVE)]
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("at", TAKEN, ids=lambda step: step.value.replace(" ", "-"))
 def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: Step) -> None:
     async def body(group: MemberGroup) -> None:
@@ -269,32 +269,6 @@ async def group_of(replicas: int, **options: Any) -> AsyncIterator[MemberGroup]:
 
 
 @asynchronous
-async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_only_themselves(tmp_path: Path) -> None:
-    async with group_of(4) as group:
-        await group.update()
-        dying = group.replicas[3].process
-        group.manager._on_step = lambda step, _: dying.kill() if step is Step.PAUSE else None
-        with pytest.raises(MemberLostError, match=r"the process of replica 3 was ended by SIGKILL"):
-            await group.update()
-        group.manager._on_step = lambda step, members: None
-        await group.serves(2, 2, 2, -1)  # it was killed after the commit
-        assert group.manager.admissions["replica 3"].state is State.EXCLUDED
-        assert group.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 2)
-
-        # replica 2 lands for its host alone; it dies with half of its buckets
-        reached, go = tmp_path / "reached", tmp_path / "reached.go"
-        await group.trainer.call("told", str(reached), 3)
-        updating = asyncio.ensure_future(group.update())
-        await until(reached.exists)
-        group.replicas[2].process.kill()
-        go.write_bytes(b"")
-        with pytest.raises(MemberLostError, match=r"the process of replica 2 was ended by SIGKILL"):
-            await updating
-        await group.serves(2, 2, -1, -1)  # not all had landed it
-        assert group.manager.admitted == {"replica 0": 2, "replica 1": 2}
-
-
-@asynchronous
 async def test_when_every_member_is_killed_their_closing_removes_what_they_left() -> None:
     async with group_of(3) as group:
         await group.update()
@@ -344,19 +318,6 @@ async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_
         outcome = caught.value.outcome
         assert isinstance(outcome, Outcome)
         assert {str(each) for each in outcome.replicas.values()} == {"serving v1"}
-
-
-@asynchronous
-async def test_a_replica_killed_while_it_loads_in_place_and_one_whose_load_fails_half_way_serve_no_mixture() -> None:
-    async with group_of(2, resident="in_place") as group:
-        await group.update()
-        await group.replicas[0].call("told", "half", "raise")
-        await group.replicas[1].call("told", "half", "kill")
-        with pytest.raises((MemberFailedError, MemberLostError)):
-            await group.update()
-        await group.serves(1, -1)  # loaded again from the copy of v1 that is kept until the update's end
-        assert group.manager.admitted == {"replica 0": 1}
-        assert group.manager.admissions["replica 1"].state is State.EXCLUDED
 
 
 @pytest.mark.parametrize(

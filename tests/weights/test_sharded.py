@@ -16,8 +16,6 @@ from sharded_job import BUCKET, job
 
 from transport.client.client import UCXXClient
 from transport.errors import (
-    AuthenticationError,
-    ChildrenLostError,
     InternalError,
     SchemaError,
     UsageError,
@@ -27,7 +25,6 @@ from transport.errors import (
 from transport.schema import DTYPES
 from transport.weights.engine import ShardEngine
 from transport.weights.manager import WeightUpdate
-from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Step
 from transport.weights.sharding import shards
@@ -401,32 +398,6 @@ async def test_calls_in_a_wrong_order_and_arguments_that_make_no_sense_are_refus
     await engine.close()
     with pytest.raises(SchemaError, match="not the description of a member with shards"):
         ShardEngine.build_topology(1, 1, [{}, {}])
-
-
-@asynchronous
-async def test_ranks_with_another_secret_get_nothing() -> None:
-    layout = Layout.of([shards.whole(MODEL["norm"])])
-    secrets = (b"x" * 16, b"y" * 16)
-    engines = [
-        ShardEngine(
-            name,
-            layout,
-            address="127.0.0.1",
-            options=EngineOptions(secret=secret, wires=frozenset({"tcp"}), host=name),
-        )
-        for name, secret in zip(("t", "r"), secrets, strict=True)
-    ]
-    try:
-        await connected(engines[:1], engines[1:])
-        results = await asyncio.gather(
-            engines[0].send_weights(local(layout, version_of(1)), 1), engines[1].receive(1), return_exceptions=True
-        )
-        assert isinstance(results[1], AuthenticationError)
-        assert isinstance(results[0], ChildrenLostError)
-        assert engines[1].held is None
-    finally:
-        for each in engines:
-            await each.close()
 
 
 @asynchronous

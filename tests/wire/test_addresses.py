@@ -98,3 +98,8 @@ def test_this_host_advertises_at_least_one_ipv4_address() -> None:
     found = advertised()
     assert found
     assert all(len(address.split(".")) == 4 for address in found)
+
+
+def test_rdma_interfaces_of_all_devices_are_found_sorted(tmp_path: Path) -> None:
+    root = devices(tmp_path / "infiniband", mlx5_1=["ib1"], mlx5_0=["ib0", "eth4"])
+    assert rdma_interfaces(root) == ["eth4", "ib0", "ib1"]

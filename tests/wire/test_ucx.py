@@ -25,6 +25,7 @@ from transport.errors import (
     ConnectionLostError,
     LinkError,
     TransportError,
+    UnreachableError,
 )
 from transport.testing import run
 from transport.wire import ucx
@@ -611,3 +612,21 @@ async def test_a_peer_stopped_in_the_middle_of_a_message_does_not_write_after_th
             await asyncio.sleep(0)
             assert all((array == 0xEE).all() for array in arrays)
             sending.close()
+
+
+@asynchronous
+async def test_a_name_that_does_not_resolve_is_unreachable() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    with pytest.raises(UnreachableError, match="not a name"):
+        await worker.connect("not a name", 1)
+    worker.close()
+
+
+@asynchronous
+async def test_a_closed_worker_listens_no_more() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    listening = worker.listen(0, lambda endpoint: None)
+    worker.close()
+    listening.close()
+    with pytest.raises(ClosedError):
+        worker.listen(0, lambda endpoint: None)
