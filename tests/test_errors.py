@@ -73,7 +73,3 @@ def test_python_code_that_knows_nothing_of_us_can_catch_them() -> None:
     assert issubclass(errors.ReadTimeoutError, TimeoutError)
     assert issubclass(errors.DeadlineExceededError, TimeoutError)
     assert issubclass(errors.MissingDependencyError, ImportError)
-
-
-def test_exhausted_retries_tell_how_many() -> None:
-    assert errors.RetriesExhaustedError("all failed", 12).attempts == 12

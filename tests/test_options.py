@@ -220,10 +220,3 @@ def test_the_operators_settings_reach_client_server_claims_and_record(monkeypatc
             worker.cleanup_ucxx()
         assert queue.lease_s == 45.0
         assert GroupQueue(queue, MemoryStore(), "group", 0, 2)._patience_s == 45.0
-
-
-def test_a_lease_that_is_given_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "45")
-    with MemoryQueue(lease_s=3.0) as queue:
-        assert queue.lease_s == 3.0
-        assert GroupQueue(queue, MemoryStore(), "group", 0, 2, patience_s=4.0)._patience_s == 4.0

@@ -102,11 +102,6 @@ def test_what_is_installed_admits_every_python_that_the_project_admits() -> None
     assert not refused, "make constraints writes constraints.txt"
 
 
-def test_every_pip_of_the_makefile_takes_the_constraints() -> None:
-    lines = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
-    assert [line for line in lines if "-m pip" in line and "PIP_CONSTRAINT" not in line] == []
-
-
 # --- what a release says of itself -----------------------------------------------------------------
 def release_text() -> Any:
     spec = importlib.util.spec_from_file_location("readme", ROOT / "tests" / "wheel" / "readme.py")

@@ -30,11 +30,6 @@ def test_the_defaults_are_those_of_the_protocol() -> None:
     assert (DEFAULTS.handshake_timeout_s, DEFAULTS.connections_per_listener) == (5, 1024)
 
 
-def test_the_read_timeout_grows_with_the_payload() -> None:
-    assert DEFAULTS.read_timeout(0) == 5
-    assert DEFAULTS.read_timeout(1_000_000_000) == 15
-
-
 @pytest.mark.parametrize(
     ("change", "rule"),
     [

@@ -17,9 +17,7 @@ from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
-from transport.packer.options import ServerOptions
-from transport.queue import Claim, DeliveryState, FoundRings, QueueDepth, open_queue
-from transport.settings import Settings
+from transport.queue import Claim, FoundRings, QueueDepth, open_queue
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
@@ -81,31 +79,6 @@ def test_rings_that_appear_and_vanish_are_followed(prefix: str, wire: str, over:
                 SharedRingBuffer.attach(name, role="observer")
 
 
-@both
-def test_what_is_given_back_delayed_too_old_or_worn_out_is_as_in_any_queue(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix), max_deliveries=2) as queue:
-        ring.write_raw(b"twice")
-        [claim] = some(queue, 1)
-        assert queue.retry(claim, 0.05, "not yet")
-        assert queue.retry(claim, 0.05, "not yet")
-        assert queue.ack_many([claim]) == []
-        [again] = some(queue, 1)
-        assert again.attempts == 2
-        assert queue.retry(again, reason="never")
-        assert queue.claim(1, 0.2, consumer="test") == []
-        assert (queue.depth().dead, queue.depth().retried) == (1, 2)
-        assert [failure.state for failure in queue.failures()] == [DeliveryState.DEAD]
-        for version in (1, 2, 3):
-            ring.write_many([{"data": np.zeros(10)}], policy_version=version)
-        kept = some(queue, 2, oldest_version=2)
-        assert [each.policy_version for each in kept] == [2, 3]
-        assert queue.discard(kept[0], "of no use")
-        assert queue.discard(kept[0], "of no use")
-        assert "of no use" in [failure.reason for failure in queue.failures()]
-        assert queue.ack(kept[1])
-        eventually(lambda: free(ring), "every slot is free")
-
-
 def test_what_came_for_an_older_policy_is_discarded_when_it_is_claimed(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,18 +92,6 @@ def test_what_came_for_an_older_policy_is_discarded_when_it_is_claimed(
         assert (first.policy_version, [each.policy_version for each in rest]) == (0, [3])
         assert queue.depth().discarded + ring.native.depth(0)["done"] >= 2
         assert queue.ack_many([first, *rest]) == [first, *rest]
-
-
-@both
-def test_a_claim_that_waits_wakes_for_a_publication(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
-        ring.write_raw(b"first")
-        assert queue.ack_many(some(queue, 1))
-        timer = threading.Timer(0.1, ring.write_raw, [b"late"])
-        timer.start()
-        [claim] = queue.claim(5, LONG_S, consumer="test")
-        assert payload_of(queue, claim) == b"late"
-        timer.join()
 
 
 @both
@@ -148,18 +109,6 @@ def test_closing_ends_waits_and_gives_everything_back(prefix: str, wire: str, ov
         with pytest.raises(ClosedError):
             queue.claim(1, consumer="test")
         queue.close()
-
-
-@both
-def test_several_ranks_consume_each_payload_once(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
-        ring.write_raw(b"for both", readers=2)
-        for rank in (0, 1):
-            claims = some(queue, 1, rank=rank)
-            assert payload_of(queue, claims[0]) == b"for both"
-            assert queue.ack_many(claims) == claims
-            assert queue.claim(1, 0.01, rank=rank, consumer="test") == []
-        eventually(lambda: free(ring), "consumed by both")
 
 
 # --- where rings are found -----------------------------------------------------------------------------
@@ -213,25 +162,6 @@ def test_in_a_directory(tmp_path: Path, wire: str, over: None) -> None:
         assert queue.latest("policy", 3, 0.01) is None
 
 
-def test_the_mixins_publish_in_the_directory_of_their_queue(tmp_path: Path) -> None:
-    worker, packer = Worker(), Packer()
-    with (
-        open_queue(f"rings+sqlite://{tmp_path}/store.db") as ours,
-        open_queue(f"rings+sqlite://{tmp_path}/store.db") as theirs,
-    ):
-        try:
-            worker.setup_ucxx(
-                SCHEMA, slots=4, queue=ours, mode="thread", server=ServerOptions(addresses=("127.0.0.1",))
-            )
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=theirs, wire={"tcp"})
-            write(worker, 1)
-            [payload] = packer.consume(fetch(packer, 1))
-            assert (payload.wire, payload["step"].item()) == ("tcp", 1)
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
-
-
 @pytest.mark.parametrize("text", ["rings:a/b", "rings:a b", "rings://", "rings://host", "rings://host:0", "rings:?x=1"])
 def test_a_text_that_names_no_rings_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
@@ -267,39 +197,6 @@ def test_without_a_queue_the_mixins_find_each_other(wire: str) -> None:
     finally:
         packer.cleanup_ucxx_packer()
         worker.cleanup_ucxx()
-
-
-@both
-def test_arrays_of_a_consumed_payload_stay_as_they_are(wire: str) -> None:
-    worker, packer = Worker(), Packer()
-    try:
-        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
-        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
-        write(worker, 7)
-        [kept] = packer.consume(fetch(packer, 1))
-        for step in range(8):  # twice round the ring
-            write(worker, step)
-            packer.consume(fetch(packer, 1))
-        np.testing.assert_array_equal(kept["obs"], np.full((8, 4), 7, np.float32))
-        del kept
-        eventually(lambda: free(ring), "every slot is free")
-    finally:
-        packer.cleanup_ucxx_packer()
-        worker.cleanup_ucxx()
-
-
-def test_a_claim_that_is_not_prefetched_is_resolved(prefix: str) -> None:
-    worker, packer = Worker(), Packer()
-    with open_queue(f"rings:{prefix}") as queue:
-        try:
-            worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue)
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"})
-            write(worker, 3)
-            [claim] = packer.claim_tickets(1, LONG_S)
-            assert packer.get_policy_input(claim)["step"].item() == 3
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
 
 
 @both
@@ -380,16 +277,3 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
             with pytest.raises(UsageError, match="topic"):
                 announcer.announce("a/b", 1)
         assert not OnThisHost(f"notices-{prefix}").segments()
-
-
-def test_settings_of_the_packer_reach_the_connection() -> None:
-    worker, packer = Worker(), Packer()
-    try:
-        worker.setup_ucxx(SCHEMA, slots=4, mode="thread", server=ServerOptions(secret=b"shared"))
-        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, settings=Settings(ack_timeout_s=8.0))
-        write(worker, 1)
-        with pytest.raises(Exception, match="secret"):
-            packer.claim_tickets(1, 1.0)
-    finally:
-        packer.cleanup_ucxx_packer()
-        worker.cleanup_ucxx()

@@ -62,20 +62,6 @@ class Gone(OnThisHost):
         return {"gone": RingAddress(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
-@both
-def test_a_trainer_that_ends_between_claim_and_consume_leaves_them_to_others(
-    prefix: str, wire: str, over: None
-) -> None:
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
-        fill(ring, 5)
-        with Child(TRAINER.replace("sys.stdin.readline()", "sys.exit(3)"), f"rings:{prefix}", 5) as trainer:
-            assert trainer.line() == "5"
-            assert trainer.wait() == 3
-        claims = some(queue, 5)
-        assert queue.ack_many(claims) == claims
-        eventually(lambda: free(ring), "no slot is pinned")
-
-
 @pytest.mark.nightly(keep=1)
 @both
 def test_trainers_that_claim_at_once_get_every_payload_once(prefix: str, wire: str, over: None) -> None:
@@ -120,26 +106,6 @@ def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
         claims = some(queue, 4)
         assert queue.ack_many(claims) == claims
         eventually(lambda: free(ring), "no slot is pinned")
-
-
-def test_a_claim_that_waits_in_a_thread_ends_with_the_queue(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with ring_of(prefix, mode="thread"):
-        queue = opened(prefix)
-        ended: list[str] = []
-
-        def wait() -> None:
-            try:
-                queue.claim(1, LONG_S, consumer="test")
-            except Exception as error:
-                ended.append(type(error).__name__)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        eventually(lambda: "1 places" in repr(queue._network._rank(0).demands), "its demand is made")
-        queue.close()
-        thread.join(LONG_S)
-        assert ended == ["ClosedError"]
 
 
 def test_closing_while_a_first_claim_makes_its_connections_leaves_none(

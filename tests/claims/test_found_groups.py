@@ -78,30 +78,6 @@ def grouped(prefix: str, queue: FoundRings, slots: int = 8) -> Worker:
 
 
 @both
-def test_the_ranks_of_a_group_train_on_the_same_payloads(store: Store, wire: str) -> None:
-    prefix = f"group-{secrets.token_hex(4)}-"
-    with open_queue(f"rings:{prefix}") as queue, members(store, prefix, wire) as packers:
-        assert isinstance(queue, FoundRings)
-        worker = grouped(prefix, queue)
-        try:
-            seen: list[int] = []
-            for begin in range(0, 12, 4):
-                for step in range(begin, begin + 4):
-                    worker.write_to_buffer({"step": np.int64(step)})
-                steps = at_once(*(lambda packer=packer: train(packer, 4) for packer in packers))
-                assert steps[0] == steps[1]
-                seen += steps[0]  # type: ignore[arg-type]
-                while len(seen) < begin + 4:  # over the network fewer may come at a time
-                    steps = at_once(*(lambda packer=packer: train(packer, 4) for packer in packers))
-                    assert steps[0] == steps[1]
-                    seen += steps[0]  # type: ignore[arg-type]
-            assert seen == list(range(12))
-            eventually(lambda: free(worker.ring), "every rank has acknowledged")
-        finally:
-            worker.cleanup_ucxx()
-
-
-@both
 def test_what_one_rank_gives_back_no_rank_trains_on_and_it_comes_again(store: Store, wire: str) -> None:
     prefix = f"group-{secrets.token_hex(4)}-"
     with open_queue(f"rings:{prefix}") as queue, members(store, prefix, wire) as (leader, follower):

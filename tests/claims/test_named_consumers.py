@@ -56,23 +56,6 @@ def test_nothing_is_claimed_where_another_ring_has_no_such_name(ring: SharedRing
 
 
 @pytest.mark.ucx
-def test_names_are_known_over_a_wire(ring: SharedRingBuffer) -> None:
-    with (
-        UCXXServer(ring, mode="thread") as server,
-        FoundRings(AtAddresses(f"127.0.0.1:{server.ports[0]}")) as queue,
-    ):
-        for rank, number in (("train:1", 2), ("reference", 0)):
-            claims: list[Any] = []
-            while len(claims) < 3:
-                claims += queue.claim(3, 30.0, rank=rank, consumer="c")
-            assert [claim.rank for claim in claims] == [number] * 3
-            assert len(queue.ack_many(claims)) == 3
-        with pytest.raises(RankError, match="no consumer 'rewards'"):
-            while True:
-                assert not queue.claim(1, 1.0, rank="rewards", consumer="c")
-
-
-@pytest.mark.ucx
 def test_what_came_from_elsewhere_is_not_lost_where_a_ring_here_has_no_such_name(ring: SharedRingBuffer) -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second,
@@ -135,11 +118,6 @@ def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> 
         batch.release()
 
 
-def test_a_queue_beside_the_rings_says_that_it_knows_no_names() -> None:
-    with MemoryQueue() as queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
-        queue.claim(1, rank="reference", consumer="c")
-
-
 def test_a_rollout_writes_for_its_named_consumers() -> None:
     with Rollout(SCHEMA, slots=2, mode="thread", ring=RingOptions(consumers=CONSUMERS), drain_s=0) as rollout:
         assert rollout.write_to_buffer({"x": 1}).readers == 3
@@ -172,3 +150,8 @@ def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_th
         with pytest.raises(RankError, match="no consumer 'rewards'"):
             while True:
                 assert not queue.claim(1, 1.0, rank="rewards", consumer="c")
+
+
+def test_a_queue_beside_the_rings_says_that_it_knows_no_names() -> None:
+    with MemoryQueue() as queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
+        queue.claim(1, rank="reference", consumer="c")

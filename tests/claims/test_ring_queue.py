@@ -208,11 +208,3 @@ def test_a_claim_that_nothing_refers_to_goes_back_without_counting_as_a_delivery
         claims = queue.claim(1, consumer="a")
         assert queue.ack_many(claims) == claims
         assert queue.depth().dead == 0
-
-
-def test_a_ring_that_is_closed_while_claims_are_held_does_not_own_them() -> None:
-    with contextlib.ExitStack() as stack:
-        queue, ring, claims = two_rings_with_a_claim_each(stack)
-        ring.close()
-        assert queue.ack_many(claims) == claims[:1]
-        assert not queue.retry(claims[1])

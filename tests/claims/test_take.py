@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import time
+import weakref
+from typing import Any
 
+import frame_codec
 import numpy as np
 import pytest
 from helpers import asynchronous, settings_with, until
-from takes import LONG_S, SLOTS, addresses, contents, depth, tcp
+from scripted_peer import LARGE, Peer, Stage
+from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
 
-from transport import Schema, SharedRingBuffer, TensorSpec, UCXXServer
-from transport.settings import Settings
+from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer
+from transport.claims.batch import End, TakenBatch, Verdict
+from transport.errors import (
+    BusyError,
+    ClosedError,
+    ConnectionLostError,
+    LinkError,
+    UsageError,
+)
+from transport.ticket import Ticket
+from transport.wire import frames
+from transport.wire.frames import Ended, Kind, Record
 
 pytestmark = pytest.mark.ucx
 
@@ -40,21 +57,6 @@ async def test_what_is_ready_comes_with_one_answer_oldest_first_and_is_consumed_
 
 
 @asynchronous
-async def test_tensors_are_views_of_the_answer() -> None:
-    schema = Schema((TensorSpec("data", "float32", (100,), ragged=True),))
-    with SharedRingBuffer.create(schema, slots=4, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
-        arrays = [np.arange(length, dtype=np.float32) for length in (3, 100, 1)]
-        ring.write_many([{"data": array} for array in arrays])
-        async with tcp(schemas=[schema]) as client:
-            batch = await client.take(addresses(ring)[0], 10)
-            for payload, array in zip(batch, arrays, strict=True):
-                [found] = payload.arrays().values()
-                np.testing.assert_array_equal(found, array)
-                assert found.flags.aligned
-                assert not found.flags.writeable
-
-
-@asynchronous
 async def test_no_more_is_taken_than_was_asked_for_and_what_is_too_large_comes_alone(ring: SharedRingBuffer) -> None:
     for size in (100, 200, 5000, 100):
         ring.write_raw(bytes([size % 251]) * size)
@@ -69,42 +71,6 @@ async def test_no_more_is_taken_than_was_asked_for_and_what_is_too_large_comes_a
                 assert (await batch.consume()).all()
             assert sizes == [[100, 200], [5000], [100], []]
             await until(lambda: ring.statistics().free == SLOTS, "the reads under claims have ended")
-
-
-@asynchronous
-async def test_what_is_given_back_is_taken_again_after_its_delay(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"twice")
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            [address] = addresses(ring)
-            first = await client.take(address, 1)
-            assert (await first.give_back()).tolist() == [True]
-            assert (await first.consume()).tolist() == [False]
-            second = await client.take(address, 1)
-            assert second[0].attempts == 2
-            assert (await second.give_back(delay_s=0.05)).tolist() == [True]
-            third = await client.take(address, 1, wait_s=LONG_S)  # by no publish, but by the end of the delay
-            assert third[0].attempts == 3
-            assert len(await client.take(address, 1, most_attempts=1)) == 0
-
-
-@asynchronous
-async def test_too_old_and_worn_out_payloads_are_discarded_instead(ring: SharedRingBuffer) -> None:
-    for version in (1, 2, 3):
-        ring.write_many([{"data": np.zeros(10)}], policy_version=version)
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            [address] = addresses(ring)
-            batch = await client.take(address, 8, oldest_version=2)
-            assert [payload.policy_version for payload in batch] == [2, 3]
-            await batch.give_back()
-            assert len(await client.take(address, 8, most_attempts=1)) == 0
-            ended = [(failure[4], failure[5]) for failure in ring.native.failures()]
-            assert sorted(ended) == [
-                ("aged", "policy version 1 is older than 2"),
-                ("dead", "claimed 1 times in vain"),
-                ("dead", "claimed 1 times in vain"),
-            ]
 
 
 @asynchronous
@@ -123,16 +89,6 @@ async def test_bytes_that_are_not_those_written_are_given_back(ring: SharedRingB
 
 
 @asynchronous
-async def test_a_holder_that_lives_keeps_its_claims_for_longer_than_its_lease(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"for long")
-    with UCXXServer(ring, mode="thread", settings=Settings(heartbeat_s=0.1)):
-        async with tcp(settings=settings_with(claim_lease_s=0.5, claim_renew_s=0.1)) as client:
-            batch = await client.take(addresses(ring)[0], 1)
-            await asyncio.sleep(1.5)  # the time that passes is what is tested
-            assert (await batch.consume()).tolist() == [True]
-
-
-@asynchronous
 async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"one")
     async with tcp(settings=settings_with(claim_lease_s=0.5, claim_renew_s=0.1)) as client:
@@ -140,3 +96,483 @@ async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(r
             batch = await client.take(addresses(ring)[0], 1, wait_s=LONG_S)
             assert (await batch.consume()).tolist() == [True]
         await until(lambda: not client._links._tag_bases, "the link has ended")
+
+
+# --- demands that wait at the listener: answered, cancelled, ended with the client or the listener
+
+
+@asynchronous
+async def test_cancelled_demands_lose_nothing_and_take_nothing(ring: SharedRingBuffer) -> None:
+    with UCXXServer(ring, mode="thread"):
+        [address] = addresses(ring)
+        async with tcp() as client:
+            await client.take(address, 1)
+            for number in range(30):
+                doomed = asyncio.create_task(client.take(address, 8, wait_s=LONG_S))
+                await asyncio.sleep(0.0005 * (number % 4))
+                ring.write_raw(bytes([number]))
+                if number % 2:
+                    await asyncio.sleep(0.0003 * (number % 5))
+                doomed.cancel()
+                await asyncio.gather(doomed, return_exceptions=True)
+                found = doomed.result() if not doomed.cancelled() else await client.take(address, 8, wait_s=LONG_S)
+                assert contents(found) == [bytes([number])]
+                assert (await found.consume()).tolist() == [True]
+            assert ring.statistics().free == SLOTS
+
+
+@asynchronous
+async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"held")
+    async with Stage(ring) as stage:
+        address, service = f"127.0.0.1:{stage.port}", stage.listener._service
+        assert service is not None
+        async with tcp() as client:
+            held = await client.take(address, 1)
+            assert len(held) == 1
+            waiting = asyncio.create_task(client.take(address, 1, wait_s=LONG_S))
+            await until(lambda: service.waiting == 1, "it waits")
+        with pytest.raises((LinkError, ClosedError)):
+            await waiting
+        await until(lambda: depth(ring) == (1, 0), "it is anybody's")
+        await until(lambda: service.waiting == 0, "its demand is gone, too")
+        with pytest.raises(ClosedError):
+            await client.take(address, 1)
+
+
+@asynchronous
+async def test_a_connection_is_not_idle_while_a_demand_of_its_waits(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, listener_idle_eviction_s=120) as stage, tcp() as client:
+        service = stage.listener._service
+        assert service is not None
+        waiting = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
+        await until(lambda: service.waiting == 1, "it waits")
+        stage.listener.sweep(time.monotonic() + 1000)
+        ring.write_raw(b"x")
+        assert contents(await waiting) == [b"x"]
+
+
+@asynchronous
+async def test_a_listener_that_stops_tells_those_who_wait(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage, tcp() as client:
+        waiting = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
+        service = stage.listener._service
+        assert service is not None
+        await until(lambda: service.waiting == 1, "it waits")
+        await stage.listener.stop(0.0)
+        with pytest.raises((BusyError, ConnectionLostError)):
+            await waiting
+
+
+@asynchronous
+async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: SharedRingBuffer) -> None:
+    with UCXXServer(ring, mode="thread"):
+        [address] = addresses(ring)
+        async with tcp() as client:
+            await client.take(address, 1)
+            demands = [asyncio.create_task(client.take(address, 1, wait_s=LONG_S)) for _ in range(5)]
+            done, waiting = await asyncio.wait(demands, return_when=asyncio.FIRST_COMPLETED)
+            [refused] = done
+            assert isinstance(refused.exception(), BusyError)
+            for number in range(4):
+                ring.write_raw(bytes([number]))
+            taken = [contents(await demand)[0] for demand in waiting]
+            assert sorted(taken) == [bytes([number]) for number in range(4)]
+
+
+# --- tAKE at its limits: claims beyond what a connection may hold, answers that are not received, ends in between
+
+
+LONG_MS = 60_000
+
+
+def demand(count: int = 1, wait_ms: int = 0) -> Record:
+    """TAKE for payloads of which each is joined to the answer."""
+    return Record(Kind.TAKE, slot=count, generation=wait_ms, length=1 << 20, joined_most=1 << 20)
+
+
+def end_of(kind: Kind, ticket: Ticket, **changes: int) -> Record:
+    return Record(kind, ticket.slot, ticket.generation, attempts=1)._replace(**changes)
+
+
+async def under_way(stage: Stage, ring: SharedRingBuffer) -> tuple[Peer, Ticket]:
+    """A peer that has taken a payload and does not receive it: UCX is in its slot."""
+    ticket = ring.write_raw(LARGE)
+    peer = await stage.connected()
+    peer.tell(demand())
+    await until(lambda: depth(ring) == (0, 1), "it is claimed")
+    return peer, ticket
+
+
+async def received(peer: Peer, number: int) -> int:
+    """How many payloads came with the answer to the peer's TAKE of this number."""
+    buffer = bytearray(1 << 17)
+    await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
+    return int.from_bytes(buffer[10:12], "little")
+
+
+# --- a connection at its limits -------------------------------------------------------------------------
+@asynchronous
+async def test_a_connection_that_may_hold_no_more_does_not_keep_payloads_from_others(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.server.listener._MOST_ATTEMPTS", 1)
+    async with Stage(ring) as stage, tcp() as full, tcp() as other:
+        address = f"127.0.0.1:{stage.port}"
+        service = stage.listener._service
+        assert service is not None
+        demands = [asyncio.create_task(full.take(address, 1, wait_s=LONG_S)) for _ in range(2)]
+        await until(lambda: service.waiting == 2, "they wait")
+        ring.write_raw(b"the first, after which it may hold no more")
+        await asyncio.wait(demands, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.create_task(other.take(address, 1, wait_s=LONG_S))
+        await until(lambda: service.waiting == 2, "the other one waits behind it")
+        ring.write_raw(b"the second")
+        async with asyncio.timeout(15.0):
+            assert bytes((await waiting)[0].data) == b"the second"
+        for each in demands:
+            each.cancel()
+        await asyncio.gather(*demands, return_exceptions=True)
+
+
+@asynchronous
+async def test_a_holder_that_lives_is_not_reported_as_late(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring.write_raw(b"for long")
+    settings = settings_with(claim_lease_s=0.5, claim_renew_s=0.1)
+    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, tcp(settings=settings) as client:
+        batch = await client.take(f"127.0.0.1:{stage.port}", 1)
+        with caplog.at_level(logging.WARNING, logger="transport.server"):
+            await asyncio.sleep(1.2)  # the time that passes is what is tested
+        assert caplog.messages == []
+        assert (await batch.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads_again(ring: SharedRingBuffer) -> None:
+    first = ring.write_raw(b"claimed by the silent peer")
+    async with Stage(ring, heartbeat_s=0.1) as stage, tcp() as other:
+        peer = await stage.peer()
+        assert (await peer.greet(lease_ms=500)).code == 0
+        await peer.settled()
+        await received(peer, peer.tell(demand()))
+        peer.tell(demand(wait_ms=LONG_MS))
+        service = stage.listener._service
+        assert service is not None
+        await until(lambda: service.waiting == 1, "its second demand waits")
+        await until(lambda: service.waiting == 0, "its claim has ended, and with it its demand")
+        [taken] = await other.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S)
+        assert (taken.ticket.name, taken.attempts) == (first.name, 2)
+
+
+# --- claims that end while UCX is in their slots ------------------------------------------------------------
+@asynchronous
+async def test_what_is_given_back_before_it_was_received_keeps_its_delay(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer, ticket = await under_way(stage, ring)
+        record = end_of(Kind.GIVE_BACK, ticket, length=LONG_MS)
+        [answer] = await peer.status(peer.tell(record), record._replace(length=0))
+        assert answer.code == 0
+        await received(peer, 1)
+        await until(lambda: depth(ring) == (1, 0), "it is given back")
+        assert ring.claim(1) == []
+        assert ring.native.due_s(0) > 1.0
+
+
+async def finished_while_it_is_sent(peer: Peer, ring: SharedRingBuffer, ticket: Ticket) -> int:
+    """The answer to FINISH; the slot is pinned until the payload is received, and free afterwards."""
+    finish = end_of(Kind.FINISH, ticket)
+    [answer] = await peer.status(peer.tell(finish), finish)
+    assert ring.native.own_pins(ticket.slot) == 1
+    await received(peer, 1)
+    await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+    return answer.code
+
+
+@asynchronous
+async def test_a_finish_before_its_payload_was_received_is_accepted_and_frees_the_slot_afterwards(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage:
+        peer, ticket = await under_way(stage, ring)
+        assert await finished_while_it_is_sent(peer, ring, ticket) == 0
+
+
+@asynchronous
+async def test_a_peer_that_leaves_without_receiving_leaves_its_payload_to_others(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer, _ = await under_way(stage, ring)
+        await peer.gone()
+        [again] = ring.claim(1)
+        assert again.attempts == 2
+        assert bytes(again.view) == LARGE
+        assert again.consume()
+
+
+@asynchronous
+async def test_an_answer_of_several_payloads_that_breaks_does_not_count_and_the_next_ones_bring_one_each(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage:
+        for number in range(3):
+            ring.write_raw(b"payload %d" % number)
+        peer = await stage.connected()
+        assert await received(peer, peer.tell(demand(3))) == 3
+        await peer.gone()  # it has named none of them
+        other = await stage.connected()
+        assert await received(other, other.tell(demand(3))) == 1
+        await other.gone()  # which was alone
+        claims = ring.claim(3)
+        assert sorted(claim.native.in_vain for claim in claims) == [0, 0, 1]
+        assert all(claim.consume() for claim in claims)
+
+
+# --- the client's own end -----------------------------------------------------------------------------------
+@asynchronous
+async def test_a_client_that_closes_while_it_connects_says_so(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        client = tcp()
+        opening = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(ClosedError):
+            await opening
+
+
+# --- ends of claims over the wire that are not consumption: the ring is told why, and what became of what had arrived
+
+
+def counts(ring: SharedRingBuffer) -> dict[str, int]:
+    return {name: count for name, count in ring.native.depth(0).items() if count}
+
+
+def reasons(ring: SharedRingBuffer) -> list[tuple[str, str, str]]:
+    return [(how, reason, consumer) for *_, how, reason, consumer, _ in ring.native.failures()]
+
+
+async def taken(client: UCXXClient, stage: Stage, n: int) -> TakenBatch:
+    return await client.take(f"127.0.0.1:{stage.port}", n, wait_s=LONG_S)
+
+
+def end(number: int, ticket: Ticket, *, texts: bytes = b"", **fields: Any) -> bytes:
+    """An END message; ``key`` is the lengths of its texts."""
+    record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1)._replace(**fields)
+    return bytes(frame_codec.sealed(frame_codec.encode_control(number, [record]) + texts))
+
+
+# --- connections that end ---------------------------------------------------------------------------
+@asynchronous
+async def test_a_connection_whose_demand_brought_nothing_is_freed_when_it_ends(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage, tcp() as client:
+        nothing = await client.take(f"127.0.0.1:{stage.port}", 1)
+        assert len(nothing) == 0
+        connection = weakref.ref(nothing.claims.connection)
+        nothing.claims.connection.abort()
+        del nothing
+        ring.write_raw(b"through another connection")
+        batch = await taken(client, stage, 1)
+        gc.collect()
+        assert connection() is None
+        assert (await batch.consume()).tolist() == [True]
+
+
+# --- END --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", list(Ended), ids=lambda how: how.name.lower())
+@asynchronous
+async def test_a_delivery_that_ends_unused_is_counted_and_logged_as_the_ring_itself_does(
+    ring: SharedRingBuffer, how: Ended
+) -> None:
+    ring.write_raw(b"of no use")
+    async with Stage(ring) as stage, tcp() as client:
+        batch = await taken(client, stage, 1)
+        assert await ended(batch, Verdict[how.name], "it has no\nreward", "trainer 7") == [True]
+        assert await ended(batch, Verdict[how.name], "again", "trainer 7") == [True]
+        assert (await batch.consume()).tolist() == [False]
+    assert reasons(ring) == [(how.name.lower(), "it has no reward", "trainer 7")]
+    expected = {"dead": {"dead": 1, "retried": 1}, "aged": {"discarded": 1, "aged": 1}}
+    assert counts(ring) == expected.get(how.name.lower(), {"discarded": 1})
+    assert ring.statistics().free == SLOTS
+
+
+@asynchronous
+async def test_texts_that_are_not_utf8_are_stored_as_one_line_that_can_be_shown(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(b"of no use")
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        number = peer.tell(Record(Kind.TAKE, slot=1, length=1 << 10, joined_most=1 << 10))
+        await peer.endpoint.receive(bytearray(8192), frames.tag(peer.base, number))
+        texts = b"\xff\xed\xa0\x80\x1b[2J\n\xc2\x85ok\xf4\x90\x80\x80" + b"a\xc3"
+        peer.send(end(peer.number, ticket, texts=texts, key=2 << 32 | len(texts) - 2))
+        [answer] = await peer.status(peer.number)
+        assert answer.code == 0
+    assert reasons(ring) == [("discarded", "???? [2J  ok????", "a?")]
+
+
+@asynchronous
+async def test_a_claim_that_is_given_back_while_its_payload_is_read_leaves_no_pin_behind(
+    ring: SharedRingBuffer,
+) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring, ack_timeout_s=3000.0) as stage:
+        peer = await stage.connected()
+        number = peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20))
+        await peer.endpoint.receive(bytearray(8192), frames.tag(peer.base, number))
+        peer.holds = True
+        [answer] = await peer.ask(Record(Kind.READ, ticket.slot, ticket.generation, 0, ticket.key, ticket.size))
+        assert answer.code == 0
+        [answer] = await peer.ask(Record(Kind.GIVE_BACK, ticket.slot, ticket.generation, attempts=1))
+        assert answer.code == 0
+        assert ring.native.own_pins(ticket.slot) == 1  # UCX is in the slot
+        await peer.complete()
+        await until(lambda: ring.native.own_pins(ticket.slot) == 0, "nothing holds the slot")
+
+
+@pytest.mark.parametrize(
+    ("count", "fields", "texts"),
+    [
+        (2, {}, b""),
+        (1, {"joined_most": 3}, b""),
+        (1, {"key": 161}, b"x" * 161),
+        (1, {"key": 57 << 32}, b"x" * 57),
+        (1, {"key": 5}, b"four"),
+        (1, {"key": 3 << 32 | 3}, b"xyz12"),
+        (1, {"key": (1 << 64) - 1}, b"x" * 400),
+    ],
+    ids=["not alone", "unknown way", "long reason", "long name", "short reason", "short name", "lengths"],
+)
+@asynchronous
+async def test_an_end_that_contradicts_itself_closes_that_connection_only(
+    ring: SharedRingBuffer, count: int, fields: dict[str, int], texts: bytes
+) -> None:
+    ticket = ring.write_raw(b"stays")
+    async with Stage(ring) as stage:
+        other, peer = await stage.connected(), await stage.peer()
+        await peer.greet()
+        record = Record(Kind.END, ticket.slot, ticket.generation, attempts=1)._replace(**fields)
+        peer.send(bytes(frame_codec.encode_control(0, [record] * count)) + texts)
+        await peer.task
+        assert peer.closed
+        assert list(stage.listener._connections) == [other.connection]
+    assert counts(ring) == {"ready": 1}
+
+
+# --- tAKE and the ends of claims that are refused: wrong arguments, malformed records, others' claims, older listener
+
+
+@asynchronous
+async def test_arguments_that_cannot_be_are_refused_before_anything_is_asked(ring: SharedRingBuffer) -> None:
+    with UCXXServer(ring, mode="thread"):
+        [address] = addresses(ring)
+        async with tcp() as client:
+            for wrong in (
+                {"n": 0},
+                {"n": 257},
+                {"n": 1, "most_bytes": -1},
+                {"n": 1, "most_bytes": 1 << 31},
+                {"n": 1, "rank": 16},
+                {"n": 1, "most_attempts": 2048},
+                {"n": 1, "wait_s": -1.0},
+                {"n": 1, "wait_s": float("nan")},
+            ):
+                with pytest.raises(UsageError):
+                    await client.take(address, **wrong)  # type: ignore[arg-type]
+            for nowhere in ("", "host", "host:", ":1", "host:0", "host:99999"):
+                with pytest.raises(UsageError, match="host:port"):
+                    await client.take(nowhere, 1)
+
+
+GOOD = Record(Kind.TAKE, slot=1, rank=0, length=100)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [GOOD._replace(slot=0)],
+        [GOOD._replace(slot=257)],
+        [GOOD._replace(length=(1 << 30) + 1)],
+        [GOOD._replace(rank=255)],
+        [GOOD._replace(attempts=2048)],
+        [GOOD, GOOD],
+        [Record(Kind.STATE), GOOD],
+        [GOOD, Record(Kind.BYE)],
+    ],
+    ids=str,
+)
+@asynchronous
+async def test_a_malformed_demand_ends_its_connection_and_takes_nothing(
+    ring: SharedRingBuffer, records: list[Record]
+) -> None:
+    ring.write_raw(b"not for them")
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        peer.send(frame_codec.encode_control(0, records))
+        await until(lambda: peer.task.done(), "the connection has ended")
+        assert depth(ring) == (1, 0)
+
+
+@asynchronous
+async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"somebody else's")
+    async with Stage(ring) as stage, tcp() as client:
+        batch = await client.take(f"127.0.0.1:{stage.port}", 1)
+        row = batch.rows[0]
+        peer = await stage.connected()
+        own = Record(Kind.FINISH, int(row["slot"]), int(row["generation"]), int(row["rank"]), attempts=1)
+        records = [
+            own,
+            own._replace(kind=Kind.GIVE_BACK),
+            own._replace(attempts=2),
+            own._replace(slot=SLOTS),
+            own._replace(slot=2**32 - 1),
+            own._replace(rank=255),
+        ]
+        answers = await peer.ask(*records)
+        assert [answer.code for answer in answers] == [1] * len(records)
+        assert depth(ring) == (0, 1)
+        assert (await batch.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_tensors_are_views_of_the_answer() -> None:
+    schema = Schema((TensorSpec("data", "float32", (100,), ragged=True),))
+    with SharedRingBuffer.create(schema, slots=4, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
+        arrays = [np.arange(length, dtype=np.float32) for length in (3, 100, 1)]
+        ring.write_many([{"data": array} for array in arrays])
+        async with tcp(schemas=[schema]) as client:
+            batch = await client.take(addresses(ring)[0], 10)
+            for payload, array in zip(batch, arrays, strict=True):
+                [found] = payload.arrays().values()
+                np.testing.assert_array_equal(found, array)
+                assert found.flags.aligned
+                assert not found.flags.writeable
+
+
+@asynchronous
+async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        peer.tell(Record(Kind.TAKE, slot=1, length=1 << 20, joined_most=1 << 20))
+        await until(lambda: ring.native.depth(0)["claimed"] == 1, "it is claimed")
+        peer.send(end(peer.number, ticket, texts=b"late", key=4))
+        [answer] = await peer.status(peer.number)
+        assert answer.code == 0
+        assert ring.native.own_pins(ticket.slot) == 1  # UCX is in the slot
+        await peer.endpoint.receive(bytearray(1 << 20), frames.tag(peer.base, 1))
+        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+    assert reasons(ring) == [("discarded", "late", "")]
+
+
+@asynchronous
+async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"another's")
+    async with Stage(ring) as stage, tcp() as client, tcp() as stranger:
+        batch = await taken(client, stage, 1)
+        ring.write_raw(b"its own")
+        other = link_of(await taken(stranger, stage, 1))
+        assert await other.end(batch.rows, End(Verdict.DISCARDED, "not mine", "x"), False) == [1]
+        assert (await batch.consume()).tolist() == [True]

@@ -188,6 +188,7 @@ async def test_a_port_that_has_another_ring_by_now_does_not_keep_the_others_from
 
 
 # --- ends that are not consumption --------------------------------------------------------------------
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("how", [Verdict.DISCARDED, Verdict.DEAD, Verdict.AGED], ids=lambda how: how.name.lower())
 @asynchronous
 async def test_an_end_that_was_done_before_its_listener_was_killed_is_told_by_another_port(

@@ -97,11 +97,6 @@ def test_read_back_reads_what_the_destination_has_checksums_of(
     assert set(read) >= set(MODEL)
 
 
-def test_the_destination_is_enough_for_a_restore(uploaded: Path) -> None:
-    assert run(["cooldown", "restore", str(uploaded / "new"), *to(uploaded / "model"), "--epoch", "2"]) == 0
-    assert (uploaded / "new" / "step").read_text() == "20"
-
-
 def test_a_rehearsal_uploads_and_records_nothing(model: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["cooldown", "upload", str(model), *to(model), "--store", store, "--skip-upload"]) == 0
     assert capsys.readouterr().out.startswith("skipped: 2 files, 3.0 kB could be uploaded")
@@ -199,14 +194,6 @@ def test_a_complete_upload_that_was_not_verified_stays_and_can_be_restored(
     assert content(uploaded / "new") == content(uploaded / "model")
     assert run(["cooldown", "prune", "--store", store, "--keep", "1", "--unverified"]) == 0
     assert epochs(uploaded / "destination") == ["epoch-000000000003"]
-
-
-def test_a_removal_that_was_interrupted_is_completed(uploaded: Path, store: str) -> None:
-    root = uploaded / "destination"
-    (manifest,) = root.glob("run/epoch-000000000001/*/*/manifest.json")
-    manifest.unlink()
-    assert run(["cooldown", "prune", "--store", store, "--keep", "2"]) == 0
-    assert not manifest.parent.exists()
 
 
 def test_what_a_damaged_manifest_may_name_stays(uploaded: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:

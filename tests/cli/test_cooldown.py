@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -54,16 +53,6 @@ def test_epochs_are_listed_with_their_outcome(store: str, capsys: pytest.Capture
     assert lines[1] == "run  epoch 2  step 10  timed_out"
     assert "    x: uploaded, refused: not_elected, not elected" in lines
     assert lines[-2:] == ["run  epoch 3  step 0  training", "1 of 3 epochs have a checkpoint"]
-
-
-def test_the_json_has_every_elected_client(store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["cooldown", "status", "--store", store, "--run", "run", "--json", "-"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["checkpointed"] == 1
-    assert [(epoch["epoch"], epoch["outcome"]) for epoch in result["epochs"]] == [
-        (1, "checkpointed"), (2, "timed_out"), (3, ""),
-    ]  # fmt: skip
-    assert sum(client["elected"] for client in result["epochs"][1]["clients"]) == 2
 
 
 def test_the_destination_knows_when_the_store_is_lost(

@@ -14,16 +14,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from helpers import eventually, noise
 from interrupts import Way, instants, interrupted
-from typer.main import get_command
 
 from transport import SharedRingBuffer, UCXXServer, _ring
-from transport.cli import app, run
+from transport.cli import run
 from transport.runtime import interruption
 
 SEED = os.environ.get("INTERRUPT_SEED", "0")
@@ -58,7 +56,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "snapshot": (("snapshot", "{queue}", "{destination}", "--step", "2"), BOTH, 1.5),
     "restore": (("restore", "{destination}", "--queue", "{queue}"), BOTH, 2.5),
 }
-WITH_A_SERVER = {"bench fetch"}  # tests of their own
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +65,6 @@ def ticket() -> Iterator[str]:
         ring.native.addresses = "127.0.0.1"
         ring.native.set_ports((1,))
         yield ring.write({"data": np.zeros(8, np.uint8)}).to_text()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """A benchmark server for `bench fetch`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "transport", "bench", "serve", "--port", "0", "--bind", "127.0.0.1"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("UCX")},
-    )
-    assert process.stdout is not None
-    yield f"127.0.0.1:{process.stdout.readline().split()[-1]}"
-    process.terminate()
-    assert process.wait(PATIENCE_S) == 0
-    process.stdout.close()
 
 
 @pytest.mark.nightly
@@ -123,23 +104,6 @@ def checkpoints(folder: Path) -> dict[str, str]:
         upload = ["cooldown", "upload", places["model"], "--run", "r", "--step", step]
         assert run([*upload, *(word.format(**places) for word in PLACES)]) == 0
     return places
-
-
-def test_every_command_is_among_those_that_are_interrupted() -> None:
-    def named(group: Any, before: tuple[str, ...] = ()) -> Iterator[str]:
-        for name, command in group.commands.items():
-            if hasattr(command, "commands"):
-                yield from named(command, (*before, name))
-            else:
-                yield " ".join((*before, name))
-
-    assert set(named(get_command(app))) == {each for each in COMMANDS if " of " not in each} | WITH_A_SERVER
-
-
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_a_fetch_that_is_interrupted_ends_and_leaves_nothing(server: str, tmp_path: Path) -> None:
-    interrupt_at_any_instant(["bench", "fetch", server, "--sizes", "1MiB", *SHORT], ("group",), 2.5, tmp_path)
 
 
 def interrupt_at_any_instant(arguments: list[str], ways: tuple[Way, ...], longest_s: float, folder: Path) -> None:

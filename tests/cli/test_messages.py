@@ -59,9 +59,6 @@ def test_the_reads_of_bench_fail_with_one_line(
     assert capsys.readouterr().err.count("the machine is on fire") == 1
 
 
-# --- what to do ---------------------------------------------------------------------------------------
-
-
 # --- the queue of rings -------------------------------------------------------------------------------
 def test_rings_that_are_not_there_are_no_empty_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["queue", "rings:nobody-has-this-name"]) == 1
@@ -72,13 +69,6 @@ def test_rings_that_are_not_there_are_no_empty_queue(tmp_path: Path, capsys: pyt
     assert run(["queue", f"rings+sqlite://{store}"]) == 2
     assert f"{store} does not exist" in capsys.readouterr().err
     assert not store.exists()
-
-
-def test_rings_of_this_host_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-counted") as ring:
-        ring.write_raw(b"x")
-        assert run(["queue", "rings:hands-counted", "--json", "-"]) == 0
-        assert json.loads(capsys.readouterr().out)["depth"]["ready"] == 1
 
 
 @pytest.mark.ucx
@@ -126,15 +116,6 @@ def test_what_another_user_may_not_read_is_no_empty_answer(
             text = said.read()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
     assert says.format(folder=tmp_path) in text
-
-
-def test_a_ring_is_reclaimed_by_the_name_that_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-named"):
-        assert run(["reclaim", "hands-named", "--dry-run"]) == 0
-    assert "/transport-hands-named" in capsys.readouterr().out
-
-
-# --- Ctrl-C -------------------------------------------------------------------------------------------
 
 
 def test_a_failed_group_of_checks_is_said_once(

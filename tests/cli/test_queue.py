@@ -44,21 +44,6 @@ def test_dead_deliveries_are_requeued_on_request(queue_url: str, capsys: pytest.
         assert queue.claim(1, consumer="trainer 1")[0].data == b"ticket"
 
 
-def test_one_rank_is_counted_on_request(queue_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with RedisQueue(parse_url(queue_url)) as queue:  # type: ignore[arg-type]
-        queue.publish([QueuedTicket(f"ring/{slot}/1", b"ticket") for slot in range(3)], readers=2)
-        queue.ack_many(queue.claim(2, rank=1, consumer="trainer 1"))
-
-    def counted(*arguments: str) -> tuple[int, int]:
-        assert run(["queue", queue_url, *arguments, "--json", "-"]) == 0
-        depth = json.loads(capsys.readouterr().out)["depth"]
-        return depth["ready"], depth["done"]
-
-    assert counted() == (4, 2)
-    assert counted("--rank", "0") == (3, 0)
-    assert counted("--rank", "1") == (1, 2)
-
-
 def test_one_rank_of_rings_is_counted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=64) as ring:
         ring.write_raw(b"for two", readers=2)
@@ -67,11 +52,6 @@ def test_one_rank_of_rings_is_counted_on_request(capsys: pytest.CaptureFixture[s
         for rank, ready in (("0", 1), ("1", 0)):
             assert run(["queue", f"rings:{ring.name}", "--rank", rank, "--json", "-"]) == 0
             assert json.loads(capsys.readouterr().out)["depth"]["ready"] == ready
-
-
-def test_rings_keep_no_dead_deliveries(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["queue", "rings:nobody-has-this-name", "--requeue"]) == 2
-    assert "keeps no dead deliveries" in capsys.readouterr().err
 
 
 @pytest.mark.ucx
@@ -123,3 +103,8 @@ def test_where_no_ring_of_the_run_is_the_others_are_named(capsys: pytest.Capture
         assert run(["queue", "rings:cli"]) != 0
         said = capsys.readouterr().err
         assert "rings:run-cli-" in said or " more" in said  # of many rings some are named
+
+
+def test_rings_keep_no_dead_deliveries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["queue", "rings:nobody-has-this-name", "--requeue"]) == 2
+    assert "keeps no dead deliveries" in capsys.readouterr().err

@@ -9,11 +9,7 @@ import pytest
 from helpers import dead_port, noise, serving, settings_with
 
 from transport import BlockingClient
-from transport.client.connections.acknowledgements import AckLedger
-from transport.client.connections.routes import PortQuarantine, Routes
 from transport.errors import RetriesExhaustedError
-from transport.settings import DEFAULTS
-from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
 
@@ -52,18 +48,3 @@ def test_a_read_makes_its_attempts_and_no_more(
         else:
             assert len(made) == attempts
             assert {port.partition(":")[0] for port in made} == set(hosts)
-
-
-def test_ports_that_serve_another_ring_are_skipped() -> None:
-    routes = Routes(PortQuarantine(DEFAULTS), AckLedger(DEFAULTS))
-    with serving(ports=(0, 0, 0)) as (ring, server):
-        ticket: Ticket = msgspec.structs.replace(ring.write_raw(b"x"), host="elsewhere", addresses=("192.0.2.1",))
-        places = routes.ports(ticket)
-        assert [port for _, port in places] == list(server.ports)
-        routes.serves_another(ticket.ring, places[1])
-        chosen = {routes.next_port(ticket.ring, places) for _ in range(30)}
-        assert chosen == {places[0], places[2]}
-        routes.serves_another(ticket.ring, places[0])
-        assert {routes.next_port(ticket.ring, places) for _ in range(30)} == {places[2]}
-        routes.succeeded(ticket.ring, places[1])  # it serves the ring again
-        assert {routes.next_port(ticket.ring, places) for _ in range(30)} == {places[1], places[2]}

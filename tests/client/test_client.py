@@ -20,7 +20,7 @@ from helpers import (
 )
 from ml_dtypes import bfloat16
 
-from transport import Schema, UCXXClient, UCXXServer, UpTo
+from transport import Schema, UCXXClient, UpTo
 from transport.errors import (
     AuthenticationError,
     BufferUnsuitableError,
@@ -59,7 +59,7 @@ async def test_read_returns_the_bytes_that_were_written(wire: Any) -> None:
 
 
 @every_wire
-@pytest.mark.parametrize("steps", [0, 1, 37, 50])
+@pytest.mark.parametrize("steps", [0, 37])
 @asynchronous
 async def test_read_returns_every_tensor_as_it_was_with_its_length(wire: Any, steps: int) -> None:
     values = {
@@ -113,20 +113,19 @@ OUTS: dict[str, Callable[[int], Any]] = {
 
 
 @every_wire
-@pytest.mark.parametrize("kind", OUTS)
 @pytest.mark.parametrize("size", [100, 64 << 10])
 @asynchronous
-async def test_a_payload_is_put_where_the_caller_wants_it_and_nowhere_else(wire: Any, kind: str, size: int) -> None:
-    out = OUTS[kind](size + 64)
-    before = memoryview(out).cast("B")[size:].tobytes()
+async def test_a_payload_is_put_where_the_caller_wants_it_and_nowhere_else(wire: Any, size: int) -> None:
     with serving() as (ring, _):
         async with UCXXClient(wire={wire}) as client:
-            payload = await client.read(ring.write_raw(noise(size)), out=out)
-            assert payload.data is out
-            assert payload.wire == wire
-            assert memoryview(out).cast("B")[:size] == memoryview(noise(size))
-            assert memoryview(out).cast("B")[size:] == before
-            await until(lambda: free(ring))
+            for out in (make(size + 64) for make in OUTS.values()):
+                before = memoryview(out).cast("B")[size:].tobytes()
+                payload = await client.read(ring.write_raw(noise(size)), out=out)
+                assert payload.data is out
+                assert payload.wire == wire
+                assert memoryview(out).cast("B")[:size] == memoryview(noise(size))
+                assert memoryview(out).cast("B")[size:] == before
+                await until(lambda: free(ring))
 
 
 def read_only(size: int) -> np.ndarray:
@@ -136,18 +135,18 @@ def read_only(size: int) -> np.ndarray:
 
 
 @every_wire
-@pytest.mark.parametrize(
-    "out",
-    [read_only(100), bytes(100), np.zeros(200, np.uint8)[::2], np.zeros(99, np.uint8), bytearray(99), "text"],
-    ids=["read-only", "bytes", "strided", "small", "small bytearray", "no memory"],
-)
 @asynchronous
-async def test_an_unsuitable_destination_is_refused_and_nothing_is_consumed(wire: Any, out: Any) -> None:
+async def test_an_unsuitable_destination_is_refused_and_nothing_is_consumed(wire: Any) -> None:
+    unsuitable = (
+        *(read_only(100), bytes(100), np.zeros(200, np.uint8)[::2], np.zeros(99, np.uint8), bytearray(99)),
+        "text",
+    )
     with serving() as (ring, _):
         ticket = ring.write_raw(noise(100))
         async with UCXXClient(wire={wire}) as client:
-            with pytest.raises(BufferUnsuitableError):
-                await client.read(ticket, out=out)
+            for out in unsuitable:
+                with pytest.raises(BufferUnsuitableError):
+                    await client.read(ticket, out=out)
             assert ring.statistics().pins == 0
             assert np.array_equal((await client.read(ticket))["data"], noise(100))
 
@@ -184,15 +183,6 @@ async def test_arrays_stay_valid_after_the_client_is_closed(wire: Any) -> None:
 
 
 # --- acknowledgements ------------------------------------------------------------------------------
-@every_wire
-@asynchronous
-async def test_on_arrival_frees_the_slot(wire: Any) -> None:
-    with serving() as (ring, _):
-        async with UCXXClient(wire={wire}) as client:
-            payload = await client.read(ring.write_raw(noise(30_000)))
-            del payload
-            await until(lambda: free(ring))
-            assert ring.statistics().consumes == 1
 
 
 @every_wire
@@ -254,36 +244,6 @@ async def test_each_rank_reads_once_and_the_last_one_frees_the_slot(wire: Any) -
 
 @every_wire
 @asynchronous
-async def test_an_acknowledgement_by_ticket_frees_what_another_client_was_lent(wire: Any) -> None:
-    with serving() as (ring, _):
-        ticket = ring.write_raw(noise(10_000))
-        async with UCXXClient(wire={wire}, ack="manual") as reader, UCXXClient(wire={wire}) as other:
-            payload = await reader.read(ticket)
-            with await other.read(ticket):  # both read, one consumes
-                pass
-            assert payload.ack() in (True, False)
-            del payload
-            await until(lambda: free(ring))
-            assert ring.statistics().consumes == 1
-
-
-@asynchronous
-async def test_views_beyond_the_share_of_a_ring_become_copies() -> None:
-    with serving(slots=4) as (ring, _):
-        async with UCXXClient(wire={"mapped"}, ack="manual") as client:
-            payloads = [await client.read(ring.write_raw(noise(5000, seed))) for seed in range(4)]
-            assert states(ring) == (2, 2)
-            for seed, payload in enumerate(payloads):
-                assert payload.wire == "mapped"
-                assert np.array_equal(payload["data"], noise(5000, seed))
-                payload.ack()
-                payload.release()
-            del payload, payloads
-            await until(lambda: free(ring))
-
-
-@every_wire
-@asynchronous
 async def test_discard_frees_for_every_rank_and_state_says_what_became_of_a_payload(wire: Any) -> None:
     with serving() as (ring, _):
         ticket = ring.write_raw(noise(10), readers=2)
@@ -329,26 +289,6 @@ async def test_read_many_gives_each_ticket_its_payload_or_its_error(wire: Any) -
             await until(lambda: free(ring))
 
 
-@every_wire
-@asynchronous
-async def test_leaving_read_many_early_ends_what_is_under_way_and_loses_nothing(wire: Any) -> None:
-    with serving(slots=30, slot_bytes=70_000) as (ring, _):  # beyond what shares a message
-        tickets = [ring.write_raw(noise(70_000, number)) for number in range(30)]
-        async with UCXXClient(wire={wire}, ack="manual") as client:
-            async with contextlib.aclosing(client.read_many(tickets, concurrency=4)) as outcomes:
-                async for outcome in outcomes:
-                    assert outcome.payload is not None
-                    outcome.payload.ack()
-                    first = outcome.ticket
-                    break
-            del outcome
-            gc.collect()
-            assert client.statistics().links_in_use == 0
-            assert client.statistics().reads < len(tickets)
-        await until(lambda: states(ring) == (29, 0))
-        assert ring.tickets() == [ticket for ticket in tickets if ticket != first]
-
-
 @asynchronous
 async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -> None:
     with serving(secret=b"right") as (ring, _):
@@ -359,24 +299,8 @@ async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -
         assert all(isinstance(outcome.error, AuthenticationError) for outcome in outcomes)
 
 
-# --- misuse ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arguments", [{"wire": {"pigeon"}}, {"wire": set()}, {"ack": "never"}])
 @asynchronous
 async def test_unknown_wires_and_modes_are_refused(arguments: Any) -> None:
     with pytest.raises(UsageError):
         UCXXClient(**arguments)
-
-
-@asynchronous
-async def test_statistics_tell_what_was_read_and_what_is_open() -> None:
-    with serving() as (ring, server):
-        async with UCXXClient(wire={"tcp"}) as client:
-            await client.read(ring.write_raw(noise(100)))
-            await until(lambda: client.statistics().acks_unconfirmed == 1)
-            look = client.statistics()
-            assert (look.reads, look.bytes_by_wire, look.links_opened, look.links_idle) == (1, {"tcp": 100}, 1, 1)
-            assert (look.retries, look.stale, look.failed_reads, look.acks_pending) == (0, 0, 0, 0)
-            await client.read(ring.write_raw(noise(200)))
-            assert client.statistics().reads == 2
-            assert "1 idle" in repr(client)
-    assert isinstance(server, UCXXServer)

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import asynchronous, eventually, listener_pids, noise, over_ucx, serving, stalled, until
-from memory_store import MemoryStore
+from helpers import asynchronous, eventually, noise, over_ucx, serving, stalled, until
 
-from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport import UCXXClient
 from transport.errors import ClosedError
-from transport.store.directory import Announcement, Directory
 
 pytestmark = pytest.mark.ucx
 
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-class Interrupted(BaseException):
-    """As Ctrl-C."""
-
-
-def interrupting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """The next call of a method is interrupted before it does anything."""
-    real = getattr(owner, name)
-
-    def interrupted(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(owner, name, real)
-        for coroutine in filter(asyncio.iscoroutine, arguments):
-            coroutine.close()
-        raise Interrupted
-
-    monkeypatch.setattr(owner, name, interrupted)
 
 
 # --- clients -------------------------------------------------------------------------------------------
@@ -67,20 +47,6 @@ async def test_a_second_close_finishes_what_a_cancelled_one_had_begun(wire: Any)
         await until(lambda: descriptors() <= before)
 
 
-@asynchronous
-async def test_two_tasks_that_close_a_client_both_return_when_it_is_closed() -> None:
-    with serving() as (ring, _):
-        client = UCXXClient(wire={"tcp"}, ack="manual")
-        (await client.read(ring.write_raw(noise(100)))).ack()
-        worker = client._links._worker
-        assert worker is not None
-        closing = [asyncio.create_task(client.close()) for _ in range(2)]
-        done, _ = await asyncio.wait(closing, return_when=asyncio.FIRST_COMPLETED)
-        assert done
-        assert worker.closed
-        await asyncio.gather(*closing)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 5])  # after the first one, closing is still to begin
 def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(steps: int) -> None:
     async def leave() -> Any:
@@ -100,44 +66,3 @@ def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(st
         ticket = ring.write_raw(noise(100))
         assert asyncio.run(leave()).closed
         eventually(lambda: descriptors() <= before)
-
-
-# --- servers ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_server_whose_drain_is_interrupted_stops_then(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
-        server = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode=mode).start()
-        ring.write_raw(b"unread")
-        interrupting(monkeypatch, server, "_drain")
-        with pytest.raises(Interrupted):
-            server.close(drain_s=60.0)
-        assert server.ports == ()
-        assert mode == "thread" or not listener_pids(ring)
-        server.close()
-
-
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_server_whose_close_was_interrupted_is_stopped_by_the_next(
-    mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
-        threads = threading.active_count()
-        server = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode=mode).start()
-        interrupting(monkeypatch, server._run, "stop")
-        with pytest.raises(Interrupted):
-            server.close()
-        server.close()
-        assert not listener_pids(ring)
-        assert threading.active_count() == threads
-
-
-def test_an_announcement_whose_close_was_interrupted_is_withdrawn_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    with MemoryStore() as store, serving() as (ring, server):
-        directory = Directory(store)
-        announcement = Announcement(directory, ring, server)
-        assert directory.find(ring.ring_id) is not None
-        interrupting(monkeypatch, announcement._thread, "join")
-        with pytest.raises(Interrupted):
-            announcement.close()
-        announcement.close()
-        assert directory.find(ring.ring_id) is None

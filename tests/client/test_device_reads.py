@@ -35,22 +35,6 @@ def mapped(**options: Any) -> UCXXClient:
 
 
 # --- into the caller's memory -------------------------------------------------------------------------
-@pytest.mark.ucx
-@every_wire
-@asynchronous
-async def test_a_payload_arrives_in_device_memory(wire: Any, cupy: Any) -> None:
-    with serving(slots=4, slot_bytes=1 << 20) as (ring, _):
-        async with UCXXClient(wire={wire}) as client:
-            for size in (0, 1, 5000, 1 << 20):
-                out = cupy.empty(max(size, 8), np.uint8)
-                payload = await client.read(ring.write({"x": noise(size, 1)}), out=out)
-                assert isinstance(payload, DevicePayload) and payload.wire == wire and payload.data is out
-                cupy.fake.run_all()
-                assert out.host[:size].tobytes() == noise(size, 1).tobytes()
-                assert (out.host[size:] == 0xEE).all()
-                assert payload["x"].host.tobytes() == noise(size, 1).tobytes()
-            assert client.statistics().bytes_by_wire == {wire: 5001 + (1 << 20)}
-            await until(lambda: free(ring))
 
 
 @asynchronous
@@ -155,29 +139,6 @@ def test_a_blocking_client_orders_with_the_stream_of_its_callers_thread(cupy: An
     assert {on for _, _, on in cupy.fake.copies} == {stream.ptr}
 
 
-@asynchronous
-async def test_unsuitable_device_memory_is_refused_before_anything_is_sent(cupy: Any) -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
-        async with mapped() as client:
-            ticket = ring.write({"x": noise(100)})
-            for out, why in ((cupy.empty(99, np.uint8), "99 bytes"), (cupy.empty(300, np.uint8)[::2], "C-contiguous")):
-                with pytest.raises(BufferUnsuitableError, match=why):
-                    await client.read(ticket, out=out)
-            assert ring.get_ready_count() == 1
-
-
-@asynchronous
-async def test_device_memory_without_cupy_says_what_to_install(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = cupy.empty(100, np.uint8)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
-        async with mapped() as client:
-            with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
-                await client.read(ring.write({"x": noise(100)}), out=out)
-        with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
-            mapped(device="cupy")
-
-
 # --- into new memory --------------------------------------------------------------------------------
 @pytest.mark.ucx
 @every_wire
@@ -207,23 +168,6 @@ async def test_small_payloads_that_share_a_message_land_on_the_device_too(wire: 
                 size = sizes.pop(outcome.ticket.identity)
                 assert outcome.payload["x"].host.tobytes() == noise(size, size).tobytes()
             assert not sizes
-
-
-@asynchronous
-async def test_a_stream_that_looks_at_a_payload_comes_after_its_arrival(cupy: Any) -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
-        async with mapped(device="cupy") as client:
-            cupy.fake.stopped = True
-            payload = await client.read(ring.write({"x": noise(100)}))
-            training = cupy.cuda.Stream(non_blocking=True)
-            with training:
-                seen = payload["x"].astype(np.int32)
-            (mine,) = {on for _, _, on in cupy.fake.copies}
-            assert mine not in (0, training.ptr)
-            while cupy.fake.queues[training.ptr]:  # the training stream alone is driven
-                cupy.fake.step(training.ptr)
-            assert (seen.host == noise(100)).all()
-            cupy.fake.stopped = False
 
 
 @asynchronous
@@ -257,15 +201,6 @@ async def test_a_payload_outlives_its_client_and_the_stream_that_looked_at_it(cu
         del array, payload
         gc.collect()
         cupy.fake.run_all()
-
-
-@asynchronous
-async def test_host_memory_stays_possible_for_a_client_with_a_device(cupy: Any) -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
-        async with mapped(device="cupy") as client:
-            out = np.zeros(100, np.uint8)
-            payload = await client.read(ring.write({"x": noise(100)}), out=out)
-            assert payload.data is out and (out == noise(100)).all() and not cupy.fake.copies
 
 
 @asynchronous
@@ -312,16 +247,6 @@ def test_an_unknown_device_is_refused(device: str, cupy: Any) -> None:
         return
     with pytest.raises(UsageError, match=r'choose "cupy" or "torch"'):
         parse_device(device)
-
-
-def test_a_device_has_a_number(two_devices: Any) -> None:
-    assert parse_device("cupy:1")[1] == 1 and parse_device("cupy")[0].name == "cupy"
-
-
-@asynchronous
-async def test_an_unknown_way_of_receiving_is_refused() -> None:
-    with pytest.raises(UsageError, match="choose 'staged' or 'direct'"):
-        UCXXClient(device_receive="auto")  # type: ignore[arg-type]
 
 
 @asynchronous
@@ -384,3 +309,50 @@ async def test_the_engine_refuses_memory_that_it_would_have_to_touch(cupy: Any) 
                 with pytest.raises(ValueError, match="above inline_limit and no checksum here"):
                     link.read([Want(tickets[size], 0, keeper.place(), checksum)], [])
             client._links.checkin(link)
+
+
+@asynchronous
+async def test_an_unknown_way_of_receiving_is_refused() -> None:
+    with pytest.raises(UsageError, match="choose 'staged' or 'direct'"):
+        UCXXClient(device_receive="auto")  # type: ignore[arg-type]
+
+
+@asynchronous
+async def test_unsuitable_device_memory_is_refused_before_anything_is_sent(cupy: Any) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            ticket = ring.write({"x": noise(100)})
+            for out, why in ((cupy.empty(99, np.uint8), "99 bytes"), (cupy.empty(300, np.uint8)[::2], "C-contiguous")):
+                with pytest.raises(BufferUnsuitableError, match=why):
+                    await client.read(ticket, out=out)
+            assert ring.get_ready_count() == 1
+
+
+@asynchronous
+async def test_device_memory_without_cupy_says_what_to_install(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = cupy.empty(100, np.uint8)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+                await client.read(ring.write({"x": noise(100)}), out=out)
+        with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+            mapped(device="cupy")
+
+
+@pytest.mark.ucx
+@every_wire
+@asynchronous
+async def test_a_payload_arrives_in_device_memory(wire: Any, cupy: Any) -> None:
+    with serving(slots=4, slot_bytes=1 << 20) as (ring, _):
+        async with UCXXClient(wire={wire}) as client:
+            for size in (0, 1, 5000, 1 << 20):
+                out = cupy.empty(max(size, 8), np.uint8)
+                payload = await client.read(ring.write({"x": noise(size, 1)}), out=out)
+                assert isinstance(payload, DevicePayload) and payload.wire == wire and payload.data is out
+                cupy.fake.run_all()
+                assert out.host[:size].tobytes() == noise(size, 1).tobytes()
+                assert (out.host[size:] == 0xEE).all()
+                assert payload["x"].host.tobytes() == noise(size, 1).tobytes()
+            assert client.statistics().bytes_by_wire == {wire: 5001 + (1 << 20)}
+            await until(lambda: free(ring))

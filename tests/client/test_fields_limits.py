@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -49,24 +48,6 @@ def test_all_payloads_of_many_fields_are_taken_and_held_at_once(address: str) ->
         for number, payload in enumerate(batch):
             check(payload.arrays(), number)
         assert client.consume(batch).all()
-
-
-def test_payloads_of_many_fields_are_read_and_acknowledged_later() -> None:
-    with (
-        SharedRingBuffer.create(SCHEMA, slots=PAYLOADS) as ring,
-        UCXXServer(ring, mode="thread"),
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}, ack="manual") as client,
-        ExitStack() as stack,
-    ):
-        values = {name: np.arange(at, at + 16, dtype=np.float32) for at, name in enumerate((*NAMES, "other"))}
-        payloads = [
-            stack.enter_context(client.read(ticket, fields=NAMES)) for ticket in ring.write_many([values] * PAYLOADS)
-        ]
-        for payload in payloads:
-            assert list(payload) == list(NAMES)
-            assert payload["field39"].tolist() == list(range(39, 55))
-        assert all(payload.ack() for payload in payloads)
-        until_free(ring)
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 20, 1000], ids=["joined", "apart"])

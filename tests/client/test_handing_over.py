@@ -117,24 +117,8 @@ async def test_what_nobody_was_handed_is_not_consumed(
         assert ring.statistics().consumes == COUNT
 
 
-@every_wire
-@asynchronous
-async def test_a_client_reads_again_what_it_had_fetched_and_handed_to_nobody(wire: Any) -> None:
-    with serving(slots=COUNT, slot_bytes=LARGE) as (ring, _):
-        tickets = written(ring, SMALL)
-        async with UCXXClient(wire={wire}) as client:
-            handed = await _leaves(client, client.read_many(tickets))
-            left = [ticket for ticket in tickets if ticket != handed]
-            outcomes = [outcome async for outcome in client.read_many(left)]
-            assert [outcome.error for outcome in outcomes] == [None] * len(left)
-            del outcomes
-            await until(lambda: gc.collect() is not None and states(ring) == (0, 0))
-            assert ring.statistics().consumes == COUNT
-
-
 # --- without a loop --------------------------------------------------------------------------------------
-@every_wire
-@pytest.mark.parametrize("how", ["close", "throw", "closed client"])
+@pytest.mark.parametrize(("wire", "how"), [("mapped", "close"), ("tcp", "throw"), ("tcp", "closed client")])
 def test_what_a_thread_was_not_handed_is_not_consumed(wire: Any, how: str) -> None:
     with serving(slots=COUNT, slot_bytes=LARGE) as (ring, _):
         tickets = written(ring, SMALL)
@@ -155,8 +139,7 @@ def test_what_a_thread_was_not_handed_is_not_consumed(wire: Any, how: str) -> No
         assert ring.statistics().consumes == 1
 
 
-@every_wire
-@pytest.mark.parametrize("call", ["read", "read_many"])
+@pytest.mark.parametrize(("wire", "call"), [("mapped", "read_many"), ("tcp", "read"), ("tcp", "read_many")])
 def test_a_call_that_is_interrupted_when_its_payload_is_here_consumes_nothing(
     wire: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

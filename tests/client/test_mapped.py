@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from helpers import asynchronous, free, noise, segment_file, serving, until
+from helpers import Child, asynchronous, free, noise, segment_file, serving, until
 from mapped_views import look, states, view
 
-from transport import SharedRingBuffer, UCXXClient
+from transport import SharedRingBuffer, Ticket, UCXXClient
 from transport.client.mapped import MappedRings
 from transport.client.payload import ReceivedPayload
 from transport.errors import ClosedError, RankError, StaleSlotError, WrongKeyError
@@ -248,26 +249,73 @@ def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: 
         assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
 
 
-def test_the_last_view_after_close_may_go_while_an_exception_is_handled(ring: SharedRingBuffer) -> None:
-    mapped = MappedRings()
-    made = [view(mapped, ring.write_raw(b"x"))]
+# --- processes that end, are killed or fork while they have views of a mapped ring
+
+
+@asynchronous
+async def test_payloads_of_a_killed_writer_without_any_listener_are_read() -> None:
+    code = """
+import sys
+from helpers import noise
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
+print(ring.write_raw(noise(500)).to_text(), flush=True)
+sys.stdin.readline()
+"""
+    with Child(code) as child:
+        ticket = Ticket.parse(child.line())
+        child.kill()
+    async with UCXXClient(wire={"mapped"}) as client:
+        payload = await client.read(ticket)
+        assert np.array_equal(payload["data"], noise(500))
+        del payload
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_that_ends_with_views_in_hand_has_consumed_them_and_leaves_nothing(closed: bool) -> None:
+    code = f"""
+import sys
+import numpy as np
+from transport import Ticket
+from transport.client.mapped import MappedRings
+from transport.client.payload import ReceivedPayload
+mapped = MappedRings()
+views = []
+while line := sys.stdin.readline().strip():
+    ticket = Ticket.parse(line)
+    views.append(np.frombuffer(mapped.read(mapped.find(ticket), ticket, 0, consume=ticket.slot > 0), np.uint8))
+    print(views[-1].sum(), flush=True)
+if {closed}:
     mapped.close()
-    with pytest.raises(ValueError, match="mine"):
-        try:
-            raise ValueError("mine")
-        finally:
-            made.clear()
-    assert sum(owner.alive for owner in ring.native.owners()) == 1
+"""
+    with SharedRingBuffer.create(slots=6, slot_bytes=1000) as ring, Child(code) as child:
+        for seed in range(3):
+            child.tell(ring.write_raw(noise(100, seed)).to_text())
+            assert int(child.line()) == noise(100, seed).sum()
+        assert states(ring) == (3, 0, 3)
+        child.tell()
+        assert child.wait() == 0
+        assert states(ring) == (5, 1, 0)
+        assert ring.statistics().consumes == 2
 
 
-def test_a_ring_that_could_not_be_mapped_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped = MappedRings()
-    with SharedRingBuffer.create(slots=1, slot_bytes=10) as gone:
-        ticket = gone.write_raw(b"x")
-    assert mapped.find(ticket) is None
-    mapped.detach_finished()
-    assert list(mapped._refused) == [ticket.ring]  # it is not tried at every read
-    later = time.monotonic() + 31.0
-    monkeypatch.setattr("transport.client.mapped.time.monotonic", lambda: later)
-    mapped.detach_finished()
-    assert not mapped._refused
+def test_a_forked_child_with_a_view_ends_quietly_and_changes_nothing() -> None:
+    body = """
+import os, sys
+from transport import BlockingClient, SharedRingBuffer
+with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring, BlockingClient(wire={"mapped"}) as client:
+    held = client.read(ring.write_raw(b"held"))["data"]
+    child = os.fork()
+    if child == 0:
+        del held  # the last array of this copy
+        sys.stderr.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(held) == b"held"
+    assert ring.statistics().reading == 1
+    assert ring.statistics().consumes == 0
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", body], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -101,22 +101,3 @@ async def test_a_read_from_a_stopped_listener_ends_with_its_deadline_and_its_mem
                 out[:] = b"\xee" * SIZE
                 assert bytes((await client.read(ticket)).data) == noise(SIZE).tobytes()
                 assert out.count(0xEE) == SIZE
-
-
-@asynchronous
-async def test_a_deadline_of_the_caller_does_not_quarantine_the_port() -> None:
-    with (
-        SharedRingBuffer.create(slots=2, slot_bytes=64) as ring,
-        UCXXServer(ring, addresses=("127.0.0.1",), settings=IMPATIENT, log_level="ERROR") as server,
-    ):
-        pid = listener_pids(ring)[server.ports[0]]
-        async with UCXXClient(wire={"tcp"}) as client:
-            await client.read(ring.write_raw(b"1"))
-            ticket = ring.write_raw(b"2")
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                with pytest.raises(DeadlineExceededError):
-                    await client.read(ticket, timeout=0.3)
-                assert client.statistics().quarantined_ports == ()
-            finally:
-                os.kill(pid, signal.SIGCONT)

@@ -99,7 +99,7 @@ def said(user: int, group: int, wire: str, tickets: list[str]) -> list[str]:
     return lines
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("wire", ["auto", "shm,tcp"])
 @pytest.mark.parametrize(
     ("writer", "mode", "reader"),
@@ -116,7 +116,7 @@ def test_another_users_payloads_are_read_by_tcp(
         assert said(*reader, wire, tickets) == ["tcp 1000", "tcp 200000", "tcp 1048576"]
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("wire", ["auto", "shm,tcp"])
 @pytest.mark.parametrize(
     ("writer", "reader"), [((0, 0), (1000, 1000)), ((1000, 1000), (0, 0)), ((1000, 1000), (1001, 1001))]

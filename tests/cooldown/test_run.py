@@ -5,26 +5,46 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from cooldown_runs import CLIENTS, MODEL, Run, passing
+from cooldown_runs import CLIENTS, MODEL, Run, passing, save
 from helpers import PATIENCE_S, Child, asynchronous, until
+from redis_server import needs_redis, redis_server
 
-from transport.cooldown import Ledger, Outcome, Part, Phase, coordination, recorded_outcomes, restore
+from transport.cooldown import (
+    CooldownClient,
+    CooldownHost,
+    Ledger,
+    Outcome,
+    Part,
+    Phase,
+    ShardedClient,
+    coordination,
+    following,
+    recorded_outcomes,
+    restore,
+)
 from transport.cooldown import client as client_module
+from transport.cooldown.coordination import StoredCoordinator
+from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.epochs.coordinator import Begin
 from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
-from transport.cooldown.following import prune
+from transport.cooldown.epochs.shares import Saved
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
     ConfigurationError,
+    CoordinatorLostError,
     NoCheckpointError,
+    StoreFullError,
+    StoreUnavailableError,
     UsageError,
 )
+from transport.store.base import Change
+from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
 
 
@@ -151,21 +171,6 @@ async def test_nobody_elected_is_healthy(cooling: Run, clients: tuple[str, ...])
         restore(record, Folder(cooling.root), cooling.path / "restored")
 
 
-@asynchronous
-async def test_what_was_skipped_is_no_checkpoint(cooling: Run) -> None:
-    host = cooling.host()
-    await host.open(7)
-    clients = [cooling.client(name, skip_upload=True) for name in CLIENTS]
-    parts = asyncio.gather(*(client.cooldown(7) for client in clients))
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
-    await until(lambda: set(cooling.record(7).notes) == {"c", "e"})
-    record = await passing(cooling, leading)
-    assert record.outcome is Outcome.TIMED_OUT
-    assert {note.kind for note in record.notes.values()} == {ReportKind.SKIPPED}
-    assert sorted({each.part for each in await parts}, key=lambda part: part.value) == [Part.NOT_ELECTED, Part.SKIPPED]
-    assert cooling.manifests() == []
-
-
 _UPLOADER = """
 import asyncio, sys
 from pathlib import Path
@@ -190,20 +195,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@asynchronous
-async def test_an_elected_client_that_is_killed_in_the_middle_leaves_no_checkpoint(cooling: Run) -> None:
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
-    with Child(_UPLOADER, cooling.path, "c", env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
-        assert await asyncio.to_thread(child.line) == "half"
-        child.kill()
-    assert list(cooling.root.rglob("files/*"))
-    record = await passing(cooling, leading)
-    assert record.outcome is Outcome.TIMED_OUT
-    assert cooling.manifests() == []
 
 
 @asynchronous
@@ -300,14 +291,6 @@ async def test_local_copies_are_pruned(cooling: Run) -> None:
         cooling.check_restored(epoch)
 
 
-def test_pruning_leaves_what_it_does_not_know(tmp_path: Path) -> None:
-    for name in ("epoch-000000000001", "epoch-000000000002", "other"):
-        (tmp_path / name).mkdir()
-    assert prune(tmp_path, 0) == ["epoch-000000000001", "epoch-000000000002"]
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
-    assert prune(tmp_path / "missing", 1) == []
-
-
 @asynchronous
 async def test_an_epoch_has_one_life(cooling: Run) -> None:
     await cooling.host().open(7)
@@ -330,8 +313,324 @@ async def test_arguments_are_checked(cooling: Run) -> None:
         await cooling.host().cooldown(1, 1, ("a b",))
 
 
-def test_a_record_that_lost_its_end_is_not_believed() -> None:
-    record = EpochRecord(run="run", epoch=1, destination="", cooldown_s=1, seed=1, outcome=Outcome.CHECKPOINTED)
-    assert record.phase is not Phase.ENDED
-    with pytest.raises(NoCheckpointError):
-        restore(msgspec.structs.replace(record, checkpoint=None), Folder(Path("/")), Path("/nowhere"))
+# --- destinations ---------------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_destination_that_comes_back_gets_its_checkpoint(cooling: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
+    host = cooling.host()
+    await host.open(7)
+    away = cooling.root.with_name("away")
+    cooling.root.rename(away)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    await until(lambda: cooling.record(7).notes.get("c"))
+    assert cooling.record(7).notes["c"].kind is ReportKind.FAILED
+    assert "No such file" in cooling.record(7).notes["c"].detail
+    away.rename(cooling.root)
+    assert (await taking).part is Part.WON
+    assert (await leading).outcome is Outcome.CHECKPOINTED
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_a_destination_that_stays_away_is_a_time_out(cooling: Run) -> None:
+    host = cooling.host()
+    await host.open(7)
+    cooling.root.rmdir()
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    await until(lambda: cooling.record(7).notes.get("c"))
+    record = await passing(cooling, leading)
+    assert record.outcome is Outcome.TIMED_OUT
+    assert (await taking).part is Part.FAILED
+    assert cooling.record(7) == record  # the second place is gone; the first has it
+
+
+# --- coordinators that end, and calling off -------------------------------------------------------
+
+
+_COORDINATOR = """
+import asyncio, sys
+from pathlib import Path
+from transport.cooldown import CooldownHost
+from transport.store.sqlite import SQLiteStore
+
+async def main():
+    path = Path(sys.argv[1])
+    with SQLiteStore(path / "store.sqlite3") as store:
+        host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=8)
+        await host.open(7)
+        leading = asyncio.create_task(host.cooldown(7, 1, tuple("abcdef")))
+        while host._ledger.look(7)[0].phase.value != "cooldown":
+            await asyncio.sleep(0.01)
+        print("cooldown", flush=True)
+        await leading
+
+asyncio.run(main())
+"""
+
+
+@asynchronous
+async def test_a_coordinator_that_is_killed_is_replaced(cooling: Run) -> None:
+    with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
+        assert await asyncio.to_thread(child.line) == "cooldown"
+        child.kill()
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    record = await cooling.host().cooldown(7, 1, CLIENTS)
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert (await taking).part is Part.WON
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_two_coordinators_come_to_one_end(cooling: Run) -> None:
+    await cooling.host().open(7)
+    ends = await asyncio.gather(
+        cooling.host().cooldown(7, 1, CLIENTS), cooling.host().cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7)
+    )
+    assert ends[0] == ends[1] == ends[2].record == cooling.record(7)
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_a_client_whose_coordinator_is_silent_learns_it(cooling: Run) -> None:
+    await cooling.host().open(7)
+    with pytest.raises(CoordinatorLostError, match="a new coordinator can resume the epoch"):
+        await cooling.client("c", patience_s=0.1).cooldown(7)
+
+
+@asynchronous
+async def test_a_client_that_is_called_off_says_so_and_leaves_no_manifest(cooling: Run) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, files: int, size: int) -> None:
+        if done == 2:
+            half.set()
+            go_on.wait(PATIENCE_S)
+
+    host = cooling.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c", progress=progress).cooldown(7))
+    await until(half.is_set)
+    taking.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert not list(cooling.root.rglob("epoch-*/c/*/*"))
+    await until(lambda: cooling.record(7).notes.get("c"))
+    assert cooling.record(7).notes["c"].kind is ReportKind.CANCELLED
+    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
+
+
+# --- a store that is lost for a while -------------------------------------------------------------
+@needs_redis
+@asynchronous
+async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint_only(tmp_path: Path) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, files: int, size: int) -> None:
+        if done == 2:
+            half.set()
+            go_on.wait(PATIENCE_S)
+
+    with redis_server() as server, open_store(server.place()) as store:
+        run = Run(tmp_path, store)
+        host = run.host()
+        await host.open(7)
+        leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+        taking = asyncio.create_task(run.client("c", progress=progress).cooldown(7))
+        await until(half.is_set)
+        await asyncio.to_thread(server.kill)
+        go_on.set()
+        await until(run.manifests)
+        await asyncio.to_thread(server.start)
+        assert (await taking).part is Part.WON
+        assert (await leading).outcome is Outcome.CHECKPOINTED
+        run.check_restored(7)
+
+
+def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verification(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = EpochRecord(run="run", epoch=7, destination=str(cooling.root), cooldown_s=60.0, seed=8)
+    assert cooling.ledger.open(record)
+    coordinator = StoredCoordinator(cooling.ledger, 7)
+    coordinator.handle(Begin(1, CLIENTS))
+    report = Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16)
+    cooling.ledger.report(report)
+
+    def advance(*_: object) -> None:
+        monkeypatch.undo()
+        raise StoreUnavailableError("for a moment")
+
+    monkeypatch.setattr(cooling.ledger, "advance", advance)
+    with pytest.raises(StoreUnavailableError):
+        coordinator.step(0.0)
+    assert coordinator.step(0.0) == [report]
+    assert coordinator.step(0.0) == []
+
+
+class Full(SQLiteStore):
+    """Its disk has no room for some writes."""
+
+    refused = 0
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        if self.refused:
+            self.refused -= 1
+            raise StoreFullError("no room for the store")
+        return super().put_many(changes)
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("whose", ["client", "coordinator"])
+@asynchronous
+async def test_a_store_that_is_full_for_a_while_delays_the_checkpoint_only(tmp_path: Path, whose: str) -> None:
+    path = tmp_path / "store.sqlite3"
+    with SQLiteStore(path) as store, Full(path) as full:
+        runs = Run(tmp_path, store)
+        host = CooldownHost(full if whose == "coordinator" else store, "run", str(runs.root), cooldown_s=60, seed=8)
+        await host.open(7)
+        full.refused = 3
+        taking = CooldownClient(
+            full if whose == "client" else store, "run", "c", save=save, scratch=tmp_path / "scratch"
+        ).cooldown(7)
+        record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), taking)
+        assert not full.refused
+        assert (record.outcome, taken.part) == (Outcome.CHECKPOINTED, Part.WON)
+
+
+# --- a program's own calls --------------------------------------------------------------------------
+
+
+@asynchronous
+async def test_a_save_that_outlasts_its_cooldown_writes_into_no_later_one(cooling: Run) -> None:
+    begun, go_on, cut, end = (threading.Event() for _ in range(4))
+    saves: list[Path] = []
+
+    def slow(folder: Path, step: int) -> None:
+        saves.append(folder)
+        save(folder, step)
+        if len(saves) == 1:
+            begun.set()
+            go_on.wait(PATIENCE_S)
+            with (folder / "weights").open("wb"):  # cut to nothing, and not written again
+                cut.set()
+                end.wait(PATIENCE_S)
+
+    def progress(done: int, files: int, size: int) -> None:
+        if len(saves) == 2 and not go_on.is_set():  # the second save is complete, and its upload has begun
+            go_on.set()
+            assert cut.wait(PATIENCE_S)
+
+    host = cooling.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    client = cooling.client("c", save=slow, progress=progress)
+    taking = asyncio.create_task(client.cooldown(7))
+    await until(begun.is_set)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(following, "STOP_WAIT_S", 0.01)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+    assert (await client.cooldown(7)).part is Part.WON
+    assert (await leading).outcome is Outcome.CHECKPOINTED
+    cooling.check_restored(7)
+    end.set()
+    await until(lambda: not saves[0].exists())  # what the first save wrote is removed
+
+
+@asynchronous
+async def test_a_destination_that_hangs_does_not_keep_who_was_not_first(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, reported = threading.Event(), threading.Event()
+    delete, verify = Folder.delete, CooldownHost._verify
+
+    def hang(self: Folder, path: str) -> None:
+        answers.wait(PATIENCE_S)
+        delete(self, path)
+
+    def verify_when_both_have_reported(self: CooldownHost, *arguments: Any) -> Any:
+        assert reported.wait(PATIENCE_S)
+        return verify(self, *arguments)
+
+    monkeypatch.setattr(CooldownHost, "_verify", verify_when_both_have_reported)
+    monkeypatch.setattr(following, "STOP_WAIT_S", 0.01)
+    monkeypatch.setattr(Folder, "delete", hang)
+    host = cooling.host(cooldown_s=600)
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = [asyncio.create_task(cooling.client(name).cooldown(7)) for name in ("c", "e")]
+    await until(lambda: len(cooling.record(7).notes) == 2)
+    reported.set()
+    try:
+        taken = await asyncio.gather(*taking)  # the removal of the one that was not first hangs
+        assert [each.part for each in taken].count(Part.WON) == 1
+        assert (await leading).outcome is Outcome.CHECKPOINTED
+        assert not answers.is_set()
+    finally:
+        answers.set()
+
+
+# --- a power loss -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("collective", [False, True], ids=["each alone", "collective"])
+@asynchronous
+async def test_a_local_copy_is_on_disk_before_anything_trusts_it(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch, collective: bool
+) -> None:
+    flushed: dict[int, int] = {}
+    trusted: list[Path] = []
+    fsync, opened, put_saved = os.fsync, client_module.open_destination, Ledger.put_saved
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        flushed[found.st_ino] = found.st_mtime_ns
+
+    def check(folder: Path) -> None:
+        for path in (folder, *folder.rglob("*")):
+            assert flushed.get(path.stat().st_ino, 0) >= path.stat().st_mtime_ns, path
+        trusted.append(folder)
+
+    def before_the_upload(url: str) -> Destination:
+        check(cooling.path / "scratch" / "c" / f"epoch-{7:012d}" / "model")
+        return opened(url)
+
+    def before_the_record(self: Ledger, epoch: int, found: Saved) -> None:
+        check(Path(found.folder))
+        put_saved(self, epoch, found)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(client_module, "open_destination", before_the_upload)
+    monkeypatch.setattr(Ledger, "put_saved", before_the_record)
+    host = cooling.host()
+    await host.open(7)
+    if collective:
+        client = ShardedClient(cooling.store, "run", "c", save=save, scratch=cooling.path / "scratch", launch="1")
+        record, _ = await asyncio.gather(host.cooldown(7, 1, {"c": "node"}), client.cooldown(7))
+    else:
+        record, _ = await asyncio.gather(host.cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7))
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert trusted
+
+
+@asynchronous
+async def test_an_error_of_the_programs_progress_costs_one_attempt_only(cooling: Run) -> None:
+    raised: list[bool] = []
+
+    def progress(done: int, files: int, size: int) -> None:
+        if not raised:
+            raised.append(True)
+            raise ValueError("the terminal is gone")
+
+    host = cooling.host()
+    await host.open(7)
+    taking = cooling.client("c", progress=progress).cooldown(7)
+    record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), taking)
+    assert raised
+    assert (record.outcome, taken.part) == (Outcome.CHECKPOINTED, Part.WON)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cooldown_runs import Run, passing
+from cooldown_runs import Run
 from helpers import Child, asynchronous, until
 from silent_server import silent_server
 
@@ -223,18 +223,6 @@ async def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it
         assert {name: path.read_bytes() for name, path in files.items()} == MODEL
 
 
-@asynchronous
-async def test_a_server_that_is_gone_for_good_is_a_time_out(server: Child, cooling: Run) -> None:
-    host = client_host(cooling)
-    await host.open(7)
-    server.kill()
-    leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
-    taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
-    await until(lambda: cooling.record(7).notes.get("a"))
-    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
-    assert (await taking).part in (Part.FAILED, Part.CANCELLED)
-
-
 UPLOADER = """
 import os, sys
 from pathlib import Path
@@ -301,14 +289,6 @@ def test_the_operator_s_own_configuration_of_botocore_stands(monkeypatch: pytest
     assert own.keys() == {"s3", "user_agent_extra", "read_timeout"}
 
 
-def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec.config
-
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})
-    with pytest.raises(DestinationError, match="s3://checkpoints: cannot be opened"):
-        open_destination("s3://checkpoints")
-
-
 # --- snapshots of rings -------------------------------------------------------------------------------
 def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
     given = [secrets.token_bytes(size) for size in (9 << 20, 1, 9 << 20, 7 << 20)]
@@ -331,6 +311,7 @@ def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
     assert found == given
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_free(server: Child) -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring:
         for _ in range(4):
@@ -340,3 +321,11 @@ def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_f
             with pytest.raises(DestinationError):
                 taken.wait(90)
         assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+
+
+def test_a_configuration_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": "path"})
+    with pytest.raises(DestinationError, match="s3://checkpoints: cannot be opened"):
+        open_destination("s3://checkpoints")

@@ -112,14 +112,6 @@ async def test_nobody_saves_in_an_epoch_that_one_member_has_seen_ended(job: Shar
 
 
 @asynchronous
-async def test_members_decide_once_however_they_race(job: ShardedRun) -> None:
-    decisions = await asyncio.gather(
-        *(asyncio.to_thread(job.ledger.decide, 7, launch) for launch in ["first", NO_SAVE, "second"] * 5)
-    )
-    assert len(set(decisions)) == 1
-
-
-@asynchronous
 async def test_a_launch_that_was_started_again_does_not_save_what_another_began(job: ShardedRun) -> None:
     """One member of the first launch was killed while saving; all members are started again."""
     host = job.host()
@@ -158,25 +150,6 @@ async def test_a_launch_that_was_started_again_uploads_what_was_saved(
     job.check_restored(7)
 
 
-@asynchronous
-async def test_a_silent_coordinator_ends_the_epoch_for_all_members(job: ShardedRun) -> None:
-    await job.host().open(7)
-    with pytest.raises(CoordinatorLostError):
-        await job.member("a0", patience_s=0.1).cooldown(7)
-    assert job.ledger.decide(7, "first") == NO_SAVE
-
-
-@asynchronous
-async def test_a_member_that_was_not_named_saves_nothing_and_says_so(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, {"a1": "a"}))
-    with pytest.raises(UsageError, match="a0 is not among the members"):
-        await job.member("a0").cooldown(7)
-    await passing(job, leading)
-    assert job.saves == []
-
-
 # --- local copies, arguments ----------------------------------------------------------------------
 @asynchronous
 async def test_members_prune_their_own_copies_only(job: ShardedRun) -> None:
@@ -197,3 +170,22 @@ async def test_arguments_are_checked(job: ShardedRun) -> None:
     for members in ({"sharded": "a"}, {"a b": "a"}, {"a": "b/c"}):
         with pytest.raises(UsageError):
             await job.host().cooldown(1, 1, members)
+
+
+@asynchronous
+async def test_a_member_that_was_not_named_saves_nothing_and_says_so(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, {"a1": "a"}))
+    with pytest.raises(UsageError, match="a0 is not among the members"):
+        await job.member("a0").cooldown(7)
+    await passing(job, leading)
+    assert job.saves == []
+
+
+@asynchronous
+async def test_a_silent_coordinator_ends_the_epoch_for_all_members(job: ShardedRun) -> None:
+    await job.host().open(7)
+    with pytest.raises(CoordinatorLostError):
+        await job.member("a0", patience_s=0.1).cooldown(7)
+    assert job.ledger.decide(7, "first") == NO_SAVE

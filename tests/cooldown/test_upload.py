@@ -88,14 +88,6 @@ def test_what_was_uploaded_is_verified_and_restored(tmp_path: Path, destination:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["destination", "model", "restored"]
 
 
-def test_progress_is_told(model: Path, destination: Folder) -> None:
-    told: list[tuple[int, int, int]] = []
-    upload(model, destination, RECORD, "a", ATTEMPT, progress=lambda *values: told.append(values))
-    assert told[-1] == (3, 3, sum(map(len, FILES.values())))
-    assert [each[2] for each in told] == sorted(each[2] for each in told)
-    assert len(told) > 4  # within the large file, too
-
-
 def test_an_epoch_without_a_checkpoint_is_not_restored(tmp_path: Path, destination: Folder) -> None:
     timed_out = msgspec.structs.replace(RECORD, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT)
     for record, state in ((timed_out, "timed_out"), (RECORD, "in phase training")):
@@ -206,8 +198,8 @@ def test_a_manifest_has_a_checksum_for_each_block_of_a_file(size: int, blocks: i
         manifests.decode(data)
 
 
-@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 14, 20])
-@pytest.mark.parametrize("piece", [1, 5, 7, 30])
+@pytest.mark.parametrize("size", [0, 6, 7, 8, 20])
+@pytest.mark.parametrize("piece", [1, 5, 30])
 def test_a_files_checksums_are_those_of_its_blocks_however_its_bytes_come(
     size: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,13 +279,6 @@ def test_a_manifest_that_is_being_written_cannot_be_called_off(model: Path, dest
     assert verified(destination, RECORD, report(done.sha256))
 
 
-def test_verification_can_be_called_off(destination: Folder, uploaded: Uploaded) -> None:
-    stop = Stop()
-    stop.set()
-    with pytest.raises(UploadCancelledError):
-        verified(destination, RECORD, report(uploaded.sha256), stop)
-
-
 def test_removing_takes_the_manifest_first(destination: Folder, uploaded: Uploaded) -> None:
     order = []
 
@@ -356,12 +341,6 @@ def test_only_plain_files_are_uploaded(tmp_path: Path) -> None:
         plain_files(tmp_path)
 
 
-def test_a_name_that_not_every_system_takes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a:b").touch()
-    with pytest.raises(UsageError, match="rename it"):
-        plain_files(tmp_path)
-
-
 def test_restored_files_are_on_disk_before_their_folder_appears(
     destination: Folder, uploaded: Uploaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,3 +365,16 @@ def test_restored_files_are_on_disk_before_their_folder_appears(
     monkeypatch.setattr(Path, "rename", appear)
     restore(record, destination, tmp_path / "restored")
     assert appeared == [tmp_path / "restored"]
+
+
+def test_a_name_that_not_every_system_takes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a:b").touch()
+    with pytest.raises(UsageError, match="rename it"):
+        plain_files(tmp_path)
+
+
+def test_verification_can_be_called_off(destination: Folder, uploaded: Uploaded) -> None:
+    stop = Stop()
+    stop.set()
+    with pytest.raises(UploadCancelledError):
+        verified(destination, RECORD, report(uploaded.sha256), stop)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import urllib.request
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from demos import AT_WORK, running
+from helpers import eventually
+from redis_server import needs_redis, redis_server
 
 from transport import SharedRingBuffer
 from transport.client.blocking import BlockingClient
@@ -21,7 +28,8 @@ from transport.demo.plan import POLICY_SCHEMA, POLICY_TOPIC, Plan
 from transport.demo.policy import Policy
 from transport.demo.rollout import PolicyFollower
 from transport.demo.summary import Summary, summarise
-from transport.queue import QueueDepth, RedisQueue
+from transport.queue import QueueDepth, RedisQueue, open_queue
+from transport.testing import ResourceSnapshot
 from transport.weights.offers import offer
 
 pytest.importorskip("gymnasium")
@@ -145,21 +153,6 @@ def outcome(*, published: int = 10, consumed: int = 10, waiting: int = 0, last: 
     return summarise(Plan(rollouts=1, trainers=2, episodes=10), [rollout], [trainer, trainer], depth, 1.0)
 
 
-def test_a_run_without_faults_has_no_problems() -> None:
-    assert outcome().problems(10, target=2.0) == []
-
-
-def test_what_is_neither_consumed_nor_queued_is_lost() -> None:
-    summary = outcome(consumed=7, waiting=4)
-    assert (summary.lost, summary.unread) == (2, 4)
-    assert summary.problems(10, target=0) == ["2 deliveries were lost", "4 deliveries were not read"]
-
-
-def test_learning_too_little_is_a_problem() -> None:
-    (problem,) = outcome(last=39.9).problems(10, target=2.0)
-    assert problem.startswith("the policy did not learn")
-
-
 def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) -> None:
     newest = Policy(seed=1)
     follower_policy = Policy(seed=2)
@@ -186,3 +179,202 @@ def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) ->
         assert (follower.announced, len(follower.pauses_s), follower.missed) == (3, 1, 2)
     assert follower_policy.version == 2
     np.testing.assert_equal(follower_policy.parameters(), newest.parameters())
+
+
+# --- the main job when something goes wrong: signals, killed workers, parents, listeners and servers
+
+pytest.importorskip("gymnasium")
+if importlib.util.find_spec("ucxx") is None:  # importing it would make its variables count as the user's
+    pytest.skip("needs ucxx", allow_module_level=True)
+
+
+_CLEAN_UP_S = 30.0  # watchdog
+
+
+# --- another run, another server --------------------------------------------------------------------------
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_STORE", f"sqlite://{tmp_path}/epochs/store.sqlite3")
+    results = []
+    for part in ("first", "second"):
+        (tmp_path / part).mkdir()
+        arguments = ("--episodes", "48", "--target", "0", "--json", "-", "--checkpoint", str(tmp_path / "checkpoints"))
+        with running(tmp_path / part, *arguments) as demo:
+            status, out, err = demo.finished()
+        assert status == 0, err
+        assert demo.left() == []
+        results.append(json.loads(out))
+    first, second = results
+    assert (first["epoch"], first["resumed_from"], first["checkpoint"], first["updates"]) == (1, 0, "checkpointed", 3)
+    assert (second["epoch"], second["resumed_from"], second["checkpoint"]) == (2, 1, "checkpointed")
+    assert "resumed from epoch 1, version 3" in err
+    places = [Path(result["checkpoint_place"].removeprefix("file://")) / "files" for result in results]
+    assert [msgspec.msgpack.decode((place / "policy.msgpack").read_bytes())[0] for place in places] == [3, 6]
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "transport", "cooldown", "status", "--json", "-"], capture_output=True, text=True
+    )
+    epochs = json.loads(shown.stdout)["epochs"]
+    assert [(epoch["epoch"], epoch["step"], epoch["outcome"]) for epoch in epochs] == [
+        (1, 3, "checkpointed"), (2, 6, "checkpointed"),
+    ]  # fmt: skip
+
+
+@pytest.mark.nightly  # guarantees/test_restart has its like
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_run_that_is_killed_with_all_of_its_processes_is_resumed_and_trains_on_each_episode_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    saved = tmp_path / "state" / "transport" / "demo" / "demo-resume" / "snapshots"
+    arguments = ("--resume", "--episodes", "320", "--target", "0", "--json", "-")
+    with running(tmp_path, *arguments) as demo:
+        eventually(lambda: len(list(saved.glob("*/*/manifest.json"))) > 1, "two snapshots")
+        demo.process.kill()
+        while left := demo.processes("transport"):
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        demo.process.communicate()
+    (tmp_path / "second").mkdir()
+    with running(tmp_path / "second", *arguments, "--rollouts", "3") as again:
+        status, out, err = again.finished()
+    assert status == 0, err
+    result = json.loads(out)
+    assert 0 < result["trained_before"] < 320
+    assert (result["payloads"], result["lost"], result["duplicates"], result["unread"]) == (320, 0, 0, 0)
+    assert result["deliveries"] == 320 - result["trained_before"]
+    assert "resumed at version" in err
+    assert not saved.exists()  # it came to its end
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_STORE", f"sqlite://{tmp_path}/store.sqlite3")
+    with running(tmp_path, "--episodes", "16", "--checkpoint", "/proc/self/task") as demo:
+        status, out, err = demo.finished()
+    assert (status, out) == (1, "")
+    assert "cannot join: it cannot create files in" in err.splitlines()[-1]
+    assert demo.left() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_the_run_goes_over_a_redis_server_and_leaves_nothing_there(tmp_path: Path) -> None:
+    import redis
+
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        arguments = ("--episodes", "64", "--readers", "2", "--target", "0", "--json", "-")
+        with running(tmp_path, *arguments, "--queue", f"redis://127.0.0.1:{server.port}/0") as demo:
+            status, out, err = demo.finished()
+        assert status == 0, err
+        result = json.loads(out)
+        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (128, 0, 0, 0)
+        assert client.keys("*") == []
+    assert demo.left() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_a_named_run_stays_and_its_server_may_be_killed_meanwhile(tmp_path: Path) -> None:
+    with redis_server() as server:
+        arguments = ("--episodes", "160", "--target", "0", "--json", "-", "--queue", server.place("kept"))
+        with running(tmp_path, *arguments) as demo:
+            demo.until_at_work()
+            server.kill()
+            server.start()
+            status, out, err = demo.finished()
+        assert status == 0, err
+        result = json.loads(out)
+        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (160, 0, 0, 0)
+        with open_queue(server.place("kept")) as queue:
+            assert queue.depth().done == 160
+        with running(tmp_path, *arguments) as again:
+            status, _, err = again.finished()
+        assert status == 2
+        assert "is not empty" in err.splitlines()[-1]
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_trace_that_cannot_be_written_is_named_once_and_the_summary_counts(tmp_path: Path) -> None:
+    with running(tmp_path, "--episodes", "40", "--rollouts", "1", "--trace", "/dev/full", "--json", "-") as demo:
+        _, out, err = demo.finished()
+    assert json.loads(out)["payloads"] == 40
+    named = [line for line in err.splitlines() if "/dev/full" in line]
+    assert named == ["--trace /dev/full was not written: No space left on device"]
+    assert Path("/dev/full").exists()
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything_in_order(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    before = ResourceSnapshot.take()
+    with running(tmp_path, "--episodes", AT_WORK) as demo:
+        demo.until_at_work()
+        demo.process.send_signal(number)
+        found, out, err = demo.finished()
+    assert (found, out) == (status, "")
+    how = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
+    assert err.splitlines()[-1] == f"transport demo: {how}; nothing is left behind"
+    assert before.leaks(grace_s=0) == []
+    assert demo.left() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rollout", "trainer"])
+def test_a_killed_worker_ends_the_run(tmp_path: Path, kind: str) -> None:
+    before = ResourceSnapshot.take()
+    with running(tmp_path, "--episodes", AT_WORK) as demo:
+        demo.until_at_work()
+        os.kill(demo.processes(f"transport.demo.{kind}")[0], signal.SIGKILL)
+        status, out, err = demo.finished()
+    assert (status, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith(f"transport demo: {kind} ")
+    assert last.endswith(" was killed by SIGKILL before its work was done")
+    assert before.leaks(grace_s=0) == []
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    before = ResourceSnapshot.take()
+    with running(tmp_path, "--episodes", AT_WORK) as demo:
+        demo.until_at_work()
+        demo.process.kill()
+        demo.finished()
+    assert before.leaks(grace_s=_CLEAN_UP_S) == []
+    assert demo.left() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_killed_listener_costs_no_payload(tmp_path: Path) -> None:
+    with running(tmp_path, "--wire", "tcp", "--target", "0", "--json", "-") as demo:
+        demo.until_at_work()
+        os.kill(demo.processes("transport.server.process")[0], signal.SIGKILL)
+        status, out, err = demo.finished()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["deliveries"] == 480
+    assert (result["lost"], result["duplicates"], result["unread"]) == (0, 0, 0)

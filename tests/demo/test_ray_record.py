@@ -12,14 +12,9 @@ from transport.demo.policy import Policy
 from transport.demo.ray_record import (
     RankKeeper,
     RankRecord,
-    begin_life,
-    count_write,
-    nodes_of,
     rank_key,
     records,
-    restarts,
     trained_by_all,
-    written,
 )
 from transport.errors import RunError, StoreError
 
@@ -53,23 +48,6 @@ def test_a_policy_is_restored_as_it_was_recorded() -> None:
     assert (again.version, record.updates, record.repeated) == (7, 1, 2)
     for name, values in policy.parameters().items():
         np.testing.assert_array_equal(again.parameters()[name], values)
-
-
-def test_a_batch_without_learning_keeps_the_recorded_policy() -> None:
-    policy = Policy(seed=5)
-    policy.load(policy.parameters(), 7)
-    learned = RankRecord().after([], 0, 6, policy, learned=True)
-    assert learned.after([], 3, 7, policy, learned=False).policy == learned.policy
-
-
-def test_lives_beyond_the_first_are_restarts() -> None:
-    store = MemoryStore()
-    assert [begin_life(store, "rollout-0", node) for node in ("a", "b")] == [1, 2]
-    begin_life(store, "trainer-0", "a")
-    assert (restarts(store), nodes_of(store)) == (1, {"rollout-0": "b", "trainer-0": "a"})
-    assert written(store) == 0
-    count_write(store)
-    assert written(store) == 1
 
 
 def test_a_malformed_record_is_named() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous, free, noise, over_ucx, serving, settings_with, states, until
+from helpers import asynchronous, noise, over_ucx, serving, settings_with, states, until
 
 from transport import SharedRingBuffer, UCXXClient
 from transport.client.device_reads import DevicePayload, DeviceReads, target_of
@@ -68,19 +68,6 @@ async def test_a_copy_that_fails_leaves_the_staging_buffer_to_others(wire: Any, 
                 cupy.fake.run_all()
                 assert out.host.tobytes() == noise(60_000, number).tobytes()
             await until(lambda: client._device_reads._staging.lent == 0)
-
-
-def test_a_slot_is_given_back_only_when_a_copy_without_a_mark_has_run(cupy: Any) -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=1 << 20) as ring:
-        values = {f"t{number}": cupy.on_device(noise(100_000, number)) for number in range(2)}
-        for marks in (0, 1):
-            cupy.fake.marks_left = marks
-            with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-                ring.write(values)
-            assert not any(cupy.fake.queues.values()), "a copy into the slot is still queued"
-            assert ring.statistics().free == 1
-        cupy.fake.marks_left = 100
-        ring.write(values)
 
 
 # --- waiting for pinned memory ---------------------------------------------------------------------------
@@ -224,22 +211,3 @@ async def test_the_one_payload_of_a_message_that_is_still_wanted_lands_on_the_de
             cupy.fake.run_all()
             payload = outcomes[tickets[1].identity].payload
             assert isinstance(payload, DevicePayload) and payload["x"].host.tobytes() == noise(100, 1).tobytes()
-
-
-@pytest.mark.ucx
-@over_ucx
-@asynchronous
-async def test_reads_make_no_new_events_and_no_new_pinned_memory(wire: Any, cupy: Any) -> None:
-    with serving(slots=2, slot_bytes=64 << 10) as (ring, _):
-        async with UCXXClient(wire={wire}) as client:
-            out = cupy.empty(60_000, np.uint8)
-
-            async def read(times: int) -> tuple[int, int]:
-                for number in range(times):
-                    await client.read(ring.write({"x": cupy.on_device(noise(60_000, number))}), out=out)
-                    cupy.fake.run_all()
-                    await until(lambda: not client._device_reads._staging.lent and free(ring))
-                return cupy.fake.events_made, len(cupy.fake.pinned_on)
-
-            first = await read(3)
-            assert await read(10) == first

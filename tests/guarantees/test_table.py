@@ -56,10 +56,10 @@ TESTS: dict[str, dict[str, list[str]]] = {
     },
     "the queue is away while tickets are published": {
         "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
-        "packer/test_publishing_workers.py": [
+        "packer/test_publisher.py": [
             "test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_nothing",
+            "test_a_failure_is_raised_once_at_the_next_write_and_nothing_is_lost",
         ],
-        "packer/test_publisher.py": ["test_a_failure_is_raised_once_at_the_next_write_and_nothing_is_lost"],
     },
     "a restarted rollout worker takes its ring over, and its setup fails": {
         "guarantees/test_writers.py": [

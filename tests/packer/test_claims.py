@@ -27,12 +27,6 @@ def test_what_is_further_behind_than_allowed_is_not_claimed(queue: RedisQueue) -
     assert queue.depth().aged == 3
 
 
-def test_without_a_limit_every_age_is_claimed(queue: RedisQueue) -> None:
-    queue.publish(ticket(0), policy_version=0)
-    book = ClaimBook(queue, 0, "trainer", DEFAULTS)
-    assert ids(book.claim(1, 0.0, policy_version=1000)) == [ticket(0).id]
-
-
 def test_a_limit_needs_the_trainers_version(queue: RedisQueue) -> None:
     book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=0)
     with pytest.raises(UsageError, match="needs policy_version="):

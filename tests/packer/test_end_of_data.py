@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from helpers import Child, eventually
-from interrupted_lines import interrupted
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer
 from transport._ring import segments
@@ -20,6 +19,8 @@ from transport.queue import Claim, FoundRings, open_queue
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(number=("int64",))
 both = pytest.mark.parametrize("wires", ["mapped", "tcp"])
+mapped = pytest.mark.parametrize("wires", ["mapped"])
+tcp = pytest.mark.parametrize("wires", ["tcp"])
 
 # Writes, says so, and closes cleanly when it is told to; its end waits for the trainers, for so long.
 ROLLOUT = """
@@ -131,7 +132,7 @@ def test_a_trainer_is_finished_when_every_rollout_has_ended_and_every_payload_is
         assert trainer.claim_tickets(1) == []
 
 
-@both
+@mapped
 def test_what_is_claimed_and_not_consumed_is_not_done(url: str) -> None:
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
         claims = trainer.claim_tickets(1, 30.0)
@@ -142,7 +143,7 @@ def test_what_is_claimed_and_not_consumed_is_not_done(url: str) -> None:
         eventually(lambda: trainer.claim_tickets(1) == [] and trainer.finished(), "it is finished")
 
 
-@both
+@tcp
 def test_a_killed_rollout_has_not_ended_and_another_one_ends_in_its_place(url: str) -> None:
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert isinstance(queue, FoundRings)
@@ -235,7 +236,7 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
             assert holder.wait() == 0
 
 
-@both
+@mapped
 def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> None:
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
         trainer.start_prefetch(trainer.claim_tickets(1, 30.0))
@@ -256,7 +257,7 @@ def test_a_trainer_that_comes_late_learns_the_end_from_the_directory(tmp_path: P
         assert consumed(trainer) == 0
 
 
-@both
+@tcp
 def test_a_stream_ends_with_the_rollouts(url: str) -> None:
     with (
         open_queue(url) as queue,
@@ -339,7 +340,7 @@ def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after
                 second.wait()
 
 
-@both
+@mapped
 def test_the_end_of_a_ring_of_another_schema_is_not_a_rollouts_of_this_trainer(url: str, tmp_path: Path) -> None:
     other = Schema.of(other=("float32",))
     for place in (url, f"rings+sqlite:///{tmp_path}/store"):
@@ -348,19 +349,3 @@ def test_the_end_of_a_ring_of_another_schema_is_not_a_rollouts_of_this_trainer(u
                 assert trainer.claim_tickets(1, 0.5) == []
             assert trainer.claim_tickets(1, 0.5) == []
             assert not trainer.finished()
-
-
-@pytest.mark.nightly
-def test_an_interrupt_while_a_ring_ends_does_not_lose_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
-    at, went_on = 0, True
-    while went_on:
-        at += 1
-        prefix = f"end-{os.getpid()}-{at}-"
-        with open_queue(f"rings:{prefix}") as queue:
-            ring = SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix)
-            assert queue.claim(1, consumer="test") == []
-            ring.end_data()
-            ring.close()
-            went_on = interrupted(at, queue.finished)
-            assert (at, queue.finished()) == (at, True)

@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from out_of_reach import LONG_S, NUMBERED, Host
+from helpers import eventually, free
 
-from transport import SharedRingBuffer
+from transport import Schema, SharedRingBuffer, UCXXServer
+from transport.claims.outcomes import Outcomes
 from transport.errors import ConnectionLostError, UsageError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.prefetch import FetchedBatch
 from transport.queue import Claim, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+
+
+LONG_S = 30.0
+NUMBERED = Schema.of(number=("int64",))
+
+
+class Host:
+    """A ring whose listeners come and go at one port."""
+
+    def __init__(self, ring: SharedRingBuffer, patch: pytest.MonkeyPatch) -> None:
+        self.ring = ring
+        self._patch = patch
+        self._served = contextlib.ExitStack()
+        self.port = 0
+        self.serve()
+
+    def serve(self) -> None:
+        server = UCXXServer(self.ring, ports=(self.port,), addresses=("127.0.0.1",), mode="thread")
+        [self.port] = self._served.enter_context(server).ports
+        self._patch.setattr(Outcomes, "patience_s", LONG_S)
+
+    def end(self) -> None:
+        self._served.close()
+        self._patch.setattr(Outcomes, "patience_s", 0.3)
+
+    def ends_between(self, claims: list[Claim]) -> None:
+        """It consumes what is asked next, and is out of reach before it answers."""
+        [link] = {claim.batch.claims.connection for claim in claims}  # type: ignore[attr-defined]
+        outcome = link._outcome
+
+        async def lost(future: Any, limit_s: float, what: str) -> Any:
+            if what != "the end of claims":
+                return await outcome(future, limit_s, what)
+            link._outcome = outcome  # type: ignore[method-assign]
+            eventually(lambda: free(self.ring), "the ring has consumed them")
+            self.end()
+            link.link.abort()
+            return await outcome(future, limit_s, what)
+
+        link._outcome = lost  # type: ignore[method-assign]
+
+
 SLOTS = 4
 
 

@@ -67,12 +67,12 @@ def stages(request: pytest.FixtureRequest, redis: RedisServer) -> Iterator[Stage
         yield made
 
 
-@pytest.fixture(params=["mapped", "tcp"])
-def trainer(request: pytest.FixtureRequest, stages: Stages) -> Iterator[Make]:
+@pytest.fixture
+def trainer(stages: Stages) -> Iterator[Make]:
     opened: list[Trainer] = []
 
     def make(**options: Any) -> Trainer:
-        wire = {"mapped", "tcp"} if request.param == "mapped" else {"tcp"}
+        wire = {"mapped", "tcp"} if isinstance(stages.queue, RingQueue) else {"tcp"}
         given = {"schemas": SCHEMAS, "joined": True, "wire": wire, "queue": stages.queue, **options}
         opened.append(Trainer(**given))
         return opened[-1]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from packers import FAST, SCHEMA, Packer, Worker, fetch, write
 
@@ -65,26 +64,6 @@ def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer:
     assert queue.depth().done == 6
     with pytest.raises(UsageError, match="was already consumed"):
         packer.consume(batch)
-
-
-@pytest.mark.ucx
-def test_consumed_payloads_free_their_slots(worker: Worker, packer: Packer) -> None:
-    for step in range(16):
-        write(worker, step)
-    packer.consume(fetch(packer, 16)).clear()
-    for step in range(16):  # blocks for ever if a slot is not given back
-        worker.ring.write({"obs": np.zeros((1, 4), np.float32), "step": step}, timeout_s=20)
-    assert worker.ring_statistics().consumes == 16
-
-
-@pytest.mark.ucx
-def test_nothing_is_consumed_before_consume_is_called(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
-    ticket = write(worker, 3)
-    batch = fetch(packer, 1)
-    assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.CLAIMED,)
-    assert worker.ring_statistics().consumes == 0
-    assert len(packer.consume(batch)) == 1
-    assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.DONE,)
 
 
 @pytest.mark.ucx
@@ -158,22 +137,6 @@ def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, que
     assert packer.get_policy_input("no ticket", scale=3) == ("base", "no ticket", 3)
     assert packer.ucxx_statistics().client.reads == 2
     packer.cleanup_ucxx_packer()
-
-
-@pytest.mark.ucx
-def test_two_ranks_each_train_on_every_payload_once(queue: RedisQueue) -> None:
-    worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=8, readers=2, queue=queue, mode="thread")
-    packers = [Packer(), Packer()]
-    for rank, packer in enumerate(packers):
-        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, rank=rank, wire={"tcp"})
-    for step in range(8):
-        write(worker, step)
-    for packer in packers:
-        assert [int(payload["step"]) for payload in packer.consume(fetch(packer, 8))] == list(range(8))
-        packer.cleanup_ucxx_packer()
-    assert worker.ring_statistics().free == 8
-    worker.cleanup_ucxx()
 
 
 @pytest.mark.ucx

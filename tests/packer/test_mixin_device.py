@@ -84,7 +84,7 @@ def test_a_batch_goes_from_device_memory_to_device_memory(
         packer.cleanup_ucxx_packer()
 
 
-@every_wire
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_what_the_trainers_stream_does_with_a_batch_comes_after_its_arrival(
     wire: str, worker: Worker, queue: RedisQueue, cupy: Any
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
         packer.cleanup_ucxx_packer()
 
 
-@every_wire
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
     wire: str, worker: Worker, queue: RedisQueue, cupy: Any
 ) -> None:
@@ -138,16 +138,6 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
     packer.cleanup_ucxx_packer()
     assert (client._device_reads._staging.bytes, client._device_reads._staging.lent) == (0, 0)
     assert queue.depth().ready == 4 and worker._ucxx_ring.statistics().reading == 0
-
-
-@pytest.mark.parametrize("receive", ["staged", "direct"])
-def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: RedisQueue, cupy: Any) -> None:
-    packer = packing(queue, "tcp", receive)
-    try:
-        assert packer._packer.client._device_reads.receive == receive
-        assert packer._packer.client._links._for_device_memory == (receive == "direct")
-    finally:
-        packer.cleanup_ucxx_packer()
 
 
 def test_a_device_that_cannot_be_used_is_named_at_set_up(

@@ -62,45 +62,8 @@ def test_setup_again_cleans_up_first() -> None:
     packer.cleanup_ucxx_packer()
 
 
-class StalledClient:
-    """A client whose reads begin and never end."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.cancelled = False
-
-    async def read_many(self, tickets: Any, **_: Any) -> AsyncGenerator[ReadOutcome, None]:
-        self.begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled = True
-        yield ReadOutcome(0, tickets[0], None, None)
-
-    def end(self) -> None: ...
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_stopping_in_mid_fetch_gives_the_claims_back(queue: RedisQueue, how: str) -> None:
-    queue.publish(queued(ticket_of(0)))
-    packer = Packer()
-    packer.setup_ucxx_packer(queue=queue)
-    client = StalledClient()
-    replace_client(packer, client)
-    packer.start_prefetch(packer.claim_tickets(1, 20))
-    assert client.begun.wait(20)
-    getattr(packer, how)()
-    assert client.cancelled
-    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
-    packer.cleanup_ucxx_packer()
-
-
 @pytest.mark.ucx
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
-@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+@pytest.mark.parametrize(("wire", "how"), [("mapped", "cancel_prefetch"), ("tcp", "cleanup_ucxx_packer")])
 def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
     worker: Worker, queue: RedisQueue, wire: str, how: str
 ) -> None:
@@ -151,7 +114,7 @@ def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("reason", [3, None, "\ud800"])
+@pytest.mark.parametrize("reason", [3, "\ud800"])
 def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: RedisQueue, reason: Any) -> None:
     """The batch is still the caller's, who gives it back with another one."""
     write(worker, 1)
@@ -160,3 +123,39 @@ def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue
         packer.abandon(batch, reason)
     packer.abandon(batch)
     assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
+
+
+class StalledClient:
+    """A client whose reads begin and never end."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.cancelled = False
+
+    async def read_many(self, tickets: Any, **_: Any) -> AsyncGenerator[ReadOutcome, None]:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled = True
+        yield ReadOutcome(0, tickets[0], None, None)
+
+    def end(self) -> None: ...
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_stopping_in_mid_fetch_gives_the_claims_back(queue: RedisQueue, how: str) -> None:
+    queue.publish(queued(ticket_of(0)))
+    packer = Packer()
+    packer.setup_ucxx_packer(queue=queue)
+    client = StalledClient()
+    replace_client(packer, client)
+    packer.start_prefetch(packer.claim_tickets(1, 20))
+    assert client.begun.wait(20)
+    getattr(packer, how)()
+    assert client.cancelled
+    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
+    packer.cleanup_ucxx_packer()

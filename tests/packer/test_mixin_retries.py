@@ -114,23 +114,9 @@ def test_a_later_round_reads_only_what_failed() -> None:
     assert batch.failures == []
 
 
-def test_a_final_error_on_a_second_call_ends_the_ticket() -> None:
-    packer, client = scripted({0: [ConnectionLostError("cut"), StaleSlotError("gone")]})
-    batch = run_fetch(packer, [0])
-    assert client.calls[0] == 2
-    assert isinstance(batch.items[0].error, StaleSlotError)
-
-
 def test_no_round_begins_after_the_deadline() -> None:
     packer, client = scripted({0: [ConnectionLostError("cut")]})
     batch = run_fetch(packer, [0], seconds=0.0)
     assert client.calls[0] == 1
     assert batch.rounds == 1
     assert isinstance(batch.items[0].error, DeadlineExceededError)
-
-
-def test_a_ticket_twice_in_a_batch_is_read_once() -> None:
-    packer, client = scripted({0: [None]})
-    batch = run_fetch(packer, [0, 0])
-    assert client.calls[0] == 1
-    assert [item.payload is not None for item in batch.items] == [True, True]

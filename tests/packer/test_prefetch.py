@@ -77,11 +77,6 @@ def test_a_deferred_batch_starts_when_the_one_before_is_collected(fetches: Fetch
     assert fetches.begun == ["a", "bb"]
 
 
-def test_a_deferral_with_nothing_before_it_starts_at_once(fetches: Fetches) -> None:
-    fetches.prefetch.defer("a")
-    assert fetches.collect().rounds == 1
-
-
 def test_what_fetching_raised_is_raised_once_and_the_next_batch_comes(fetches: Fetches) -> None:
     fetches.prefetch.start("bad")
     fetches.prefetch.defer("a")
@@ -100,37 +95,6 @@ def test_stopping_ends_what_runs_and_what_has_not_begun(fetches: Fetches) -> Non
     assert "b" not in fetches.begun
 
 
-def test_a_collection_that_is_interrupted_is_repeated(fetches: Fetches) -> None:
-    def interrupt(_: FetchedBatch) -> None:
-        raise KeyboardInterrupt
-
-    fetches.prefetch.start("a")
-    fetches.prefetch.defer("bb")
-    fetches.thread.soon(fetches.may_come.set)
-    assert fetches.prefetch.wait(WATCHDOG_S)
-    with pytest.raises(KeyboardInterrupt):
-        fetches.prefetch.collect(interrupt)
-    assert fetches.collect().rounds == 1
-    assert fetches.collect().rounds == 2
-    assert fetches.begun == ["a", "bb"]
-
-
-def test_a_start_that_is_interrupted_before_it_began_begins_when_it_is_waited_for(fetches: Fetches) -> None:
-    class Interrupted(Job[FetchedBatch]):
-        def start(self) -> None:
-            Interrupted.start = Job.start  # type: ignore[method-assign]
-            raise KeyboardInterrupt
-
-    async def fetch() -> FetchedBatch:
-        return FetchedBatch([], rounds=7)
-
-    prefetch: Prefetch[str] = Prefetch(lambda _: Interrupted(fetches.thread, fetch))
-    with pytest.raises(KeyboardInterrupt):
-        prefetch.start("a")
-    assert prefetch.wait(WATCHDOG_S)
-    assert prefetch.collect(fetches.kept.append).rounds == 7
-
-
 def test_a_fetched_batch_is_a_sequence_of_its_items() -> None:
     items = [FetchedItem(a_ticket(slot=slot)) for slot in range(3)]
     batch = FetchedBatch(items)
@@ -140,3 +104,8 @@ def test_a_fetched_batch_is_a_sequence_of_its_items() -> None:
     assert items[1] in batch
     with pytest.raises(IndexError):
         batch[3]
+
+
+def test_a_deferral_with_nothing_before_it_starts_at_once(fetches: Fetches) -> None:
+    fetches.prefetch.defer("a")
+    assert fetches.collect().rounds == 1

@@ -18,7 +18,6 @@ from transport.errors import ClosedError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.prefetch import FetchedBatch
 from transport.queue import RedisQueue
-from transport.queue.base import DeliveryState
 from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
@@ -158,16 +157,6 @@ def test_a_signal_during_the_drain_shortens_it() -> None:
         child.wait()
 
 
-@pytest.mark.ucx
-def test_claims_return_to_the_queue_at_the_end_of_a_with(queue: RedisQueue) -> None:
-    with Rollout(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=0.0) as rollout:
-        rollout.write_to_buffer(VALUES)
-        with pytest.raises(ZeroDivisionError), Trainer(schemas=[SCHEMA], queue=queue) as trainer:
-            (claim,) = trainer.claim_tickets(1, timeout_s=20)
-            1 / 0  # noqa: B018
-        assert queue.known([claim.ticket_id])[claim.ticket_id] == (DeliveryState.READY,)
-
-
 class Base:
     """A framework's class with a ``with`` of its own."""
 
@@ -225,9 +214,3 @@ def test_arguments_and_defaults_are_those_of_the_setup(made: Any, setup: Any, mo
     assert {name: given[name] for name in expected if name != "self"} == {
         name: each for name, each in expected.items() if name != "self"
     }
-
-
-def test_this_process_is_the_consumer() -> None:
-    with Trainer(schemas=[SCHEMA]) as trainer:
-        assert trainer._ucxx is not None
-        assert str(os.getpid()) in trainer._ucxx.claims._consumer

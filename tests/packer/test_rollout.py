@@ -13,11 +13,11 @@ import pytest
 from redis_server import RedisServer
 from ticket_queues import run_of
 
-from transport.errors import BusyPortError, ClosedError, QueueError, RingFullError, SchemaError
+from transport.errors import BusyPortError, ClosedError, QueueError, SchemaError
 from transport.packer.options import RingOptions, ServerOptions
-from transport.packer.rollout import UCXXRolloutMixin, queued, ticket_id
+from transport.packer.rollout import UCXXRolloutMixin, ticket_id
 from transport.queue import RedisQueue
-from transport.queue.base import DeliveryState, QueuedTicket
+from transport.queue.base import DeliveryState
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
@@ -71,14 +71,6 @@ def test_a_payload_that_does_not_fit_publishes_nothing(worker: Worker, queue: Re
         worker.write_to_buffer({"obs": np.ones((17, 2), np.float32)})
     assert queue.depth().ready == 0
     assert worker.ring_statistics().free == 4
-
-
-def test_a_full_ring_publishes_nothing(worker: Worker, queue: RedisQueue) -> None:
-    for _ in range(4):
-        worker.write_to_buffer(VALUES)
-    with pytest.raises(RingFullError, match="4 unread"):
-        worker.write_to_buffer(VALUES)
-    assert queue.depth().ready == 4
 
 
 class FailingQueue(RedisQueue):
@@ -199,10 +191,8 @@ class UnavailableQueue(RedisQueue):
         return super().known(ticket_ids)
 
 
-@pytest.mark.parametrize("failure", [QueueError("disk full"), KeyboardInterrupt()], ids=repr)
-def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(
-    failure: BaseException, redis: RedisServer
-) -> None:
+def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(redis: RedisServer) -> None:
+    failure = QueueError("disk full")
     name = f"test-rollout-{id(failure):x}"
     ring_id = ring_of_a_killed_writer(name)
     worker = Worker()
@@ -232,8 +222,3 @@ def test_a_ring_taken_over_keeps_its_payloads_where_the_server_cannot_start(queu
     assert worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread").ring_id == ring_id
     assert queue.depth().ready == 2
     worker.cleanup_ucxx()
-
-
-def test_a_queued_ticket_is_named_by_ring_slot_and_generation(worker: Worker) -> None:
-    ticket = worker.write_to_buffer(VALUES)
-    assert queued(ticket) == QueuedTicket(f"{ticket.ring}/{ticket.slot}/{ticket.generation}", ticket.encode())

@@ -86,11 +86,6 @@ def test_only_what_was_used_is_acknowledged(
     assert steps_of(again.next()) == list(range(4, 12))
 
 
-def test_a_batch_that_has_begun_does_not_wait_for_ever(worker: Worker, stream: Callable[..., BatchStream]) -> None:
-    worker.play(3)
-    assert steps_of(stream(idle_s=None).next()) == [0, 1, 2]
-
-
 def test_a_stream_waits_for_its_first_ticket(worker: Worker, stream: Callable[..., BatchStream]) -> None:
     batches = stream(batch_size=1, idle_s=None)
     writing = threading.Timer(0.05, worker.play, (1,))
@@ -125,13 +120,6 @@ def test_a_batch_of_which_nothing_came_is_passed_over(
     worker.play(2, first=4)
     assert steps_of(stream().next()) == [4, 5]
     assert queue.depth().discarded == 4
-
-
-def test_what_is_too_old_is_not_claimed(worker: Worker, stream: Callable[..., BatchStream]) -> None:
-    worker.play(8)
-    batches = stream(max_policy_age=2)
-    batches.policy_version = 7
-    assert steps_of(batches.next()) == [5, 6, 7]
 
 
 def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(

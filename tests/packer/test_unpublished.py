@@ -17,7 +17,6 @@ from redis_server import RedisServer, needs_redis, redis_server
 from ticket_queues import ticket_queue
 
 from transport.errors import RingNotFoundError
-from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
 from transport.packer.rollout import queued, ticket_id
 from transport.packer.unpublished import Finished
@@ -143,13 +142,12 @@ def test_a_new_writer_that_took_the_ring_over_is_left_alone(redis: RedisServer) 
         assert queue.depth() == QueueDepth()
 
 
-@pytest.mark.parametrize("publish", ["background", "immediate"])
 def test_a_finished_payload_whose_slot_was_not_freed_is_not_published_again_when_the_queue_has_forgotten_it(
-    redis: RedisServer, publish: PublishMode
+    redis: RedisServer,
 ) -> None:
     worker = Worker()
     with ticket_queue(redis, keep_finished=2500) as queue:
-        ring = worker.setup_ucxx(SCHEMA, slots=64, queue=queue, mode="thread", publish=publish)
+        ring = worker.setup_ucxx(SCHEMA, slots=64, queue=queue, mode="thread")
         try:
             values = {"obs": np.zeros((1, 4), np.float32), "step": 1}
             stuck = worker.write_to_buffer(values)

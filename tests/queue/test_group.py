@@ -90,15 +90,6 @@ def test_every_rank_gets_the_leaders_claims_in_the_leaders_order(place: Place) -
     assert ids(theirs.claim(1, rank=1, consumer="f")) == [ticket(2).id]
 
 
-def test_a_follower_waits_for_the_leaders_claim(place: Place) -> None:
-    leader, follower = place.group()
-    claims, thread = in_thread(lambda: follower.claim(1, 30, rank=1, consumer="f"))
-    place.queue.publish(ticket(0))
-    leader.claim(1, consumer="a")
-    thread.join()
-    assert ids(claims[0]) == [ticket(0).id]
-
-
 @pytest.mark.parametrize("written", [False, True])
 def test_a_claim_whose_telling_failed_is_the_groups_next_one_whether_the_store_has_it_or_not(
     place: Place, monkeypatch: pytest.MonkeyPatch, written: bool
@@ -207,14 +198,6 @@ def test_what_one_rank_could_not_read_nobody_trains_on(place: Place, who: int, f
         assert place.queue.failures()[0].reason == ("rank 1: gone" if who else "gone")
 
 
-def test_a_rank_that_is_silent_costs_the_ticket_nothing_but_time(place: Place) -> None:
-    place.queue.publish(ticket(0))
-    leader, _silent = place.group(patience_s=0.01)
-    claims = leader.claim(1, consumer="a")
-    assert leader.ack_many(claims) == []
-    assert place.queue.depth() == QueueDepth(ready=1, retried=1)
-
-
 def test_a_leader_that_is_gone_breaks_the_group_and_another_group_gets_its_tickets(place: Place) -> None:
     place.queue.publish(ticket(0))
     leader, follower = place.group(patience_s=0.01)
@@ -234,27 +217,6 @@ def test_a_claim_whose_lease_ended_is_trained_on_by_no_rank(place: Place) -> Non
     claims = [member.claim(1, rank=rank, consumer="g") for rank, member in enumerate(group)]
     place.advance(LEASE_S)
     assert at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(2))) == [[], []]
-
-
-def test_only_the_leader_renews(place: Place) -> None:
-    place.queue.publish(ticket(0))
-    leader, follower = place.group()
-    claims = leader.claim(1, consumer="a")
-    theirs = follower.claim(1, rank=1, consumer="f")
-    place.advance(LEASE_S * 2 / 3)
-    assert leader.renew(claims) == claims
-    assert follower.renew(theirs) == theirs
-    place.advance(LEASE_S * 2 / 3)
-    assert leader.renew(claims) == claims
-
-
-def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
-    place.queue.publish(ticket(0), policy_version=1)
-    place.queue.publish(ticket(1), policy_version=5)
-    leader, follower = place.group()
-    assert ids(leader.claim(2, consumer="a", oldest_version=4)) == [ticket(1).id]
-    assert ids(follower.claim(2, rank=1, consumer="f")) == [ticket(1).id]
-    assert leader.depth(1).aged == 1
 
 
 def test_a_name_is_used_once_and_a_rank_is_its_own(place: Place) -> None:
@@ -350,3 +312,24 @@ def test_the_packers_of_a_group_train_on_the_same_payloads(place: Place) -> None
         for packer in packers:
             packer.cleanup_ucxx_packer()
         rollout.cleanup_ucxx()
+
+
+def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
+    place.queue.publish(ticket(0), policy_version=1)
+    place.queue.publish(ticket(1), policy_version=5)
+    leader, follower = place.group()
+    assert ids(leader.claim(2, consumer="a", oldest_version=4)) == [ticket(1).id]
+    assert ids(follower.claim(2, rank=1, consumer="f")) == [ticket(1).id]
+    assert leader.depth(1).aged == 1
+
+
+def test_only_the_leader_renews(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    leader, follower = place.group()
+    claims = leader.claim(1, consumer="a")
+    theirs = follower.claim(1, rank=1, consumer="f")
+    place.advance(LEASE_S * 2 / 3)
+    assert leader.renew(claims) == claims
+    assert follower.renew(theirs) == theirs
+    place.advance(LEASE_S * 2 / 3)
+    assert leader.renew(claims) == claims

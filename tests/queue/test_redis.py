@@ -102,26 +102,6 @@ def test_finished_tickets_are_remembered_up_to_the_bound_without_their_bytes(ser
         assert client.xlen("transport:{test}:queue:tickets") == 1
 
 
-def test_each_rank_is_a_consumer_group_whose_claims_redis_shows(server: RedisServer) -> None:
-    import redis
-
-    with RedisQueue(place(server)) as queue, redis.Redis(port=server.port) as client:
-        queue.publish(tickets(2), readers=2)
-        claims = queue.claim(2, rank=1, consumer="trainer 7")
-        stream = "transport:{test}:queue:tickets"
-        assert client.xpending(stream, "rank1")["consumers"] == [{"name": b"trainer 7", "pending": 2}]
-        queue.ack_many(claims)
-        assert client.xpending(stream, "rank1")["pending"] == 0
-
-
-def test_a_ticket_for_fewer_ranks_is_passed_over(server: RedisServer) -> None:
-    with RedisQueue(place(server)) as queue:
-        queue.publish(tickets(3), readers=1)
-        queue.publish(ticket(7), readers=2)
-        assert ids(queue.claim(9, rank=1, consumer="a")) == [ticket(7).id]
-        assert queue.depth(1) == QueueDepth(claimed=1)
-
-
 # --- connections and servers that end -----------------------------------------------------------------------
 def test_what_was_done_when_the_answer_was_lost_is_done_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
@@ -263,3 +243,11 @@ def test_remembered_answers_are_one_key_of_each_client_which_ends_with_it(server
         assert 2 <= len(keys) <= 4  # the minute may have changed in between, once for each
         assert all(0 < client.pttl(key) <= 60_000 for key in keys)
         client.close()
+
+
+def test_a_ticket_for_fewer_ranks_is_passed_over(server: RedisServer) -> None:
+    with RedisQueue(place(server)) as queue:
+        queue.publish(tickets(3), readers=1)
+        queue.publish(ticket(7), readers=2)
+        assert ids(queue.claim(9, rank=1, consumer="a")) == [ticket(7).id]
+        assert queue.depth(1) == QueueDepth(claimed=1)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from helpers import eventually
-from interrupted_locks import check_left_free
 
 from transport.errors import ClosedError, RunLostError, UsageError
 from transport.rendezvous import Place, Reason, Role, Rules
@@ -127,18 +126,6 @@ def test_a_store_that_is_lost_ends_the_wait(tmp_path: Path) -> None:
         thread.join()
         assert isinstance(thread_error[0], RunLostError)
         member.leave()
-
-
-@pytest.mark.nightly
-def test_an_interrupted_wait_keeps_no_other_thread_from_the_member(store: SQLiteStore) -> None:
-    member = a_member(store)
-
-    def work() -> None:
-        member.join("one:1")
-        member.restart("again")
-
-    check_left_free(work, work)
-    member.leave()
 
 
 def test_a_forked_child_does_not_give_up_the_seat_of_its_parent(store: SQLiteStore) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide
-from transport.rendezvous.member_states import TABLE, Event, Member, State
+from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.placement import place
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
@@ -131,27 +131,6 @@ def test_the_host_looks_more_rarely_at_larger_runs(members: int, seconds: float)
 
 
 # --- a member -------------------------------------------------------------------------------------------
-def test_every_state_has_a_way_to_the_end_and_none_back() -> None:
-    for state in State:
-        assert TABLE[state, Event.CLOSED] is TABLE[state, Event.LOST] is State.ENDED
-    assert {TABLE[State.ENDED, event] for event in Event} == {State.ENDED}
-
-
-def test_what_a_look_can_show_is_in_the_table_for_every_state() -> None:
-    shown = (Event.GATE_OPEN, Event.LEFT_OUT, Event.SEAT_LOST)
-    assert all((state, event) in TABLE for state in State for event in shown)
-
-
-def test_only_who_waited_for_a_place_gets_one() -> None:
-    into = {before for (before, _), after in TABLE.items() if after is State.ACTIVE and before is not State.ACTIVE}
-    assert into == {State.SEATED}
-
-
-def test_a_way_that_does_not_exist_is_told_with_the_way_so_far() -> None:
-    member = Member()
-    member.apply(Event.JOIN)
-    with pytest.raises(InternalError, match=r"away \+ join → spare; spare \+ placed active → None"):
-        member.apply(Event.PLACED_ACTIVE)
 
 
 def test_a_place_of_another_round_is_not_taken() -> None:
@@ -233,3 +212,10 @@ def test_another_programs_file_is_no_closing(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(StoreUnsuitableError, match=r"a\.json"):
         Archive(path).read()
+
+
+def test_a_way_that_does_not_exist_is_told_with_the_way_so_far() -> None:
+    member = Member()
+    member.apply(Event.JOIN)
+    with pytest.raises(InternalError, match=r"away \+ join → spare; spare \+ placed active → None"):
+        member.apply(Event.PLACED_ACTIVE)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_run import RUN, SimulatedMember, SimulatedRun
+from simulated_run import SimulatedMember, SimulatedRun
 
 from transport.errors import ConfigurationError
 from transport.rendezvous.decisions import OpenNext, Snapshot, decide
@@ -61,14 +61,6 @@ def test_a_newcomer_ends_a_round_that_has_ranks_to_give(run: SimulatedRun) -> No
     assert run.round().why == "m2 joined: more ranks than 2 are possible"
 
 
-def test_a_full_round_is_not_ended_by_a_newcomer(run: SimulatedRun) -> None:
-    members = run.joined(3)
-    run.run(3)
-    spare = run.joined(1)[0]
-    run.run(30)
-    assert (run.round().number, ranks(members), spare.state) == (1, [0, 1, 2], State.SPARE)
-
-
 def test_a_newcomer_that_died_ends_no_round(run: SimulatedRun) -> None:
     members = a_pair(run)
     for each in members:
@@ -82,15 +74,6 @@ def test_a_newcomer_that_died_ends_no_round(run: SimulatedRun) -> None:
     run.run(1)
     assert "joined" not in run.round().why
     assert run.round().number <= before + 1  # the others' own leases ended
-
-
-def test_without_the_rule_a_newcomer_waits(tmp_path: Path) -> None:
-    with SimulatedRun(tmp_path, msgspec.structs.replace(RULES, grow=False)) as run:
-        members = a_pair(run)
-        spare = run.joined(1)[0]
-        run.run(30)
-        assert (run.round().number, ranks(members), spare.state) == (1, [0, 1], State.SPARE)
-        assert not run.store.scan(f"rendezvous/{RUN}/waiting/")
 
 
 def test_work_that_is_ending_is_not_begun_again_for_a_newcomer(run: SimulatedRun) -> None:
@@ -116,14 +99,6 @@ def test_growth_does_not_fail_a_run_that_has_no_rounds_left() -> None:
 
 
 # --- short gates ----------------------------------------------------------------------------------------
-def test_a_later_round_does_not_wait_for_members_that_nobody_knows(run: SimulatedRun) -> None:
-    members = a_pair(run)
-    members[0].do(lambda: members[0].session.say(Status.RESTART, "again"))
-    run.run(2)
-    again(members)
-    run.run(4)
-    assert ranks(members) == [0, 1]
-    assert run.round().number == 2
 
 
 def test_it_waits_for_a_survivor_that_still_stops_its_work(run: SimulatedRun) -> None:
@@ -161,16 +136,6 @@ def test_a_member_that_dies_when_it_is_done_stays_done(run: SimulatedRun) -> Non
     assert run.round().closing.reason is Reason.SUCCESS
 
 
-def test_a_member_that_leaves_when_it_is_done_stays_done(run: SimulatedRun) -> None:
-    members = a_pair(run)
-    members[1].do(lambda: members[1].session.say(Status.DONE))
-    members[1].do(members[1].session.leave)
-    members[1].alive = False
-    members[0].do(lambda: members[0].session.say(Status.DONE))
-    run.run(3)
-    assert run.round().closing.reason is Reason.SUCCESS
-
-
 def test_an_end_that_a_leaving_host_decided_is_in_the_archive_although_the_store_went_away(run: SimulatedRun) -> None:
     members = a_pair(run)
     host, other = sorted(members, key=lambda each: not each.session.is_host)
@@ -186,19 +151,6 @@ def test_an_end_that_a_leaving_host_decided_is_in_the_archive_although_the_store
     host.session.leave()
     assert host.line.down
     assert run.check_archive().reason is Reason.SUCCESS
-
-
-def test_a_round_does_not_wait_for_a_member_that_is_done(run: SimulatedRun) -> None:
-    members = a_pair(run)
-    members[0].do(lambda: members[0].session.say(Status.DONE))
-    members[1].do(lambda: members[1].session.say(Status.RESTART, "failed at the end"))
-    run.run(2)
-    members[1].do(members[1].session.join)
-    run.run(4)
-    assert ranks(members[1:]) == [0]
-    members[1].do(lambda: members[1].session.say(Status.DONE))
-    run.run(2)
-    assert [each.exit_code for each in members] == [0, 0]
 
 
 # --- leaving ------------------------------------------------------------------------------------------------

@@ -182,15 +182,6 @@ def test_consume_tells_which_claims_had_ended(ring: SharedRingBuffer, reader: Sh
     assert ring.native.state_counts() == (16, 0, 0, 0)
 
 
-def test_what_was_not_consumed_can_be_claimed_again_after_the_block(
-    reader: SharedRingBuffer, ring: SharedRingBuffer
-) -> None:
-    ring.write_many([payload(1)])
-    with pytest.raises(ZeroDivisionError), reader.claim_batch(1, layout="padded"):
-        1 / 0  # noqa: B018
-    assert reader.claim_batch(1).attempts.tolist() == [2]
-
-
 def test_the_arrays_of_a_list_keep_their_slots_and_let_them_go(
     ring: SharedRingBuffer, reader: SharedRingBuffer
 ) -> None:
@@ -238,18 +229,6 @@ def test_wrong_bytes_are_left_out_until_they_were_delivered_too_often(ring: Shar
     assert len(ring.claim_batch(3, layout=layout, max_deliveries=2)) == 0
     assert ring.native.depth(0)["dead"] == 1
     assert "not those that were written" in ring.native.failures()[0][5]
-
-
-def test_a_large_payload_is_verified_as_it_is_copied() -> None:
-    schema = Schema.of(data=("uint8", UpTo(1 << 20)), end=("int64", 2))
-    with SharedRingBuffer.create(schema, slots=2) as ring:
-        data = np.random.default_rng(0).integers(0, 256, 700_001, np.uint8)
-        ring.write_many([{"data": data, "end": np.array([1, 2])}] * 2)
-        spoil(ring, 1)
-        with ring.claim_batch(2, layout="padded", max_deliveries=1) as batch:
-            assert batch.dropped == 1
-            assert np.array_equal(batch["data"], data[None])
-            assert batch["end"].tolist() == [[1, 2]]
 
 
 def test_a_ticket_that_cannot_be_read_ends_its_payload(ring: SharedRingBuffer) -> None:

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from helpers import eventually, noise, read_bytes, slot_state
+from helpers import Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state, states
 
-from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo
+from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _ring
 from transport.errors import (
+    ClosedError,
     InvalidTransition,
+    LayoutError,
     LengthMismatchError,
+    NoOwnerError,
     PayloadTooLargeError,
     RankError,
+    RingBusyError,
     RingFullError,
+    RingNotFoundError,
     SchemaError,
+    SharedMemoryError,
     StaleSlotError,
+    TransportError,
     UsageError,
     WrongKeyError,
     WrongRingError,
 )
+from transport.ring.attachment import remove_dead
+from transport.server.listener import Listener
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
 
@@ -38,25 +50,6 @@ def test_write_keeps_only_the_used_part_of_ragged_tensors() -> None:
             assert ticket.size == ticket.layout(STEPS).total
             assert (ticket.schema, ticket.metadata) == (None, {"reward": 1.5})
             assert ring.read_raw(ticket).consume()
-
-
-def test_equal_payloads_are_equal_bytes_whatever_the_slot_held_before() -> None:
-    schema = Schema.of(a=("uint8", UpTo(100)), b=("float64", 2))
-    with SharedRingBuffer.create(schema, slots=1) as ring:
-        seen = set()
-        for fill in (0xFF, 0x00):
-            with ring.reserve({"a": 100}) as lease:
-                lease.memory[:] = bytes([fill]) * len(lease.memory)
-            ring.discard(lease.ticket)
-            ticket = ring.write({"a": np.arange(5, dtype=np.uint8), "b": np.array([1.0, 2.0])})
-            seen.add((read_bytes(ring, ticket), ticket.checksum))
-            ring.discard(ticket)
-            with ring.reserve({"a": 5}) as lease:
-                lease["a"][:] = np.arange(5)
-                lease["b"][:] = [1.0, 2.0]
-            seen.add((read_bytes(ring, lease.ticket), lease.ticket.checksum))
-            ring.discard(lease.ticket)
-        assert len(seen) == 1
 
 
 def test_an_exception_while_filling_gives_the_slot_back(ring: SharedRingBuffer) -> None:
@@ -172,43 +165,6 @@ def test_a_blocked_writer_takes_the_place_of_a_payload_that_expires_meanwhile() 
 
 
 # --- reading ---------------------------------------------------------------------------------------------
-def test_a_lease_is_finalised_once_and_late_calls_change_nothing_but_are_counted(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(b"x", readers=2)
-    lease = ring.read_raw(ticket)
-    assert slot_state(ring, ticket) is SlotState.READING
-    assert lease.release()
-    assert not lease.release()
-    assert not lease.consume()
-    assert slot_state(ring, ticket) is SlotState.READY
-    late = ring.read_raw(ticket)
-    assert ring.read_raw(ticket).consume()
-    assert not late.consume()
-    assert not ring.acknowledge(ticket)
-    assert ring.statistics().late_finalises >= 2
-    assert (slot_state(ring, ticket), ring.statistics().consumes) == (SlotState.READY, 1)
-
-
-def test_memory_stays_pinned_until_the_last_reader_lets_go(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(noise(100))
-    with SharedRingBuffer.attach(ring.name, role="reader") as other:
-        mine, theirs = ring.read_raw(ticket), other.read_raw(ticket)
-        assert mine.consume()
-        assert slot_state(ring, ticket) is SlotState.READING
-        assert bytes(theirs.view) == noise(100).tobytes()
-        assert not theirs.consume()
-        assert ring.statistics().free == 4
-        with pytest.raises(TypeError):
-            theirs.view[0] = 1
-
-
-def test_a_payload_is_freed_when_each_of_its_ranks_has_consumed_it(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(b"x", readers=16)
-    for rank in range(16):
-        assert read_bytes(ring, ticket, rank) == b"x"
-        assert ring.acknowledge(ticket, rank)
-        with pytest.raises(StaleSlotError):
-            ring.read_raw(ticket, rank)
-    assert ring.statistics().free == 4
 
 
 @pytest.mark.parametrize(
@@ -246,29 +202,6 @@ def test_an_old_ticket_never_returns_the_next_payload_of_its_slot() -> None:
         assert read_bytes(ring, new) == b"new"
 
 
-def test_discard_frees_at_once_or_when_the_last_reader_lets_go(ring: SharedRingBuffer) -> None:
-    ready, reading = ring.write_raw(b"1", readers=3), ring.write_raw(b"2")
-    lease = ring.read_raw(reading)
-    assert ring.discard(ready)
-    assert ring.discard(reading)
-    assert not ring.discard(ready)
-    assert ring.statistics().free == 3
-    assert bytes(lease.view) == b"2"
-    lease.release()
-    assert (ring.statistics().free, ring.statistics().discards) == (4, 2)
-
-
-def test_an_expired_payload_is_not_read_and_makes_room(ring: SharedRingBuffer) -> None:
-    ticket = ring.write_raw(b"1", deadline_s=0.0)
-    with pytest.raises(StaleSlotError, match="deadline"):
-        ring.read_raw(ticket)
-    ring.write_raw(b"2", deadline_s=0.0)
-    kept = ring.write_raw(b"3", deadline_s=1000.0)
-    assert ring.discard_expired() == 1
-    assert ring.discard_expired(now=kept.created + 1001.0) == 1
-    assert ring.statistics().free == 4
-
-
 def test_a_payload_whose_deadline_passes_while_it_is_read_is_consumed(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(b"1", deadline_s=1000.0)
     lease = ring.read_raw(ticket)
@@ -286,11 +219,450 @@ def test_tickets_are_those_of_all_unread_payloads_oldest_first(ring: SharedRingB
     lease.release()
 
 
-def test_statistics_count_what_was_done(ring: SharedRingBuffer) -> None:
-    ring.read_raw(ring.write_raw(bytes(300))).consume()
-    ring.read_raw(ring.write_raw(bytes(200))).release()
-    look = ring.statistics()
-    assert (look.slots, look.slot_capacity_bytes, look.free, look.ready) == (4, 1000, 3, 1)
-    assert (look.takes, look.publishes, look.pins, look.consumes, look.unpins) == (2, 2, 2, 1, 2)
-    assert look.bytes_published == 500
-    assert repr(ring) == f"<SharedRingBuffer {ring.ring_id[:8]} 4×1000 B: 3 free, 0 writing, 1 ready, 0 reading>"
+# --- a ring that is closed while other threads use it, and leases that nobody ends: no slot is freed under its user
+
+THREE = Schema.of(x=("uint8", 3))
+
+
+@pytest.fixture
+def other(ring: SharedRingBuffer) -> Iterator[SharedRingBuffer]:
+    """A second writer of the same ring, which is closed under its users."""
+    with SharedRingBuffer.attach(ring.name, role="writer") as attached:
+        yield attached
+
+
+class Thread:
+    """Runs ``body(go_on)`` up to where it waits, then to its end; what it raised is kept."""
+
+    def __init__(self, body: Callable[[Callable[[], None]], object]) -> None:
+        self._entered, self._may_end = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                body(self._wait)
+            except BaseException as error:
+                self.error = error.with_traceback(None)  # whose frames hold what the body had
+            finally:
+                self._entered.set()
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        self._entered.wait()
+
+    def _wait(self) -> None:
+        self._entered.set()
+        self._may_end.wait()
+
+    def end(self) -> None:
+        self._may_end.set()
+        self._thread.join()
+
+
+def place_alive(ring: SharedRingBuffer, index: int) -> bool:
+    return any(owner.index == index and owner.alive for owner in ring.native.owners())
+
+
+# --- closed in another thread ----------------------------------------------------------------------------
+def test_a_ring_closed_during_a_write_in_another_thread_keeps_its_slot_until_the_copy_is_over() -> None:
+    data, seen = np.ones(1 << 26, np.uint8), 0
+    with SharedRingBuffer.create(slots=1, slot_bytes=len(data)) as ring:
+        for _ in range(10):
+            writer = SharedRingBuffer.attach(ring.name, role="writer")
+            over = threading.Event()
+            errors: list[BaseException] = []
+
+            def write(writer: SharedRingBuffer, over: threading.Event, errors: list[BaseException]) -> None:
+                try:
+                    writer.write_raw(data)
+                except ClosedError as error:
+                    errors.append(error)
+                finally:
+                    over.set()
+
+            thread = threading.Thread(target=write, args=(writer, over, errors))
+            thread.start()
+            eventually(lambda: ring.statistics().free == 0)
+            writer.close()
+            while not over.is_set():
+                writing = ring.statistics().writing
+                assert writing or over.is_set()
+                seen += writing
+            thread.join()
+            if not errors:  # it was published before
+                ring.discard(ring.tickets()[0])
+            eventually(lambda: ring.statistics().free == 1)
+    assert seen  # at least once it was closed in the middle
+
+
+def test_a_ring_closed_while_a_lease_is_filled_keeps_the_slot_until_its_end(
+    ring: SharedRingBuffer, other: SharedRingBuffer
+) -> None:
+    def fill(go_on: Callable[[], None]) -> None:
+        with other.reserve(THREE) as lease:
+            lease["x"][0] = 1
+            go_on()
+            lease["x"][1:] = 2
+
+    index = other.native.owner
+    thread = Thread(fill)
+    other.close()
+    assert ring.statistics().writing == 1
+    ring.reclaim()  # its owner lives
+    assert (ring.statistics().writing, place_alive(ring, index)) == (1, True)
+    thread.end()
+    assert isinstance(thread.error, ClosedError)
+    assert (ring.statistics().free, place_alive(ring, index)) == (4, False)
+
+
+@pytest.mark.parametrize("end", ["release", "consume"])
+def test_a_ring_closed_while_a_lease_is_read_keeps_the_slot_until_its_end(ring: SharedRingBuffer, end: str) -> None:
+    reader = SharedRingBuffer.attach(ring.name, role="reader")
+    ticket = ring.write_raw(noise(100))
+    held: list[bytes] = []
+
+    def read(go_on: Callable[[], None]) -> None:
+        lease = reader.read_raw(ticket)
+        go_on()
+        held.append(bytes(lease.view))
+        assert getattr(lease, end)()
+
+    thread = Thread(read)
+    reader.close()
+    assert slot_state(ring, ticket) is SlotState.READING
+    ring.discard(ticket)
+    assert ring.statistics().free == 3
+    thread.end()
+    assert held == [noise(100).tobytes()]
+    assert isinstance(thread.error, ClosedError) == (end == "consume")
+    assert ring.statistics().free == 4
+
+
+def test_a_slot_is_not_freed_under_arrays_that_outlive_lease_and_ring(
+    ring: SharedRingBuffer, other: SharedRingBuffer
+) -> None:
+    array = other.reserve(THREE)["x"]
+    other.close()
+    gc.collect()
+    assert ring.statistics().writing == 1
+    array[:] = 1
+    del array
+    assert ring.statistics().free == 4
+
+
+def test_the_segment_goes_with_the_last_lease_of_its_last_user() -> None:
+    ring = SharedRingBuffer.create(slots=4, slot_bytes=1000)
+    other = SharedRingBuffer.attach(ring.name, role="writer")
+    lease = ring.reserve(THREE)
+    ring.close()
+    assert not other.native.keeper_alive
+    other.close()
+    assert segment_file(ring).exists()  # whose slot is still being written
+    lease.abort()
+    assert not segment_file(ring).exists()
+
+
+def test_threads_that_close_and_look_at_once_get_named_errors_only() -> None:
+    for _ in range(20):
+        ring = SharedRingBuffer.create(slots=64, slot_bytes=10)
+        for _ in range(8):
+            ring.write_raw(b"x")
+        wrong: list[BaseException] = []
+
+        def use(call: Callable[[], object], wrong: list[BaseException] = wrong) -> None:
+            try:
+                while True:
+                    call()
+            except ClosedError:
+                pass
+            except BaseException as error:
+                wrong.append(error)
+
+        def look(ring: SharedRingBuffer = ring) -> None:
+            if "closed" in repr(ring):
+                raise ClosedError("it is")
+
+        calls = (ring.tickets, ring.statistics, look)
+        threads = [threading.Thread(target=use, args=(call,)) for call in calls]
+        threads += [threading.Thread(target=ring.close) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert not segment_file(ring).exists()
+
+
+# --- dropped ---------------------------------------------------------------------------------------------
+def test_a_write_lease_that_is_dropped_gives_its_slot_back_and_says_so(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = ring.reserve(THREE)
+    array = lease["x"]
+    del lease
+    gc.collect()
+    assert ring.statistics().writing == 1  # somebody may be filling it
+    del array
+    assert ring.statistics().free == 4
+    assert [(record.levelno, "garbage-collected" in record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, True)
+    ]
+
+
+def test_a_read_lease_that_is_dropped_gives_its_slot_back_and_says_so(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket = ring.write_raw(noise(100))
+    lease = ring.read_raw(ticket)
+    view = np.frombuffer(lease.view, np.uint8)
+    del lease
+    gc.collect()
+    assert slot_state(ring, ticket) is SlotState.READING
+    assert np.array_equal(view, noise(100))
+    del view
+    assert slot_state(ring, ticket) is SlotState.READY
+    assert [(record.levelno, "garbage-collected" in record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, True)
+    ]
+
+
+# --- refused ---------------------------------------------------------------------------------------------
+class _Unreadable:
+    """What `dict` refuses."""
+
+    def __repr__(self) -> str:
+        return "<unreadable>"  # names of tests must not differ between workers
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"metadata": _Unreadable()},
+        {"metadata": {"x": _Unreadable()}},
+        {"deadline_s": float("nan")},
+        {"deadline_s": -1e300},
+        {"readers": "2"},
+        {"readers": 1.5},
+        {"timeout_s": "3"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["write", "write_raw", "reserve"])
+def test_what_a_write_refuses_is_named_and_takes_no_slot(ring: SharedRingBuffer, wrong: Any, way: str) -> None:
+    writes: dict[str, Callable[[], Any]] = {
+        "write": lambda: ring.write({"x": np.zeros(3, np.uint8)}, **wrong),
+        "write_raw": lambda: ring.write_raw(b"123", **wrong),
+        "reserve": lambda: ring.reserve(THREE, **wrong).publish(),
+    }
+    for _ in range(5):  # one more than there are slots
+        with pytest.raises((TransportError, TypeError)):
+            writes[way]()
+        assert ring.statistics().free == 4
+
+
+# --- notes and refusals ----------------------------------------------------------------------------------
+def test_one_unreadable_note_hides_no_other_ticket(ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture) -> None:
+    first, last = ring.write_raw(b"1"), ring.write_raw(b"2")
+    taken = ring.native.try_take()
+    assert taken is not None
+    assert ring.native.publish(*taken, 3, 4, 1, 0, b"\xc1 no ticket")
+    newest = ring.write_raw(b"3")
+    assert ring.tickets() == [first, last, newest]
+    [record] = caplog.records
+    assert (record.levelno, f"slot {taken[0]} " in record.getMessage()) == (logging.WARNING, True)
+
+
+def test_a_listener_tells_of_refused_acknowledgements_seldom(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring.native.consume(0, 1, 0)  # before its time
+    caplog.set_level(logging.INFO)
+    listener = Listener(ring)
+    listener.sweep(0.0)
+    assert caplog.records == []
+    for _ in range(3):
+        for _ in range(2):
+            assert not ring.native.consume(0, 1, 0)  # as the engine does for an acknowledgement that comes again
+        listener.sweep(0.0)
+    [record] = caplog.records
+    assert (record.levelno, ": 2 acknowledgements came second" in record.getMessage()) == (logging.INFO, True)
+
+
+# --- making and attaching --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, UsageError),
+        ({"slots": 0, "slot_bytes": 10}, UsageError),
+        ({"slots": 4, "slot_bytes": 0}, UsageError),
+        ({"slot_bytes": 10, "overflow": "pray"}, UsageError),
+        ({"schema": STEPS, "slot_bytes": STEPS.max_bytes - 1}, PayloadTooLargeError),
+        ({"slots": 4, "slot_bytes": 1 << 50}, SharedMemoryError),
+        ({"slots": 1 << 40, "slot_bytes": 1 << 40}, TransportError),
+    ],
+    ids=str,
+)
+def test_a_size_that_makes_no_sense_is_refused_and_leaves_no_segment(
+    arguments: Any, error: type[TransportError], name: str
+) -> None:
+    with pytest.raises(error):
+        SharedRingBuffer.create(**arguments, name=name)
+    with pytest.raises(RingNotFoundError):
+        SharedRingBuffer.attach(name, role="reader")
+
+
+def test_attaching_to_nothing_or_to_something_else_is_refused_by_name(ring: SharedRingBuffer, name: str) -> None:
+    with pytest.raises(RingNotFoundError):
+        SharedRingBuffer.attach(name, role="reader")
+    other = segment_file(ring).with_name(name.removeprefix("/"))
+    for content, kind in (
+        (b"", RingNotFoundError),
+        (bytes(1 << 16), RingNotFoundError),
+        (b"\1" * (1 << 16), LayoutError),
+    ):
+        other.write_bytes(content)
+        with pytest.raises(kind):
+            SharedRingBuffer.attach(name, role="reader")
+
+
+def test_another_schema_is_refused_by_attach(name: str) -> None:
+    with SharedRingBuffer.create(STEPS, slots=1, name=name) as ring:
+        with pytest.raises(SchemaError, match="same tensors"):
+            SharedRingBuffer.attach(name, Schema.of(x=("int8", 3)), role="reader")
+        with SharedRingBuffer.attach(name, STEPS, role="reader") as same:
+            assert same.ring_id == ring.ring_id
+
+
+def test_a_living_keepers_ring_is_neither_taken_over_nor_replaced(ring: SharedRingBuffer) -> None:
+    with pytest.raises(RingBusyError):
+        SharedRingBuffer.create(slots=4, slot_bytes=1000, name=ring.name)
+    assert read_bytes(ring, ring.write_raw(b"x")) == b"x"
+
+
+def test_sixteen_owners_fit_and_observers_do_not_count(ring: SharedRingBuffer) -> None:
+    readers = [SharedRingBuffer.attach(ring.name, role="reader") for _ in range(15)]
+    with pytest.raises(NoOwnerError):
+        SharedRingBuffer.attach(ring.name, role="reader")
+    with SharedRingBuffer.attach(ring.name, role="observer") as observer:
+        assert observer.get_ready_count() == 0
+    readers.pop().close()
+    readers.append(SharedRingBuffer.attach(ring.name, role="listener"))
+    for reader in readers:
+        reader.close()
+
+
+def test_the_segment_goes_with_the_last_of_its_users(ring: SharedRingBuffer) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as writer:
+        file = segment_file(writer)
+        other = SharedRingBuffer.attach(writer.name, role="writer")
+    assert file.exists()
+    other.close()
+    assert not file.exists()
+    other.close()
+    assert segment_file(ring).exists()
+
+
+def test_of_several_that_leave_at_once_the_last_one_removes_the_segment() -> None:
+    rings = [SharedRingBuffer.create(slots=1, slot_bytes=10)]
+    rings += [SharedRingBuffer.attach(rings[0].name, role="writer") for _ in range(3)]
+    with leaving_at_once(rings) as threads:
+        list(threads.map(SharedRingBuffer.close, rings))
+    assert rings[0].name not in _ring.segments()
+
+
+def test_remove_dead_takes_segments_of_its_prefix_that_nobody_uses(ring: SharedRingBuffer) -> None:
+    made = [SharedRingBuffer.create(slots=1, slot_bytes=10, prefix="mine-") for _ in range(2)]
+    assert all(each.name.startswith("/transport-mine-") for each in made)
+    made[0].native.close()  # as if it had been killed
+    assert not remove_dead("mine-")
+    assert [segment_file(each).exists() for each in (*made, ring)] == [False, True, True]
+    made[1].native.close()
+    assert remove_dead("mine-")
+    assert [segment_file(each).exists() for each in (*made, ring)] == [False, False, True]
+
+
+USES: dict[str, Callable[[SharedRingBuffer, Ticket], object]] = {
+    "write": lambda ring, _: ring.write_raw(b"x"),
+    "reserve": lambda ring, _: ring.reserve(Schema.of(x=("int8", 3))),
+    "read": lambda ring, ticket: ring.read_raw(ticket),
+    "acknowledge": lambda ring, ticket: ring.acknowledge(ticket),
+    "discard": lambda ring, ticket: ring.discard(ticket),
+    "count": lambda ring, _: ring.get_ready_count(),
+    "statistics": lambda ring, _: ring.statistics(),
+    "tickets": lambda ring, _: ring.tickets(),
+    "discard_expired": lambda ring, _: ring.discard_expired(),
+    "reclaim": lambda ring, _: ring.reclaim(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_after_close_is_a_closed_error(ring: SharedRingBuffer, use: str) -> None:
+    ticket = ring.write_raw(b"x")
+    ring.close()
+    assert "closed" in repr(ring)
+    with pytest.raises(ClosedError):
+        USES[use](ring, ticket)
+
+
+def test_leases_that_outlive_their_ring_say_that_it_is_closed() -> None:
+    ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
+    reading = ring.read_raw(ring.write_raw(noise(100)))
+    writing = ring.reserve(Schema.of(x=("int8", 3)))
+    ring.close()
+    with pytest.raises(ClosedError):
+        reading.consume()
+    with pytest.raises(ClosedError):
+        writing.publish()
+    assert bytes(reading.view) == noise(100).tobytes()  # memory that is lent stays mapped
+
+
+def test_a_forked_child_cannot_use_the_ring_and_its_end_changes_nothing() -> None:
+    code = """
+import os
+from transport import SharedRingBuffer
+from transport.errors import ClosedError
+with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+    if os.fork() == 0:
+        try:
+            ring.write_raw(b"x")
+        except ClosedError:
+            os._exit(7)
+        os._exit(1)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), ring.write_raw(b"x").generation)
+"""
+    with Child(code) as child:
+        assert child.line() == "7 1"
+        assert child.wait() == 0
+
+
+def test_an_expired_payload_is_not_read_and_makes_room(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(b"1", deadline_s=0.0)
+    with pytest.raises(StaleSlotError, match="deadline"):
+        ring.read_raw(ticket)
+    ring.write_raw(b"2", deadline_s=0.0)
+    kept = ring.write_raw(b"3", deadline_s=1000.0)
+    assert ring.discard_expired() == 1
+    assert ring.discard_expired(now=kept.created + 1001.0) == 1
+    assert ring.statistics().free == 4
+
+
+def test_what_is_published_while_the_ring_is_closed_is_given_up_with_the_rest(ring: SharedRingBuffer) -> None:
+    made = SharedRingBuffer.create(slots=4, slot_bytes=1000)
+    with SharedRingBuffer.attach(made.name, role="reader") as reader:
+        errors: list[TransportError] = []
+
+        def write() -> None:
+            try:
+                while True:
+                    made.write_raw(b"x", timeout_s=0.0)
+            except TransportError as error:
+                errors.append(error)
+
+        made.overflow = "overwrite"
+        thread = threading.Thread(target=write)
+        thread.start()
+        eventually(lambda: reader.get_ready_count() > 0)
+        made.close()
+        thread.join()
+        assert isinstance(errors[0], ClosedError)
+        assert states(reader) == (0, 0)

@@ -109,18 +109,6 @@ def test_a_reader_that_closes_next_to_a_killed_writer_leaves_the_unread_payloads
     assert not segment_file(ring).exists()
 
 
-def test_the_last_reader_of_a_killed_writer_removes_an_empty_segment(name: str) -> None:
-    with Child(WRITER, name) as child:
-        tickets = [Ticket.parse(child.line()) for _ in range(2)]
-        assert child.line() == "writing"
-        reader = SharedRingBuffer.attach(name, role="reader")
-        child.kill()
-    for ticket in tickets:
-        assert reader.read_raw(ticket).consume()
-    reader.close()
-    assert not segment_file(reader).exists()
-
-
 def test_a_writer_that_ends_without_closing_leaves_no_segment() -> None:
     body = """
 from transport import SharedRingBuffer
@@ -133,15 +121,6 @@ raise SystemExit("a script that failed")
     assert ended.returncode == 1
     assert ended.stdout.startswith("/transport-")
     assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()
-
-
-def test_a_ring_that_is_dropped_without_closing_leaves_no_segment() -> None:
-    ring = SharedRingBuffer.create(slots=2, slot_bytes=10)
-    file = SHM / ring.name.removeprefix("/")
-    assert file.exists()
-    del ring
-    gc.collect()
-    assert not file.exists()
 
 
 def test_a_reader_that_ends_with_views_in_hand_leaves_no_segment() -> None:
@@ -245,7 +224,7 @@ def test_an_interrupt_while_the_segment_is_made_removes_it() -> None:
     handled = signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupted = 0
     try:
-        for at in range(30):
+        for at in range(10):
             signal.setitimer(signal.ITIMER_REAL, 0.002)
             try:
                 ring = SharedRingBuffer.create(slots=256, slot_bytes=1 << 20, name=f"{prefix}{at}")  # takes longer

@@ -14,20 +14,6 @@ from transport.ring.consumers import consumers_of, consumers_text, rank_of
 SCHEMA = Schema.of(x="int64")
 
 
-def test_two_stages_each_see_every_payload_once() -> None:
-    with SharedRingBuffer.create(SCHEMA, slots=8, consumers=("reference", "reward")) as ring:
-        for number in range(3):
-            ring.write({"x": number})
-        ring.write_many([{"x": 3}, {"x": 4}])
-        for name in ("reference", "reward"):
-            assert ring.statistics().free == 3
-            claims = ring.claim(8, rank=name)
-            assert [int(claim.arrays()["x"]) for claim in claims] == [0, 1, 2, 3, 4]
-            assert not ring.claim(8, rank=name)
-            assert ring.consume(claims) == claims
-        assert ring.statistics().free == 8
-
-
 def test_other_processes_find_the_names_in_the_segment() -> None:
     with SharedRingBuffer.create(SCHEMA, slots=2, consumers={"reference": 1, "train": 4}) as ring:
         ticket = ring.write({"x": 7})

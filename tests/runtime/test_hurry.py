@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,14 +68,6 @@ def test_calls_in_progress_and_later_ones_end_when_the_process_is_told_to(
             process.send_signal(signal.SIGCONT)
 
 
-def test_a_server_that_answers_is_used_as_before(queue: TicketQueue) -> None:
-    with hurry.while_ending(0.0):
-        assert time.monotonic() >= hurry.until()
-        assert queue.claim(1, consumer="a") == []
-        assert queue.claim(1, consumer="a") == []
-    assert queue.claim(1, consumer="a") == []
-
-
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_end_of_an_object_cuts_what_its_threads_wait_for(
     server: RedisServer, queue: TicketQueue, how: signal.Signals
@@ -118,15 +109,6 @@ def test_a_server_that_failed_once_is_not_asked_again_when_the_time_is_over(
         assert not asked
 
 
-def test_what_has_begun_ends_with_the_block(queue: TicketQueue) -> None:
-    with until_stopped() as stopped:
-        assert hurry.until() == float("inf")
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stopped.wait(LONG_S)
-        assert hurry.since() < hurry.until() < float("inf")
-    assert hurry.until() == float("inf")
-
-
 def limit_s(queue: TicketQueue) -> float:
     """Of one command."""
     client = queue._connection._room().client  # type: ignore[attr-defined]
@@ -144,17 +126,6 @@ def test_a_connection_that_outlives_an_end_has_its_own_limits_again(server: Redi
     server.process.send_signal(signal.SIGCONT)
     assert limit_s(queue) == usual_s
     assert queue.claim(1, consumer="a") == []
-
-
-def test_a_server_that_was_away_before_an_end_is_asked_again(server: RedisServer) -> None:
-    with open_queue(server.place()) as queue:
-        queue._connection._patience_s = 0.2  # type: ignore[attr-defined]
-        server.kill()
-        with pytest.raises(QueueUnavailableError):
-            queue.claim(1, consumer="a")
-        server.start()
-        with hurry.while_ending(0.0):
-            assert queue.claim(1, consumer="a") == []
 
 
 def test_what_a_call_connects_behind_a_cut_is_closed(queue: TicketQueue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from transport.runtime.installing import PACKAGES, install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ELSEWHERE = {"runtime/installing.py", "bench/registry.py"}  # the list itself, and environments of the benchmark's peers
 
 
 @pytest.mark.parametrize("what", sorted(PACKAGES))
@@ -23,16 +22,6 @@ def test_what_is_named_is_what_the_extra_would_install(what: str) -> None:
     elif what == "cmake":
         assert set(PACKAGES[what]) <= set(extras["test"])
     assert install(what).startswith("pip install ")
-
-
-def test_every_message_asks_the_list() -> None:
-    package = ROOT / "transport"
-    asking = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        if "pip install" in path.read_text(encoding="utf-8")
-    }
-    assert asking <= ELSEWHERE
 
 
 def test_nobody_is_told_to_install_this_package_by_its_name() -> None:

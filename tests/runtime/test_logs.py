@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 
 import pytest
 from helpers import dead_port
 
 from transport import BlockingClient, Settings, SharedRingBuffer
 from transport.errors import RetriesExhaustedError
-from transport.runtime.logs import JsonLines, handler
+from transport.runtime.logs import JsonLines
 
 
 def record(level: int = logging.WARNING, **extra: object) -> logging.LogRecord:
@@ -33,20 +32,6 @@ def test_a_line_is_one_object_with_what_it_speaks_of() -> None:
     )
     assert "unrelated" not in found
     assert "traceback" not in found
-
-
-def test_a_traceback_is_a_field() -> None:
-    try:
-        raise ValueError("odd")
-    except ValueError:
-        made = record(exc_info=sys.exc_info())
-    assert "ValueError: odd" in json.loads(JsonLines().format(made))["traceback"]
-
-
-def test_lines_of_text_name_the_process() -> None:
-    formatted = handler("text", "supervisor").format(record())
-    assert " supervisor " in formatted
-    assert formatted.endswith("WARNING port 7 is gone")
 
 
 @pytest.mark.ucx

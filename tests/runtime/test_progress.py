@@ -79,30 +79,3 @@ def test_without_a_terminal_a_line_after_five_seconds_and_then_every_thirty(caps
     show(3, 4, 0)
     show(4, 4, 0)
     assert capsys.readouterr().err == ""
-
-
-def test_a_case_that_takes_long_does_not_silence_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    show = Lines("measuring", clock=lambda: now[0])
-    for second in range(1, 101):
-        now[0] = float(second)
-        if second == 40:
-            show(1, 4, 0)
-        show.beat()
-    show(4, 4, 0)
-    show.beat()
-    assert capsys.readouterr().err.splitlines() == [
-        "measuring: 5 s so far",
-        "measuring: 35 s so far",
-        "measuring: 1 of 4, about 2 min left",
-        "measuring: 1 of 4, about 65 s left",
-    ]
-
-
-def test_the_number_of_cases_is_known_before_the_first_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    show = Lines("measuring", clock=lambda: now[0])
-    show(0, 12, 0)
-    now[0] = 6.0
-    show.beat()
-    assert capsys.readouterr().err == "measuring: 0 of 12, 6 s so far\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -40,16 +39,6 @@ def test_it_is_silent_first_then_tells_every_few_seconds_and_gives_up_once(
     assert stacks.count("test_it_is_silent_first") == 1
 
 
-def test_it_waits_in_parts_that_end_with_the_limit() -> None:
-    clock = Clock()
-    slow = Slow("x", 1.0, clock)
-    assert slow.slice_s(0.25) == 0.25
-    clock.now += 0.9
-    assert slow.slice_s(0.25) == pytest.approx(0.1)
-    clock.now += 1.0
-    assert slow.slice_s(0.25) == 0.0
-
-
 def test_the_stacks_have_the_tasks_of_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
     async def waiting_for_nothing(event: asyncio.Event) -> None:
         await event.wait()
@@ -71,16 +60,6 @@ def test_a_process_that_hangs_ends_with_its_stacks() -> None:
     done = subprocess.run([sys.executable, "-c", hanging], capture_output=True, text=True)
     assert done.returncode == 1
     assert "in hangs" in done.stderr
-
-
-def test_the_limit_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    slow = Slow("the server of ring x", LIMIT_S, clock)
-    clock.now += LIMIT_S
-    assert not slow.look("listeners [7]")
-    assert [(each.levelno, each.getMessage()) for each in caplog.records] == [
-        (logging.ERROR, "the server of ring x did not end within 9.0 s; given up: listeners [7]")
-    ]
 
 
 @pytest.mark.parametrize("put", ["None", "object()"])

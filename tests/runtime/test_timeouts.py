@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -80,30 +79,6 @@ async def test_a_future_that_is_late_fails_and_one_that_was_removed_does_not() -
     watch.close()
 
 
-@asynchronous
-async def test_a_moment_that_has_passed_is_late_at_once() -> None:
-    watch = Timeouts()
-    for at in (time.monotonic(), time.monotonic() - LATER, -math.inf):
-        late_already = future()
-        watch.add(late_already, at)
-        assert not late_already.done()  # whoever adds it is not interrupted
-        with pytest.raises(TimeoutError):
-            await late_already
-    watch.close()
-
-
-@asynchronous
-async def test_an_earlier_deadline_that_comes_later_is_the_first_to_fail() -> None:
-    watch = Timeouts()
-    far, near = future(), future()
-    watch.add(far, time.monotonic() + LATER)
-    watch.add(near, time.monotonic() + 0.01)
-    with pytest.raises(TimeoutError):
-        await near
-    assert not far.done()
-    watch.close()
-
-
 # --- on a clock of ours ------------------------------------------------------------------------------
 def scenario(body: Callable[[Clock], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     """A test with a clock of ours."""
@@ -148,21 +123,6 @@ async def test_one_timer_stands_however_many_wait(clock: Clock) -> None:
 
 
 @scenario
-async def test_an_earlier_deadline_moves_the_timer_and_a_later_one_does_not(clock: Clock) -> None:
-    watch = clock.watch()
-    first, earlier = future(), future()
-    watch.add(first, 1050.0)
-    watch.add(future(), 1060.0)
-    assert clock.armed == [1050.0]
-    watch.add(earlier, 1020.0)
-    assert clock.armed == [1020.0]
-    clock.advance(1020.0)
-    assert late(earlier, first) == [True, False]
-    assert clock.armed == [1050.0]
-    watch.close()
-
-
-@scenario
 async def test_a_future_that_is_done_is_left_alone(clock: Clock) -> None:
     watch = clock.watch()
     with_result, with_error, cancelled = future(), future(), future()
@@ -197,14 +157,6 @@ async def test_what_ends_in_time_leaves_the_timer_alone(clock: Clock) -> None:
     assert not waiting.done()
     clock.advance(1050.0)
     assert late(waiting) == [True]
-
-
-@scenario
-async def test_a_deadline_that_never_comes_needs_no_timer(clock: Clock) -> None:
-    watch = clock.watch()
-    watch.add(future(), math.inf)
-    assert clock.timers == []
-    watch.close()
 
 
 @scenario

@@ -92,7 +92,7 @@ async def test_requests_far_ahead_of_their_answers_are_answered_in_order(ring: S
         assert stage.listener._worker.engine.dropped == 0  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("number", [10, 1000, (1 << 24) - 1])
+@pytest.mark.parametrize("number", [10, (1 << 24) - 1])
 @asynchronous
 async def test_a_request_out_of_turn_ends_its_connection(ring: SharedRingBuffer, number: int) -> None:
     async with Stage(ring) as stage:
@@ -109,13 +109,6 @@ async def test_bytes_that_go_on_after_the_handshake_end_the_connection(ring: Sha
         await peer.say(b"more")
         await peer.task
         assert peer.native.reason == "stream data after the handshake"
-
-
-@asynchronous
-async def test_a_client_that_names_no_ring_is_told_which_one_it_found(ring: SharedRingBuffer) -> None:
-    async with Stage(ring) as stage:
-        peer = await stage.peer()
-        assert (await peer.greet(ring="")).ring == ring.ring_id
 
 
 @asynchronous
@@ -158,23 +151,7 @@ async def challenged(stage: Stage) -> tuple[Peer, Challenge]:
     return peer, await peer.heard(Challenge)
 
 
-@asynchronous
-async def test_both_sides_prove_the_secret(ring: SharedRingBuffer) -> None:
-    async with Stage(ring, secret=b"secret") as stage:
-        peer, challenge = await challenged(stage)
-        assert len(challenge.nonce) == 16
-        assert challenge.proof == proven(b"secret", "listener", peer.hello(), challenge.nonce)
-        await peer.say(Proof(proven(b"secret", "client", peer.hello(), challenge.nonce)))
-        peer.welcome = await peer.heard(Welcome)
-        assert peer.welcome.code == 0
-        await peer.settled()
-        other, again = await challenged(stage)
-        assert again.nonce != challenge.nonce
-        await stage.listener.stop()
-        assert other.closed
-
-
-@pytest.mark.parametrize("how", ["another secret", "mirrored", "replayed", "empty"])
+@pytest.mark.parametrize("how", ["another secret", "empty"])
 @asynchronous
 async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, how: str) -> None:
     async with Stage(ring, secret=b"secret") as stage:
@@ -183,8 +160,6 @@ async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, h
             Proof(
                 {
                     "another secret": proven(b"other", "client", peer.hello(), challenge.nonce),
-                    "mirrored": challenge.proof,
-                    "replayed": proven(b"secret", "client", peer.hello(), bytes(16)),
                     "empty": b"",
                 }[how]
             )
@@ -243,30 +218,12 @@ async def test_a_first_message_that_is_no_hello_of_this_framing_is_refused_by_na
 
 
 @asynchronous
-async def test_a_refused_client_that_stays_is_closed(ring: SharedRingBuffer) -> None:
-    async with Stage(ring, handshake_timeout_s=1) as stage:
-        peer = await stage.peer()
-        assert (await peer.greet(ring="0" * 32)).code == WRONG_RING
-        await peer.task
-        assert peer.closed
-        assert not stage.listener._connections
-
-
-@asynchronous
 async def test_a_client_that_says_nothing_is_closed(ring: SharedRingBuffer) -> None:
     async with Stage(ring, handshake_timeout_s=0.01) as stage:
         peer = await stage.peer()
         await peer.task
         assert peer.closed
         assert not stage.listener._connections
-
-
-@asynchronous
-async def test_a_client_that_does_not_answer_the_challenge_is_closed(ring: SharedRingBuffer) -> None:
-    async with Stage(ring, secret=b"secret", handshake_timeout_s=1) as stage:
-        peer, _ = await challenged(stage)
-        await peer.task
-        assert peer.closed
 
 
 @asynchronous

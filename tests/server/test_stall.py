@@ -51,23 +51,3 @@ async def test_a_listener_that_receives_nothing_over_shared_memory_is_restarted_
             worker.close()
         async with UCXXClient(wire={"shm"}, settings=settings) as client:
             await read_all(client, write(ring, 2))
-
-
-@pytest.mark.ucx
-@asynchronous
-async def test_silence_over_tcp_is_no_stall() -> None:
-    settings = msgspec.structs.replace(QUICK, handshake_timeout_s=1.1)
-    with (
-        SharedRingBuffer.create(slots=4, slot_bytes=50_000) as ring,
-        UCXXServer(ring, (0,), addresses=LOCAL, settings=settings, log_level="CRITICAL") as server,
-    ):
-        before = listener_pids(ring)
-        worker = Worker(settings_for(frozenset({"tcp"})))
-        try:
-            silent = [await worker.connect("127.0.0.1", server.ports[0]) for _ in range(4)]
-            await until(lambda: not any(each.alive for each in silent), "the listener has closed them")
-        finally:
-            worker.close()
-        async with UCXXClient(wire={"tcp"}, settings=settings) as client:
-            await read_all(client, write(ring, 2))
-        assert listener_pids(ring) == before

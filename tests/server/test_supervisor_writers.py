@@ -9,15 +9,14 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from frozen import frozen
 from helpers import SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
-from supervised import LOCAL, QUICK, bound, read_all, write
+from supervised import QUICK, bound, read_all
 
-from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport import SharedRingBuffer, Ticket, UCXXClient
 from transport.errors import RingNotFoundError
 from transport.server import process
 from transport.server.lifetime import Lifetime
@@ -85,21 +84,6 @@ def test_a_writers_orderly_end_takes_everything_with_it(name: str) -> None:
     eventually(lambda: writer.gone(name))
 
 
-def test_payloads_of_a_killed_writer_are_readable_until_consumed_then_all_vanishes(name: str) -> None:
-    writer = Writer(name, 5)
-    with writer.child as child:
-        child.kill()
-
-    async def reading() -> None:
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
-            await read_all(client, writer.tickets[:3])
-            assert all(map(is_running, writer.listeners.values()))
-            await read_all(client, writer.tickets[3:])
-
-    run(reading())
-    eventually(lambda: writer.gone(name))
-
-
 def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(name: str) -> None:
     writer = Writer(name, 2, ports=1)
     with writer.child as child:
@@ -125,20 +109,6 @@ def test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time(nam
     writer = Writer(name, 2, msgspec.structs.replace(QUICK, linger_s=0.5))
     with writer.child as child:
         child.kill()
-    eventually(lambda: writer.gone(name))
-
-
-def test_without_writer_and_supervisor_the_listeners_serve_on_and_remove_the_segment(name: str) -> None:
-    writer = Writer(name, 2)
-    with writer.child as child:
-        child.kill()
-    os.kill(writer.supervisor, signal.SIGKILL)
-
-    async def reading() -> None:
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
-            await read_all(client, writer.tickets)
-
-    run(reading())
     eventually(lambda: writer.gone(name))
 
 
@@ -233,25 +203,6 @@ def test_a_supervisor_told_to_stop_leaves_the_payloads_of_a_writer_that_was_aliv
             assert successor.tickets() == [ticket]
 
 
-def test_a_restarted_writer_takes_its_ring_over_and_old_and_new_payloads_are_served(name: str) -> None:
-    first = Writer(name, 3)
-    with first.child as child:
-        child.kill()
-    second = Writer(name, 2)
-    assert second.found == 3
-    assert second.tickets[0].ring == first.tickets[0].ring
-
-    async def reading() -> None:
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
-            await read_all(client, first.tickets + second.tickets)
-
-    run(reading())
-    with second.child as child:
-        child.tell()
-        assert child.wait() == 0
-    eventually(lambda: first.gone(name) and second.gone(name))
-
-
 def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_on_a_new_one(name: str) -> None:
     first = Writer(name, 2, ports=1)
     ((port, _),) = first.listeners.items()
@@ -280,36 +231,6 @@ def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_
 
 
 # --- the trainer ----------------------------------------------------------------------------------
-READER = """
-import sys, uvloop
-from transport import Ticket, UCXXClient
-async def main():
-    async with UCXXClient(wire={sys.argv[1]}, ack="manual") as client:
-        payload = await client.read(Ticket.parse(sys.argv[2]))
-        print("read", flush=True)
-        sys.stdin.readline()
-uvloop.run(main())
-"""
-
-
-@pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
-def test_what_a_killed_trainer_has_not_acknowledged_is_read_again(wire: Any) -> None:
-    with (
-        SharedRingBuffer.create(slots=2, slot_bytes=50_000) as ring,
-        UCXXServer(ring, addresses=LOCAL, mode="thread"),
-    ):
-        (ticket,) = write(ring, 1)
-        with Child(READER, wire, ticket.to_text()) as child:
-            assert child.line() == "read"
-            assert ring.statistics().reading == 1
-            child.kill()
-        eventually(lambda: ring.reclaim() or ring.statistics().ready == 1)
-
-        async def reading() -> None:
-            async with UCXXClient(wire={wire}) as client:
-                await read_all(client, [ticket])
-
-        run(reading())
 
 
 @asynchronous

@@ -41,14 +41,6 @@ def test_a_look_that_finds_the_ring_ends_its_absence() -> None:
     assert places.found(ticket, None, 125.0) is None
 
 
-def test_a_look_does_not_bring_back_what_was_reached_meanwhile() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
-    assert places.found(ticket, None, 100.0) is None
-    places.reached(ticket.ring)
-    places.looked([ticket.ring], {ticket.ring}, 101.0)
-    assert places.watched(101.0) == []
-
-
 def test_a_ring_that_is_not_read_from_any_more_is_not_looked_for_for_ever() -> None:
     ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
     assert places.found(ticket, None, 100.0) is None
@@ -92,6 +84,14 @@ def test_a_finder_whose_store_is_closed_looks_no_more_and_hides_no_error(tmp_pat
         finder.end()
 
     asyncio.run(run())
+
+
+def test_a_look_does_not_bring_back_what_was_reached_meanwhile() -> None:
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    assert places.found(ticket, None, 100.0) is None
+    places.reached(ticket.ring)
+    places.looked([ticket.ring], {ticket.ring}, 101.0)
+    assert places.watched(101.0) == []
 
 
 def test_a_read_that_succeeds_ends_an_absence() -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from interrupted_locks import check_left_free
 from memory_store import MemoryStore
 from store_conformance import StoreConformance
 
@@ -39,17 +38,3 @@ def harness() -> Iterator[MemoryHarness]:
 
 class TestConformance(StoreConformance):
     pass
-
-
-@pytest.mark.nightly
-def test_an_interrupted_call_keeps_no_other_thread_from_the_store() -> None:
-    with MemoryStore() as store:
-
-        def use() -> None:
-            version = store.put("a", b"1", lease_s=5.0)
-            store.add("n")
-            store.renew({"a": version}, 5.0)
-            store.scan("")
-            store.watch("a", version, 0.001)
-
-        check_left_free(use, lambda: store.put("b", b"2"))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
-from interrupted_locks import check_left_free, interrupted
 from queue_waits import in_thread
-from redis_server import RedisServer, needs_redis, redis_server
+from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 from redis_stores import RedisHarness, place
 from store_conformance import StoreConformance
 from store_model import StoreMachine
@@ -123,39 +122,6 @@ def test_close_ends_a_command_that_a_stopped_server_does_not_answer() -> None:
         assert outcomes == [ClosedError]
 
 
-def test_close_beside_busy_threads_ends_them_all_with_closed(server: RedisServer) -> None:
-    def work(store: RedisStore) -> type[BaseException] | None:
-        def forever() -> None:
-            while True:
-                store.add("n")
-
-        return _kind_of(forever)
-
-    for _ in range(10):
-        store = RedisStore(place(server))
-        pairs = [in_thread(lambda store=store: work(store)) for _ in range(3)]
-        store.watch("n", ABSENT, 30)
-        store.close()
-        for outcomes, thread in pairs:
-            thread.join()
-            assert outcomes == [ClosedError]
-
-
-def test_processes_take_different_numbers_and_see_each_others_writes(server: RedisServer) -> None:
-    program = f"""
-from transport.store import open_store
-with open_store({server.place()!r}) as store:
-    store.watch("go", 0, 60)
-    print(*[store.add("slot") for _ in range(50)])
-"""
-    children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    with RedisStore(place(server)) as store:
-        store.put("go", b"")
-        taken = [int(word) for child in children for word in child.communicate(timeout=60)[0].split()]
-        assert sorted(taken) == list(range(1, 101))
-        assert store.add("slot", 0) == 100
-
-
 def test_close_ends_the_wait_for_a_server_that_is_away() -> None:
     with redis_server() as server:
         store = RedisStore(place(server), patience_s=30)
@@ -172,27 +138,6 @@ def _kind_of(call: object) -> type[BaseException] | None:
     except Exception as error:
         return type(error)
     return None
-
-
-@pytest.mark.nightly
-def test_an_interrupted_wait_keeps_no_other_thread_from_the_store(server: RedisServer) -> None:
-    with RedisStore(place(server)) as store:
-        version = store.put("a", b"1")
-        check_left_free(lambda: store.watch("a", version, 0.01), lambda: store.watch("a", version, 0.01))
-
-
-@pytest.mark.nightly
-def test_a_store_whose_wait_for_its_server_was_interrupted_can_be_closed() -> None:
-    with redis_server() as server:
-        stores = [RedisStore(place(server), patience_s=0.2) for _ in range(4)]
-        server.kill()
-        for at, store in enumerate(stores, 1):
-            with contextlib.suppress(StoreUnavailableError):
-                interrupted(at, lambda store=store: store.get("a"))  # type: ignore[misc]
-            closing = threading.Thread(target=store.close, daemon=True)  # it may wait for ever
-            closing.start()
-            closing.join(10.0)
-            assert not closing.is_alive()
 
 
 # --- servers that will not do --------------------------------------------------------------------------
@@ -218,15 +163,6 @@ def test_a_wrong_password_is_refused_without_showing_it() -> None:
         with pytest.raises(StoreUnsuitableError, match="denies access") as told:
             open_store(url)
         assert "wrong-secret" not in str(told.value)
-
-
-def test_another_kind_of_failure_is_a_store_error(server: RedisServer) -> None:
-    import redis
-
-    with open_store(server.place()) as store, redis.Redis(port=server.port) as client:
-        client.set("transport:{test}:store:values", "no hash")
-        with pytest.raises(StoreError, match="WRONGTYPE"):
-            store.put("a", b"1")
 
 
 @pytest.mark.parametrize(
@@ -267,3 +203,255 @@ def test_a_forked_child_and_its_parent_use_the_store(server: RedisServer) -> Non
         thread.join()
         assert found[0].value == b"the child's"
         assert store.add("n") == 1
+
+
+# --- reads of many records of a Redis server
+
+
+def test_many_records_are_read_as_few_are(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store:
+        keys = [f"many/{number:03}" for number in range(200)]
+        versions = store.put_many([Change(key, key.encode()) for key in keys])
+        assert versions is not None
+        entries = dict(zip(keys, map(Entry, map(str.encode, keys), versions), strict=True))
+        assert store.get_many(keys) == list(entries.values())
+        assert list(store.scan("many/").items()) == list(entries.items())
+        store.delete(keys[7])
+        del entries[keys[7]]
+        assert store.get_many(keys) == [entries.get(key) for key in keys]
+        assert store.scan("many/") == entries
+        assert store.scan("none/") == {}
+
+
+def test_a_scan_beside_which_records_are_made_is_one_snapshot(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
+        other.put("n/000000", b"")
+        ended = threading.Event()
+
+        def make() -> None:  # each one is made, and the one before it removed, in one step
+            for number in itertools.count():
+                if ended.is_set():
+                    return
+                other.put_many([Change(f"n/{number + 1:06}", b""), Change(f"n/{number:06}", None)])
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        try:
+            assert [len(store.scan("n/")) for _ in range(50)] == [1] * 50
+        finally:
+            ended.set()
+            thread.join()
+
+
+KEYS = [f"many/{number:03}" for number in range(200)]
+
+
+def test_many_records_are_read_while_the_server_s_memory_is_full() -> None:
+    import redis
+
+    with redis_server() as server, RedisStore(place(server)) as store, redis.Redis(port=server.port) as client:
+        store.put_many([Change(key, key.encode()) for key in KEYS])
+        client.config_set("maxmemory", "1mb")  # less than the server itself needs
+        with pytest.raises(StoreFullError):
+            store.put("more", b"")
+        assert [entry and entry.value for entry in store.get_many(KEYS)] == [key.encode() for key in KEYS]
+        assert list(store.scan("many/")) == KEYS
+        client.config_set("maxmemory", 0)
+        scripts = calls_of(client, "evalsha")
+        assert list(store.scan("many/")) == KEYS
+        assert calls_of(client, "evalsha") == scripts  # transactions again
+
+
+@pytest.mark.parametrize("command", ["multi", "exec"])
+def test_many_records_are_read_by_a_user_who_has_no_transactions(command: str) -> None:
+    import redis
+
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        client.execute_command("ACL", "SETUSER", "some", "on", ">pass", "~*", "&*", "+@all", f"-{command}")
+        with open_store(server.place().replace("//", "//some:pass@")) as store:
+            store.put_many([Change(key, key.encode()) for key in KEYS])
+            for _ in range(2):
+                assert [entry and entry.value for entry in store.get_many(KEYS)] == [key.encode() for key in KEYS]
+                assert list(store.scan("many/")) == KEYS
+            assert calls_of(client, "multi", "rejected") + calls_of(client, "multi") == 1  # not tried each time
+
+
+def calls_of(client: object, command: str, what: str = "calls") -> int:
+    """How often the server ran a command, or with "rejected" refused it."""
+    found = client.info("commandstats").get(f"cmdstat_{command}", {})  # type: ignore[attr-defined]
+    return int(found.get("calls" if what == "calls" else "rejected_calls", 0))
+
+
+def test_a_server_that_was_away_is_read_by_transactions_as_before() -> None:
+    import redis
+
+    with redis_server() as server, RedisStore(place(server), patience_s=0.0) as store:
+        server.kill()
+        with pytest.raises(StoreUnavailableError):
+            store.scan("")
+        server.start()
+        with redis.Redis(port=server.port) as client:
+            assert store.scan("") == {}
+            assert calls_of(client, "exec") == 1  # transactions, as before
+
+
+# --- writes to a Redis server whose answers were lost: the repeated call is done once, and not refused for itself
+
+
+def test_a_write_whose_answer_was_lost_is_done_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisStore(place(server)) as store:
+        store.add("n", 0)  # the scripts are there
+        store.put("x", b"0")
+        lost = lose_answers(monkeypatch)
+        assert store.add("n") == 1
+        lost.clear()
+        version = store.compare_and_set("a", b"1", ABSENT)
+        assert version is not None
+        assert [int(each) for each in lost[0]] == [version]  # type: ignore[attr-defined]
+        assert store.get("a") == Entry(b"1", version)
+
+
+def forget_answers(server: RedisServer) -> None:
+    """As when a minute has passed on the server, or its clock was set."""
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        for key in client.keys("*answers:*"):
+            client.delete(key)
+
+
+def lose_and_forget(monkeypatch: pytest.MonkeyPatch, server: RedisServer, *then: Callable[[], object]) -> None:
+    """The next answer is lost, and forgotten before the call is repeated."""
+    import redis
+
+    evalsha, calls = redis.Redis.evalsha, []
+
+    def lose(self: redis.Redis, *arguments: object) -> object:
+        answer = evalsha(self, *arguments)
+        calls.append(answer)
+        if len(calls) == 1:
+            forget_answers(server)
+            for each in then:
+                each()
+            raise redis.exceptions.ConnectionError("cut after the server had done it")
+        return answer
+
+    monkeypatch.setattr(redis.Redis, "evalsha", lose)
+
+
+@pytest.mark.parametrize("expected", ["nothing", "a version"])
+def test_a_conditional_write_is_not_refused_for_itself_when_its_answer_is_forgotten(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, expected: str
+) -> None:
+    with RedisStore(place(server)) as store:
+        store.put("x", b"0")  # the script is there
+        before = ABSENT if expected == "nothing" else store.put("a", b"0")
+        lose_and_forget(monkeypatch, server)
+        version = store.compare_and_set("a", b"1", before)
+        assert store.get("a") == Entry(b"1", version or -1)
+
+
+def test_a_conditional_write_that_was_forgotten_and_written_over_is_not_called_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
+        store.put("x", b"0")
+        lose_and_forget(monkeypatch, server, lambda: other.put("a", b"2"))
+        with pytest.raises(StoreUnavailableError, match="not known"):
+            store.compare_and_set("a", b"1", ABSENT)
+
+
+def test_a_deletion_that_was_forgotten_is_not_called_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server)) as store:
+        version = store.put("a", b"0")
+        lose_and_forget(monkeypatch, server)
+        with pytest.raises(StoreUnavailableError, match="not known"):
+            store.compare_and_set("a", None, version)
+        assert store.get("a") is None
+
+
+def test_a_repeated_conditional_write_that_never_ran_is_refused_as_the_first_would_be(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    with RedisStore(place(server)) as store:
+        store.put("a", b"0")  # the server remembers an answer to this client from here on
+        evalsha, calls = redis.Redis.evalsha, []
+
+        def not_sent(self: redis.Redis, *arguments: object) -> object:
+            calls.append(arguments)
+            if len(calls) == 1:
+                raise redis.exceptions.ConnectionError("refused")
+            return evalsha(self, *arguments)
+
+        monkeypatch.setattr(redis.Redis, "evalsha", not_sent)
+        assert store.compare_and_set("a", b"1", ABSENT) is None
+
+
+def test_a_conflict_beside_a_restart_of_the_server_is_a_conflict(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt meets a port at which nothing listens, so it cannot have run."""
+    import redis
+
+    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
+        other.put("a", b"0")  # the server remembers nothing of the store that comes second
+        evalsha, calls = redis.Redis.evalsha, []
+
+        def nowhere(self: redis.Redis, *arguments: object) -> object:
+            calls.append(arguments)
+            if len(calls) == 1:
+                with redis.Redis(port=1, retry=self.get_retry()) as closed:
+                    return evalsha(closed, *arguments)
+            return evalsha(self, *arguments)
+
+        monkeypatch.setattr(redis.Redis, "evalsha", nowhere)
+        assert store.compare_and_set("a", b"1", ABSENT) is None
+        assert len(calls) == 2
+
+
+def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server), patience_s=0.0) as store:
+        store.put("x", b"0")  # the script is there
+        lose_answers(monkeypatch)
+        with pytest.raises(StoreUnavailableError):
+            store.put("x", b"a")
+        store.put("x", b"b")
+        store.put("x", b"a")
+        found = store.get("x")
+        assert found is not None
+        assert found.value == b"a"
+
+
+def test_close_beside_busy_threads_ends_them_all_with_closed(server: RedisServer) -> None:
+    def work(store: RedisStore) -> type[BaseException] | None:
+        def forever() -> None:
+            while True:
+                store.add("n")
+
+        return _kind_of(forever)
+
+    for _ in range(10):
+        store = RedisStore(place(server))
+        pairs = [in_thread(lambda store=store: work(store)) for _ in range(3)]
+        store.watch("n", ABSENT, 30)
+        store.close()
+        for outcomes, thread in pairs:
+            thread.join()
+            assert outcomes == [ClosedError]
+
+
+def test_what_is_wrong_with_the_records_themselves_is_raised_as_before(server: RedisServer) -> None:
+    import redis
+
+    with RedisStore(place(server)) as store, redis.Redis(port=server.port) as client:
+        client.set("transport:{test}:store:values", "no hash")
+        for read in (lambda: store.get_many(KEYS), lambda: store.scan("")):
+            client.zadd("transport:{test}:store:index", {"a": 0})
+            with pytest.raises(StoreError, match="WRONGTYPE"):
+                read()

@@ -21,7 +21,7 @@ from store_model import StoreMachine
 
 from transport.errors import StoreFullError, StoreUnavailableError, StoreUnsuitableError
 from transport.storage import sqlite_file
-from transport.store import Change, Entry, SQLiteStore, open_store, sqlite
+from transport.store import Change, Entry, SQLiteStore, open_store
 
 
 class SQLiteHarness:
@@ -119,14 +119,6 @@ def test_a_reboot_ends_every_lease(harness: SQLiteHarness, monkeypatch: pytest.M
     monkeypatch.setattr(sqlite_file, "boot_id", lambda: "another boot")
     harness.now = 5.0  # the clock begins anew
     assert harness.open().scan("") == {"kept": Entry(b"1", kept)}
-
-
-def test_frequent_queries_go_through_an_index(path: Path) -> None:
-    SQLiteStore(path).close()
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        for query in (sqlite._GET, sqlite._GET_MANY, sqlite._SCAN, sqlite._END_LEASES, sqlite._RENEW):
-            plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", [0] * query.count("?"))]
-            assert not [step for step in plan if step.startswith("SCAN") and "VIRTUAL TABLE" not in step], query
 
 
 def test_a_killed_process_leaves_whole_writes_only(path: Path) -> None:

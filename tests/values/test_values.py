@@ -141,10 +141,6 @@ def test_an_image_comes_back_equal(mode: str) -> None:
     assert found.info == image.info
 
 
-def test_an_image_without_pixels_comes_back() -> None:
-    assert sent(Image.new("RGB", (0, 4))).size == (0, 4)
-
-
 @pytest.mark.parametrize("transparency", [3, bytes([255, 0, 128])])
 def test_an_image_with_a_palette_comes_back_with_its_transparency(transparency: Any) -> None:
     image = Image.new("P", (4, 2))
@@ -193,14 +189,6 @@ def test_what_cannot_travel_is_named_by_its_path(value: object, message: str) ->
         pieces_of(value, "messages")
 
 
-def test_an_open_socket_is_named_by_its_path() -> None:
-    with (
-        socket.socket() as own,
-        pytest.raises(SchemaError, match=r"^messages\[3\]\.image: a socket cannot be sent$"),
-    ):
-        pieces_of([0, 1, 2, {"image": own}], "messages")
-
-
 def test_a_cycle_is_named_and_a_value_that_stands_in_two_places_travels() -> None:
     loop: list[Any] = [1]
     loop.append({"again": (loop,)})
@@ -208,6 +196,13 @@ def test_a_cycle_is_named_and_a_value_that_stands_in_two_places_travels() -> Non
         pieces_of(loop, "x")
     twice = [1]
     assert sent([twice, twice]) == [[1], [1]]
+
+
+def test_text_of_another_type_and_half_surrogates_are_refused() -> None:
+    with pytest.raises(SchemaError, match=r"^prompt: expected a str for text, got an int$"):
+        text_bytes(1, "prompt")
+    with pytest.raises(SchemaError, match=r"^prompt: this text is not UTF-8"):
+        text_bytes("\udc80", "prompt")
 
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {1: x}])
@@ -218,10 +213,3 @@ def test_nesting_is_bounded(wrap: Any) -> None:
     assert same(sent(deep), deep)
     with pytest.raises(SchemaError, match="nested more than 64 deep"):
         pieces_of(wrap(deep), "x")
-
-
-def test_text_of_another_type_and_half_surrogates_are_refused() -> None:
-    with pytest.raises(SchemaError, match=r"^prompt: expected a str for text, got an int$"):
-        text_bytes(1, "prompt")
-    with pytest.raises(SchemaError, match=r"^prompt: this text is not UTF-8"):
-        text_bytes("\udc80", "prompt")

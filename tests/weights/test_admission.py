@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from transport.errors import InvalidAdmission
 from transport.weights.plan.admission import TRANSITIONS, Admission, Event, State
+from transport.weights.plan.steps import Proof, Verdict, excluded, known_alone, verdicts
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)), ids=str)
@@ -39,3 +42,71 @@ def test_only_a_proof_leads_to_serving() -> None:
 def test_a_new_replica_is_not_admitted() -> None:
     assert not Admission().admitted
     assert str(Admission()) == "pending weights (it has no weights yet)"
+
+
+# --- what an update means for each replica: by proof alone
+
+OLD, NEW, OTHER = Proof(1, 11), Proof(2, 22), Proof(2, 33)
+WHY = {"": "manager", "n": "why"}
+POLICIES = ["restore", "exclude", "fail_job"]
+
+
+def judged(policy: str, proofs: dict[str, Proof | None], lost: str = "") -> dict[str, Event]:
+    found = verdicts(policy, proofs, NEW, dict.fromkeys(proofs, OLD), WHY, frozenset(lost))  # type: ignore[arg-type]
+    return {name: verdict.event for name, verdict in found.items()}
+
+
+def test_restore_admits_whatever_is_whole() -> None:
+    proofs = {"n": NEW, "o": OLD, "x": OTHER, "z": None, "l": None}
+    assert judged("restore", proofs, lost="l") == {
+        "n": Event.PROVEN_NEW,
+        "o": Event.PROVEN_OLD,
+        "x": Event.UNPROVEN,
+        "z": Event.UNPROVEN,
+        "l": Event.EXCLUDE,
+    }
+
+
+def test_exclude_keeps_out_who_fell_behind_others_only() -> None:
+    assert judged("exclude", {"n": NEW, "o": OLD}) == {"n": Event.PROVEN_NEW, "o": Event.EXCLUDE}
+    assert judged("exclude", {"o": OLD, "p": OLD}) == {"o": Event.PROVEN_OLD, "p": Event.PROVEN_OLD}
+
+
+def test_a_failed_job_admits_nobody() -> None:
+    assert set(judged("fail_job", {"n": NEW, "o": OLD, "z": None}).values()) == {Event.EXCLUDE}
+    found = verdicts("fail_job", {"n": NEW}, NEW, {}, {})
+    assert found == {"n": Verdict(Event.PROVEN_NEW, 2, "")}
+
+
+def test_a_replica_that_was_not_paused_goes_on_unless_it_is_gone_or_the_policy_leaves_it_behind() -> None:
+    assert excluded("restore", "ab", "", WHY, "b") == {"b": "manager"}
+    assert excluded("exclude", "ab", "", WHY) == {}
+    assert excluded("exclude", "ab", "c", WHY) == {"a": "manager", "b": "manager"}
+    assert excluded("fail_job", "a", "", WHY) == {"a": "the job failed: manager"}
+    assert excluded("fail_job", "a", "", {}) == {}
+
+
+proofs = st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3)))
+
+
+@given(proof=proofs, new=proofs, old=proofs, policy=st.sampled_from(POLICIES))
+def test_nobody_is_admitted_without_proof_of_the_new_or_the_old_version(
+    proof: Proof | None, new: Proof | None, old: Proof | None, policy: str
+) -> None:
+    verdict = verdicts(policy, {"r": proof}, new, {"r": old}, {"": "x"})["r"]  # type: ignore[arg-type]
+    if verdict.event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
+        assert proof is not None
+        assert proof in (new, old)
+        assert verdict.version == proof.version
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(mine=proofs, other=proofs, new=proofs, failed=st.booleans())
+def test_a_replica_that_resumes_before_the_others_have_proven_anything_gets_the_same_verdict(
+    policy: str, mine: Proof | None, other: Proof | None, new: Proof | None, failed: bool
+) -> None:
+    if known_alone(policy, mine, new):  # type: ignore[arg-type]
+        old = {"r": OLD, "s": OLD}
+        before = verdicts(policy, {"r": mine, "s": None}, new, old, {})["r"]  # type: ignore[arg-type]
+        after = verdicts(policy, {"r": mine, "s": other}, new, old, {"s": "x"} if failed else {})["r"]  # type: ignore[arg-type]
+        assert before.event == after.event

@@ -136,15 +136,6 @@ async def test_changes_are_found_in_device_memory(cupy: Any) -> None:
 
 
 @asynchronous
-async def test_strided_tensors_are_made_contiguous_on_their_device(cupy: Any) -> None:
-    wide = np.arange(4000, dtype=np.float32).reshape(40, 100)
-    async with engines("a", specs=specs_of({"x": wide[::2, ::2]})) as made:
-        found = await transfer(made, 1, {"x": cupy.on_device(wide)[::2, ::2]})
-        assert found == weights_checksum({"x": wide[::2, ::2]})
-    assert copied(cupy, "d2h") == 4000
-
-
-@asynchronous
 async def test_a_bucket_that_cannot_be_copied_is_given_back(cupy: Any) -> None:
     async with engines("a", specs=specs_of(version_of(0))) as made:
         await build(made)
@@ -163,15 +154,6 @@ def test_the_checksum_of_weights_on_a_device_is_that_of_their_bytes(cupy: Any) -
     large = noise((5 << 20) + 7)
     assert weights_checksum({"x": cupy.on_device(large)}) == weights_checksum({"x": large})
     assert len(cupy.fake.pinned_on) == 2, "one piece of pinned memory for each"
-
-
-def test_weights_on_a_device_without_cupy_say_what_to_install(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = on_device(cupy, 0)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
-        weights_checksum(weights)
-    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
-        engine("replica", device="cupy")
 
 
 # --- into device memory ---------------------------------------------------------------------------------------
@@ -348,3 +330,21 @@ async def test_shards_go_out_of_device_memory_and_into_it(cupy: Any) -> None:
     finally:
         await sender.close()
         await receiver.close()
+
+
+@asynchronous
+async def test_strided_tensors_are_made_contiguous_on_their_device(cupy: Any) -> None:
+    wide = np.arange(4000, dtype=np.float32).reshape(40, 100)
+    async with engines("a", specs=specs_of({"x": wide[::2, ::2]})) as made:
+        found = await transfer(made, 1, {"x": cupy.on_device(wide)[::2, ::2]})
+        assert found == weights_checksum({"x": wide[::2, ::2]})
+    assert copied(cupy, "d2h") == 4000
+
+
+def test_weights_on_a_device_without_cupy_say_what_to_install(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = on_device(cupy, 0)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+        weights_checksum(weights)
+    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+        engine("replica", device="cupy")

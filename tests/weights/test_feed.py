@@ -12,7 +12,7 @@ import uvloop
 from helpers import asynchronous, ended, until
 
 from transport.errors import ParentLostError
-from transport.weights.transfer.feed import _MOST_HELLO, _MOST_STRANGERS, Feed, Upstream
+from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Hello, Start, encode
 
 
@@ -111,32 +111,6 @@ def test_a_group_of_hundreds_that_comes_at_once_is_admitted(run: Callable[..., N
             for each in crowd:
                 each.close()
         assert admitted == CROWD
-
-    run(coming())
-
-
-@both_loops
-def test_all_strangers_together_can_fill_a_few_mebibytes(run: Callable[..., None]) -> None:
-    async def coming() -> None:
-        async with opened() as feed:
-            with socket.create_connection(("127.0.0.1", feed.port)):
-                await until(lambda: feed._strangers)
-                (stranger,) = feed._strangers
-                buffer = stranger.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        assert _MOST_STRANGERS * (_MOST_HELLO + buffer) <= 8 << 20
-
-    run(coming())
-
-
-@both_loops
-def test_the_longest_greeting_is_read(run: Callable[..., None]) -> None:
-    async def coming() -> None:
-        async with opened() as feed:
-            name = "x" * (_MOST_HELLO - len(encode(Hello(feed.token, "x" * 256))) + 4 + 256)
-            assert len(encode(Hello(feed.token, name))) == 4 + _MOST_HELLO
-            upstream = await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, name)
-            assert feed.children == {name}
-            upstream.close()
 
     run(coming())
 

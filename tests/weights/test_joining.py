@@ -20,7 +20,6 @@ from weights_engines import engine, engines
 from weights_members import version_of
 
 from transport.errors import (
-    ChildrenLostError,
     MemberFailedError,
     ParentLostError,
     SchemaError,
@@ -34,7 +33,6 @@ from transport.weights.manager import WeightUpdate
 from transport.weights.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.plan.steps import Limits
 from transport.weights.sharding.roles import Role, unpack
-from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
@@ -83,18 +81,6 @@ async def test_a_child_that_came_and_left_is_not_waited_for() -> None:
 
 
 @asynchronous
-async def test_a_child_that_leaves_while_others_are_waited_for_is_not_waited_for() -> None:
-    async with opened() as feed:
-        joining = asyncio.ensure_future(feed.joined(["a", "b"]))
-        first = await connected(feed, "a")
-        first.close()
-        await until(lambda: not feed.children)
-        second = await connected(feed, "b")
-        await joining
-        second.close()
-
-
-@asynchronous
 async def test_who_waits_for_a_child_hears_that_a_parent_failed() -> None:
     async with opened() as parent, opened() as own:
         upstream = await connected(parent, "me")
@@ -139,17 +125,6 @@ async def test_who_waits_for_a_child_hears_that_a_parent_ended_after_its_first_m
 
 
 @asynchronous
-async def test_who_leaves_while_it_waits_for_a_child_is_not_told_of_a_cancellation() -> None:
-    async with opened() as parent, opened() as own:
-        upstream = await connected(parent, "me")
-        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
-        await until(lambda: upstream._reading)
-        upstream.close()
-        with pytest.raises(ParentLostError, match="closed here"):
-            await joining
-
-
-@asynchronous
 async def test_a_parent_whose_messages_are_not_taken_is_read_ahead_within_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -178,22 +153,6 @@ async def test_a_group_that_does_not_come_together_names_who_is_missing() -> Non
         await made[0].prepare()
         with pytest.raises(WeightsTimeoutError, match=r"trainer: .* not complete within 0\.2 s.*missing: replica 0"):
             await made[0].init_process_group(**arguments[0])
-
-
-@asynchronous
-async def test_a_replica_that_joined_and_left_before_the_trainer_looked_is_lost_and_not_waited_for() -> None:
-    async with engines("ab", shape="star") as made:
-        metadata = [await each.prepare() for each in made]
-        trainer, *replicas = columns(*RingEngine.build_topology(1, 2, metadata))
-        for each, arguments in zip(made[1:], replicas, strict=True):
-            await each.init_process_group(**arguments)
-            await each.finalize()
-        feed = made[0]._feed
-        assert feed is not None
-        await until(lambda: not feed.children)
-        await made[0].init_process_group(**trainer)
-        with pytest.raises(ChildrenLostError):
-            await made[0].send_weights(iter(version_of(1).items()), 1)
 
 
 @asynchronous
@@ -263,19 +222,6 @@ async def test_a_rank_that_cannot_join_is_named_also_when_it_blames_its_parent_a
             rank.engine.init_process_group = joins  # type: ignore[method-assign]
         with pytest.raises(ParentLostError, match="trainer 0 is unreachable"):
             await made.manager.update(1)
-
-
-@asynchronous
-async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
-    async with engines("a", shape="star", join_s=2.0) as made:
-
-        async def cancelled(**arguments: Any) -> None:
-            raise asyncio.CancelledError
-
-        made[1].init_process_group = cancelled  # type: ignore[method-assign]
-        manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
-        with pytest.raises(MemberFailedError, match="replica 0: its connect was cancelled"):
-            await manager.update(1)
 
 
 @asynchronous
@@ -359,22 +305,24 @@ def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: 
 
 
 @asynchronous
-async def test_the_loss_of_a_child_counts_for_all_its_buckets_while_another_is_published() -> None:
-    async with opened() as feed:
-        sender = BucketSender(4096, 4, address="127.0.0.1")
-        try:
-            await sender.begin(feed, ["a"])
-            first = await sender.reserve(64)
-            await sender.publish(first, ("a",), lambda _: Start(1))
-            (ticket, names), *_ = sender._unread.values()
-            acknowledge = sender._acknowledge
+async def test_who_leaves_while_it_waits_for_a_child_is_not_told_of_a_cancellation() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        await until(lambda: upstream._reading)
+        upstream.close()
+        with pytest.raises(ParentLostError, match="closed here"):
+            await joining
 
-            def published_meanwhile(*arguments: Any) -> None:  # as by the thread that publishes
-                sender._unread.setdefault(3, (ticket, names))
-                acknowledge(*arguments)
 
-            sender._acknowledge = published_meanwhile  # type: ignore[method-assign]
-            sender.lost("a")
-            await until(lambda: sender._opened().native.state_counts()[0] == 4)
-        finally:
-            sender.close()
+@asynchronous
+async def test_a_member_whose_call_is_cancelled_by_itself_has_failed() -> None:
+    async with engines("a", shape="star", join_s=2.0) as made:
+
+        async def cancelled(**arguments: Any) -> None:
+            raise asyncio.CancelledError
+
+        made[1].init_process_group = cancelled  # type: ignore[method-assign]
+        manager = WeightUpdate([Trainer(made[0], Source())], [Replica(made[1], ReferenceWorker())])  # type: ignore[list-item]
+        with pytest.raises(MemberFailedError, match="replica 0: its connect was cancelled"):
+            await manager.update(1)

@@ -7,27 +7,37 @@ serves a mixture; the first error is what the caller sees.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from helpers import asynchronous, until
 from member_groups import ENGINE, MemberGroup
 from process_member import ProcessMember
-from weights_members import Worker, checksum_of
+from weights_members import Worker, checksum_of, version_of
 
+from transport import SharedRingBuffer, _ring
 from transport.errors import (
     MemberFailedError,
+    MemberLostError,
+    RetriesExhaustedError,
+    RingNotFoundError,
+    WeightsChecksumError,
     WeightsTimeoutError,
 )
 from transport.testing import ResourceSnapshot
 from transport.weights.engine import RingEngine
+from transport.weights.manager import Outcome
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits, Step
+from transport.weights.versions.layout import VersionLayout, specs_of
 from transport.weights.worker import Replica
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -202,7 +212,7 @@ def test_of_a_stage_that_fails_nobody_is_told_to_pause(shared: Any, killed_at: S
 TAKEN = [step for step in Step if step not in (Step.PAUSE_IN_PLACE, Step.RESTORE, Step.PROVE)]
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("at", TAKEN, ids=lambda step: step.value.replace(" ", "-"))
 def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: Step) -> None:
     async def body(group: MemberGroup) -> None:
@@ -244,3 +254,106 @@ def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: An
             await engine.close()
 
     shared(body)
+
+
+# --- members of an update that are killed, or whose bytes change: the others serve whole versions
+
+
+@contextlib.asynccontextmanager
+async def group_of(replicas: int, **options: Any) -> AsyncIterator[MemberGroup]:
+    group = await MemberGroup.start(replicas, **options)
+    try:
+        yield group
+    finally:
+        await group.close()
+
+
+@asynchronous
+async def test_when_every_member_is_killed_their_closing_removes_what_they_left() -> None:
+    async with group_of(3) as group:
+        await group.update()
+        members = [group.trainer, *group.replicas]
+
+        def left() -> list[str]:
+            return [name for name in _ring.segments() for member in members if member.prefix in name]
+
+        assert left()
+        for member in members:
+            member.process.kill()
+        await until(lambda: all(member.lost for member in members))
+        await asyncio.gather(*(member.process.wait() for member in members))
+        assert left()
+        await group.close()
+        assert left() == []
+
+
+@pytest.mark.nightly  # the matrix of test_step_kills has its like
+@asynchronous
+async def test_a_replica_killed_after_the_transfer_leaves_its_host_with_what_it_landed() -> None:
+    async with group_of(2) as group:
+        await group.update()
+        landing = group.replicas[0]
+        group.manager._on_step = lambda step, _: landing.process.kill() if step is Step.FINALIZE_TRAINERS else None
+        with pytest.raises(MemberLostError, match="replica 0"):
+            await group.update()
+        group.manager._on_step = lambda step, members: None
+        await group.serves(-1, 2)
+        assert group.manager.admitted == {"replica 1": 2}
+        outcome = await group.update()  # replica 1 lands now, and can even take changes
+        assert outcome.delta
+        await group.serves(-1, 3)
+
+
+@pytest.mark.nightly  # the matrix of test_step_kills has its like
+@asynchronous
+async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_before() -> None:
+    async with group_of(3) as group:
+        await group.update()
+        await group.trainer.call("told", "kill", 2)
+        with pytest.raises(MemberLostError, match="the process of trainer was ended by SIGKILL") as caught:
+            await group.update()
+        await group.serves(1, 1, 1)
+        assert await group.running() == [True] * 3
+        assert group.manager.admitted == dict.fromkeys(group.manager.admissions, 1)
+        outcome = caught.value.outcome
+        assert isinstance(outcome, Outcome)
+        assert {str(each) for each in outcome.replicas.values()} == {"serving v1"}
+
+
+@pytest.mark.parametrize(
+    ("wires", "error"), [(None, WeightsChecksumError), (["tcp"], RetriesExhaustedError)], ids=["mapped", "tcp"]
+)
+@asynchronous
+async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error: type[Exception]) -> None:
+    layout = VersionLayout.of(specs_of(version_of(1)))
+    row = bytearray(layout.total)
+    for name, array in layout.arrays(row, writable=True).items():
+        array[...] = version_of(1)[name]
+    async with group_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires, "bucket_bytes": 131072}) as group:
+
+        def stop(step: Step, _: tuple[str, ...]) -> None:
+            if step is Step.TRANSFER:  # the bucket waits for the replica, filled and hashed
+                os.kill(group.replicas[0].process.pid, signal.SIGSTOP)
+
+        group.manager._on_step = stop
+        updating = asyncio.ensure_future(group.update())
+        segments: list[str] = []
+
+        def found() -> bool:
+            maps = Path(f"/proc/{group.trainer.process.pid}/maps").read_text()
+            segments[:] = {line.split("/dev/shm")[1] for line in maps.splitlines() if "/dev/shm/transport-" in line}
+            with contextlib.suppress(RingNotFoundError):  # it is mapped before it is made
+                for segment in segments:
+                    SharedRingBuffer.attach(segment, role="observer").close()
+                return bool(segments)
+            return False
+
+        await until(found)
+        with SharedRingBuffer.attach(segments[0], role="writer") as ring:
+            await until(lambda: bytes(ring.native.payload(0)[:100000]) == row[:100000])
+            ring.native.payload(0)[100] ^= 1
+        os.kill(group.replicas[0].process.pid, signal.SIGCONT)
+        with pytest.raises(error, match=r"checksum|attempts"):
+            await updating
+        assert group.manager.admissions["replica 0"].state is State.PENDING
+        assert await group.replicas[0].call("told", "look") == [-1, None, True, True]

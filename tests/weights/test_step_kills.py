@@ -51,7 +51,7 @@ def at(step: Step, victim: ProcessMember, number: signal.Signals) -> Callable[[S
     return begins
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", ["trainer", "replica 0", "replica 1"])
 @pytest.mark.parametrize("step", STEPS)
 @asynchronous

@@ -33,9 +33,6 @@ def routes(path: Path, *rows: tuple[str, str, int]) -> Path:
 
 
 # --- RDMA devices --------------------------------------------------------------------------------
-def test_rdma_interfaces_of_all_devices_are_found_sorted(tmp_path: Path) -> None:
-    root = devices(tmp_path / "infiniband", mlx5_1=["ib1"], mlx5_0=["ib0", "eth4"])
-    assert rdma_interfaces(root) == ["eth4", "ib0", "ib1"]
 
 
 def test_a_host_without_rdma_has_no_such_interface(tmp_path: Path) -> None:
@@ -89,11 +86,6 @@ def test_rdma_comes_before_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert advertised() == ("10.1.0.7", "10.2.0.7", "192.168.0.7")
 
 
-def test_without_rdma_the_way_out_is_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
-    host(monkeypatch, route="ens5", ens5="192.168.0.7", lo="127.0.0.1")
-    assert advertised() == ("192.168.0.7",)
-
-
 @pytest.mark.parametrize(("rdma", "route"), [((), None), (("ib0",), None), (("ib0",), "ens5")])
 def test_loopback_only_where_there_is_nothing_else(
     monkeypatch: pytest.MonkeyPatch, rdma: tuple[str, ...], route: str | None
@@ -106,3 +98,8 @@ def test_this_host_advertises_at_least_one_ipv4_address() -> None:
     found = advertised()
     assert found
     assert all(len(address.split(".")) == 4 for address in found)
+
+
+def test_rdma_interfaces_of_all_devices_are_found_sorted(tmp_path: Path) -> None:
+    root = devices(tmp_path / "infiniband", mlx5_1=["ib1"], mlx5_0=["ib0", "eth4"])
+    assert rdma_interfaces(root) == ["eth4", "ib0", "ib1"]

@@ -44,8 +44,3 @@ def test_proof_depends_on_secret_side_both_nonces_version_and_hello() -> None:
         made(hello=b"Hello"),
     ]
     assert len(set(proofs)) == len(proofs)
-
-
-def test_proof_does_not_contain_the_secret() -> None:
-    secret = b"a secret of some length"
-    assert secret not in made(secret=secret)

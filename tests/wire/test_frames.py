@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 from pathlib import Path
@@ -11,13 +12,46 @@ import frame_codec
 import msgspec
 import pytest
 import xxhash
-from frames import NONCE, handshakes, u32
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from transport import _ring
 from transport._ring import MAX_READERS
+from transport.errors import ProtocolError, VersionMismatchError
 from transport.wire import frames
 from transport.wire.frames import Challenge, Hello, Kind, Proof, Welcome
+
+NONCE = bytes(range(16))
+u32 = st.integers(0, 2**32 - 1)
+
+words = st.text(st.characters(codec="utf-8"), max_size=40)
+features = st.lists(words, max_size=3).map(tuple)
+versions = st.integers(-(2**63), 2**64 - 1)
+handshakes = st.one_of(
+    st.builds(
+        Hello,
+        oldest=versions,
+        newest=versions,
+        ring=words,
+        tag_base=u32,
+        nonce=st.binary(min_size=16, max_size=16),
+        features=features,
+    ),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=32), version=versions),
+    st.builds(Proof, proof=st.binary(max_size=32)),
+    st.builds(
+        Welcome,
+        version=versions,
+        ring=words,
+        tag_base=u32,
+        ports=st.lists(st.integers(1, 65535), max_size=16).map(tuple),
+        inline_limit=st.integers(0, frames.MOST_INLINE),
+        features=features,
+        code=st.integers(0, 255),
+        reason=words,
+    ),
+)
+
 
 # Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION.
 HANDSHAKES: dict[str, tuple[Any, str]] = {
@@ -143,3 +177,146 @@ def test_numbers_of_native_code_are_the_same() -> None:
     assert kinds
     found = {name.upper(): int(value, 16) for name, value in re.findall(r"(\w+) = (0x\w+),", kinds[1])}
     assert found == {kind.name: kind for kind in Kind if kind >= Kind.CONTROL}
+
+
+# --- refusals -------------------------------------------------------------------------------------
+def prefix(version: int = 2, kind: int = 1, length: int = 10) -> bytes:
+    return struct.pack("<BBHI", version, kind, 0, length)
+
+
+@pytest.mark.parametrize("version", [0, 1, 255])
+def test_handshake_of_an_unknown_framing_is_refused(version: int) -> None:
+    with pytest.raises(VersionMismatchError, match=f"framed by version {version}"):
+        frames.decode_prefix(prefix(version=version))
+
+
+def test_handshake_that_is_too_long_is_refused_before_it_is_received() -> None:
+    assert frames.decode_prefix(prefix(length=frames.MAX_HANDSHAKE_BYTES)) == (Kind.HELLO, frames.MAX_HANDSHAKE_BYTES)
+    with pytest.raises(ProtocolError, match="at most 4096"):
+        frames.decode_prefix(prefix(length=frames.MAX_HANDSHAKE_BYTES + 1))
+
+
+def sealed(body: bytes) -> bytes:
+    """With the checksum of the body behind it."""
+    return body + _ring.checksum(body).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("bit", range(0, 8 * 60, 7))
+def test_a_handshake_whose_bytes_have_changed_is_refused(bit: int) -> None:
+    body = bytearray(frames.encode_handshake(hello(5, 5))[frames.PREFIX_BYTES :])
+    body[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError, match="other bytes than were sent"):
+        frames.decode_handshake(Hello, bytes(body))
+
+
+HELLO_FIELDS = {"oldest": 1, "newest": 1, "ring": "ab", "tag_base": 1, "nonce": NONCE}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode({**HELLO_FIELDS, "ring": 5}),
+        msgspec.msgpack.encode({**HELLO_FIELDS, "tag_base": 1 << 32}),
+        msgspec.msgpack.encode({**HELLO_FIELDS, "tag_base": -1}),
+        msgspec.msgpack.encode({name: value for name, value in HELLO_FIELDS.items() if name != "nonce"}),
+        msgspec.msgpack.encode(HELLO_FIELDS)[:-1],
+        msgspec.msgpack.encode(HELLO_FIELDS) + b"\0",
+        msgspec.msgpack.encode(HELLO_FIELDS).replace(b"\xa2ab", b"\xa2\xff\xff"),
+        b"\x81\xa1x" + b"\x91" * 4000 + b"\0",
+    ],
+    ids=[
+        "nothing",
+        "not MessagePack",
+        "an array",
+        "another type",
+        "tag base too large",
+        "tag base negative",
+        "a field missing",
+        "cut off",
+        "too long",
+        "not UTF-8",
+        "too deep",
+    ],
+)
+def test_malformed_handshake_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="malformed Hello"):
+        frames.decode_handshake(Hello, sealed(body))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ports": [70000]},
+        {"ports": [0]},
+        {"ports": [5, -5]},
+        {"ports": list(range(1, 18))},
+        {"inline_limit": -1},
+        {"inline_limit": frames.MOST_INLINE + 1},
+        {"inline_limit": 1 << 63},
+    ],
+    ids=repr,
+)
+def test_a_welcome_that_cannot_be_meant_is_refused(wrong: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode({"version": 1, "ring": "ab", "tag_base": 7, **wrong})
+    with pytest.raises(ProtocolError, match="malformed Welcome"):
+        frames.decode_handshake(Welcome, sealed(body))
+
+
+def hello(oldest: int, newest: int) -> Hello:
+    return Hello(oldest=oldest, newest=newest, ring="", tag_base=0, nonce=NONCE)
+
+
+NOW = frames.VERSION
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(NOW, NOW), (1, NOW), (NOW, NOW + 1), (-5, 2**63)])
+def test_the_newest_common_version_is_agreed(oldest: int, newest: int) -> None:
+    assert frames.agree_version(hello(oldest, newest)) == NOW
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(NOW + 1, NOW + 2), (0, 0), (1, 0), (NOW, 2)])
+def test_without_a_common_version_both_ranges_are_named(oldest: int, newest: int) -> None:
+    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*{frames.OLDEST_VERSION} to {NOW}"):
+        frames.agree_version(hello(oldest, newest))
+
+
+# --- whatever comes -------------------------------------------------------------------------------
+@given(st.binary(max_size=20) | st.builds(prefix, st.integers(0, 3), st.integers(0, 6), u32))
+@example(b"")
+def test_prefix_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError, VersionMismatchError):
+        kind, length = frames.decode_prefix(data)
+        assert kind in (Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME)
+        assert 0 <= length <= frames.MAX_HANDSHAKE_BYTES
+
+
+TYPES: list[Any] = [Hello, Challenge, Proof, Welcome]
+plain = st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5)
+FIELD_NAMES = sorted({name for kind in TYPES for name in kind.__struct_fields__})
+bodies = st.binary(max_size=100) | st.dictionaries(
+    st.sampled_from(FIELD_NAMES), plain | st.lists(plain, max_size=3), max_size=8
+).map(msgspec.msgpack.encode)
+
+
+@given(st.sampled_from(TYPES), bodies)
+@example(Hello, b"\x81\xa4ring\xa2\xff\xff")
+def test_body_of_any_bytes_is_read_or_refused_by_name(expected: Any, body: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        assert type(frames.decode_handshake(expected, body)) is expected
+
+
+@given(handshakes, st.data())
+def test_damaged_body_is_read_or_refused_by_name(message: Any, data: st.DataObject) -> None:
+    body = bytearray(frames.encode_handshake(message)[8:])
+    body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ProtocolError):
+        assert type(frames.decode_handshake(type(message), bytes(body))) is type(message)
+
+
+@pytest.mark.parametrize("kind", [0, 5, Kind.CONTROL, Kind.READ, 255])
+def test_handshake_of_an_unknown_kind_is_refused(kind: int) -> None:
+    with pytest.raises(ProtocolError, match="unknown kind"):
+        frames.decode_prefix(prefix(kind=kind))

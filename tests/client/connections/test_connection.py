@@ -1,13 +1,15 @@
-"""The client's handshake: against an endpoint that says what the test wants, and over UCX where it succeeds."""
+"""The client's handshake, over UCX: with a listener that says what the test wants."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
-from handshakes import CODES, LISTENER_NONCE, OURS, challenge, welcome
-from helpers import asynchronous, over_ucx, proven
+from helpers import asynchronous, dead_port, over_ucx, proven, settings_with, until
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scripted_listener import RING, ScriptedListener, Side
 
 from transport import errors
@@ -17,10 +19,40 @@ from transport.errors import (
     AuthenticationError,
     LinkError,
     ProtocolError,
+    ReadTimeoutError,
+    RefusedError,
     TransportError,
+    UnreachableError,
+    VersionMismatchError,
 )
+from transport.testing import run
 from transport.wire import frames as wire
-from transport.wire.frames import Hello, Proof
+from transport.wire.frames import Challenge, Hello, Proof, Welcome
+
+OURS, THEIRS = 0x11111111, 0x22222222  # tag bases
+NONCE = bytes(range(16))  # the listener's
+CODES = {kind.status: kind for kind in vars(errors).values() if getattr(kind, "status", 0)}
+
+
+def welcome(**changes: Any) -> Welcome:
+    fields = {"version": wire.VERSION, "ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": 100}
+    return Welcome(**{**fields, **changes})
+
+
+async def heard(listener: ScriptedListener, **options: Any) -> tuple[asyncio.Task[Link], Side, Hello]:
+    """A link being opened, its listener's side, and its hello."""
+    opening = listener.opening(**options)
+    side = await listener.accepted()
+    return opening, side, await side.heard(Hello)
+
+
+async def challenged(
+    listener: ScriptedListener, secret: bytes | None, listeners: bytes
+) -> tuple[asyncio.Task[Link], Side, Hello]:
+    """The same of a client and a listener with these secrets; the listener has sent its challenge."""
+    opening, side, hello = await heard(listener, secret=secret)
+    await side.say(Challenge(NONCE, proven(listeners, "listener", hello, NONCE), wire.VERSION))
+    return opening, side, hello
 
 
 # --- handshakes that succeed ---------------------------------------------------------------------------
@@ -41,92 +73,211 @@ async def test_opening_says_hello_and_takes_what_the_listener_says(wire: Any) ->
         lanes = made.transports()
         assert all(transport for transport, _ in lanes)
         assert any(device for _, device in lanes)  # the one that made the connection has none
-        assert repr(made) == f"<Link 127.0.0.1:{listener.port} by {wire}, 0 messages>"
-
-
-@pytest.mark.ucx
-@asynchronous
-async def test_each_hello_has_a_nonce_of_its_own() -> None:
-    async with ScriptedListener() as listener:
-        nonces = set()
-        for _ in range(3):
-            opening = listener.opening()
-            nonces.add((await (await listener.accepted()).welcome()).nonce)
-            await opening
-        assert len(nonces) == 3
+        again, _, other = await heard(listener)
+        again.cancel()
+        await asyncio.wait([again])
+        assert other.nonce != hello.nonce
 
 
 @pytest.mark.ucx
 @asynchronous
 async def test_a_handshake_that_comes_in_pieces_is_understood() -> None:
     async with ScriptedListener() as listener:
-        opening = listener.opening()
-        side = await listener.accepted()
-        await side.heard(Hello)
+        opening, side, _ = await heard(listener)
         for byte in wire.encode_handshake(welcome()):
             await side.feed(bytes((byte,)))
         assert (await opening).ring == RING
-
-
-async def proving(listener: ScriptedListener, secret: bytes) -> tuple[asyncio.Task[Link], Side, Hello]:
-    """A link being opened to a listener that has the secret and has sent its challenge; the link's hello."""
-    opening = listener.opening(secret=b"secret")
-    side = await listener.accepted()
-    hello = await side.heard(Hello)
-    await side.say(challenge(proven(secret, "listener", hello, LISTENER_NONCE)))
-    return opening, side, hello
 
 
 @pytest.mark.ucx
 @asynchronous
 async def test_both_sides_prove_the_secret() -> None:
     async with ScriptedListener() as listener:
-        opening, side, hello = await proving(listener, b"secret")
+        opening, side, hello = await challenged(listener, b"secret", b"secret")
         answer = await side.heard(Proof)
-        assert answer.proof == proven(b"secret", "client", hello, LISTENER_NONCE)
+        assert answer.proof == proven(b"secret", "client", hello, NONCE)
         await side.say(welcome())
         assert (await opening).ring == RING
 
 
+# --- handshakes that fail ------------------------------------------------------------------------------
 @pytest.mark.ucx
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [(b"secret", b"other", "has another shared secret"), (None, b"secret", "this client has none")],
+)
 @asynchronous
-async def test_a_listener_with_another_secret_is_left_at_once() -> None:
+async def test_a_listener_with_another_secret_is_left_at_once_and_learns_nothing(
+    ours: bytes | None, theirs: bytes, reason: str
+) -> None:
     async with ScriptedListener() as listener:
-        opening, side, _ = await proving(listener, b"other")
-        with pytest.raises(AuthenticationError, match="has another shared secret"):
+        opening, side, _ = await challenged(listener, ours, theirs)
+        with pytest.raises(AuthenticationError, match=reason):
             await opening
         with pytest.raises(LinkError):
             await side.heard(Proof)
 
 
 @pytest.mark.ucx
+@pytest.mark.parametrize("how", ["the client's own side", "of another hello", "not at all"])
+@asynchronous
+async def test_a_listener_that_does_not_prove_the_secret_is_refused(how: str) -> None:
+    async with ScriptedListener() as listener:
+        opening, side, hello = await heard(listener, secret=b"secret")
+        if how == "not at all":
+            await side.say(welcome())
+        else:
+            mirrored = how == "the client's own side"  # as another client, asked with these nonces, has answered
+            said = hello if mirrored else msgspec.structs.replace(hello, nonce=bytes(16))
+            proof = proven(b"secret", "client" if mirrored else "listener", said, NONCE)
+            await side.say(Challenge(NONCE, proof, wire.VERSION))
+        with pytest.raises(AuthenticationError):
+            await opening
+        await until(lambda: not side.endpoint.alive)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_second_challenge_is_refused() -> None:
+    async with ScriptedListener() as listener:
+        opening, side, hello = await challenged(listener, b"secret", b"secret")
+        await side.heard(Proof)
+        await side.say(Challenge(NONCE, proven(b"secret", "listener", hello, NONCE), wire.VERSION))
+        with pytest.raises(ProtocolError, match="CHALLENGE"):
+            await opening
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_refusal_in_the_handshake_has_its_class_and_reason_and_needs_no_proof() -> None:
+    async with ScriptedListener() as listener:
+        for code in (*CODES, 77, -1):
+            opening, side, _ = await heard(listener, secret=b"secret")
+            await side.say(welcome(code=code, reason="because of this"))
+            with pytest.raises(TransportError, match="because of this") as caught:
+                await opening
+            assert type(caught.value) is CODES.get(code, RefusedError)
+            await until(lambda side=side: not side.endpoint.alive)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_listener_of_another_protocol_is_a_version_mismatch() -> None:
+    async with ScriptedListener() as listener:
+        for said in (b"GET / HTTP/1.1\r\n", wire.encode_handshake(welcome(version=wire.VERSION + 1))):
+            opening, side, _ = await heard(listener)
+            await side.feed(said)
+            with pytest.raises(VersionMismatchError):
+                await opening
+
+
+@pytest.mark.ucx
 @asynchronous
 async def test_a_listener_that_goes_during_the_handshake_is_lost() -> None:
     async with ScriptedListener() as listener:
-        opening = listener.opening()
-        side = await listener.accepted()
-        await side.heard(Hello)
+        opening, side, _ = await heard(listener)
         side.endpoint.abort()
         with pytest.raises(LinkError):
             await opening
 
 
+@pytest.mark.ucx
+@pytest.mark.parametrize("cancelled", [False, True])
+@asynchronous
+async def test_a_listener_that_says_nothing_is_given_up_and_the_connection_ended(cancelled: bool) -> None:
+    impatient = settings_with(
+        connect_timeout_s=20.0 if cancelled else 0.5, handshake_timeout_s=20.0 if cancelled else 0.01
+    )
+    async with ScriptedListener() as listener:
+        opening = listener.opening(settings=impatient)
+        side = await listener.accepted()
+        if cancelled:
+            await side.heard(Hello)
+            opening.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else ReadTimeoutError):
+            await opening
+        await until(lambda: not side.endpoint.alive)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_nobody_there_is_unreachable() -> None:
+    async with ScriptedListener() as listener:
+        with dead_port() as listener.port, pytest.raises(UnreachableError):
+            await listener.opening()
+
+
+# --- whatever a listener says ----------------------------------------------------------------------------
+def damaged(message: bytes, changes: list[tuple[int, int]]) -> bytes:
+    """Some bytes of it are others."""
+    changed = bytearray(message)
+    for place, byte in changes:
+        changed[place % len(changed)] = byte
+    return bytes(changed)
+
+
+u64 = st.integers(0, 2**64 - 1)
+messages = st.one_of(
+    st.builds(
+        welcome,
+        version=st.sampled_from([5, 5, 5, 4, 6]) | u64,
+        ring=st.sampled_from([RING, RING, "", "another"]),
+        tag_base=st.integers(0, 2**32 - 1),
+        inline_limit=st.integers(0, wire.MOST_INLINE),
+        code=st.sampled_from([0, 0, 1, 255]) | u64,
+    ),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=40), version=u64),
+    st.just(Proof(b"p")),
+    st.just(Hello(5, 5, RING, 1, bytes(16))),
+).map(wire.encode_handshake)
+
+
+pieces = messages | st.binary(max_size=40)
+pieces = pieces | st.builds(
+    damaged, messages, st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3)
+)
+
+
+@pytest.mark.ucx
+@given(st.lists(pieces, max_size=3).map(b"".join), st.sampled_from([None, None, b"secret"]))
+@settings(max_examples=25)
+@example(wire.encode_handshake(welcome()), None)
+@example(wire.encode_handshake(welcome(ring="another")), None)
+@example(wire.encode_handshake(welcome()), b"secret")
+@example(wire.encode_handshake(welcome(ports=(5, 70000))), None)
+@example(b"\x02\x04\0\0\0\0\0\0", None)
+@example(b"\x02\x04\0\0\xff\xff\xff\xff", None)
+@example(wire.encode_handshake(Challenge(bytes(16), b"", 5)) + wire.encode_handshake(welcome()), b"secret")
+def test_whatever_a_listener_says_the_handshake_ends_by_name_or_with_a_sound_welcome(
+    said: bytes, secret: bytes | None
+) -> None:
+    async def shaken() -> Link | TransportError:
+        async with ScriptedListener() as listener:
+            opening, side, _ = await heard(listener, secret=secret)
+            if said:
+                await side.feed(said)
+            await asyncio.wait([opening], timeout=0.02)  # it has ended, or waits for more
+            side.endpoint.abort()
+            try:
+                return await opening
+            except TransportError as error:
+                return error
+
+    end = run(shaken())
+    if isinstance(end, Link):
+        assert end.ring == RING
+        assert all(0 < port < 65536 for port in end.ports)
+        assert secret is None  # nobody here can prove that it has it
+
+
 # --- the rest --------------------------------------------------------------------------------------
 def test_every_error_that_travels_has_a_code_of_its_own_and_comes_back_as_itself() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TransportError)]
-    travelling = {kind.status: kind for kind in kinds if kind.status}
-    assert len(travelling) == sum(1 for kind in kinds if kind.status)
-    assert travelling == CODES
-    for code, kind in travelling.items():
+    assert len(CODES) == sum(1 for kind in kinds if kind.status)
+    for code, kind in {**CODES, 77: ProtocolError}.items():
         error = refusal(code, "payload x")
         assert type(error) is kind
-        assert str(error).startswith("payload x: ")
-
-
-def test_an_unknown_code_is_named() -> None:
-    error = refusal(77, "payload x")
-    assert type(error) is ProtocolError
-    assert "77" in str(error)
+        assert str(error).startswith("payload x: ") or code == 77
 
 
 def test_a_tag_base_is_none_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

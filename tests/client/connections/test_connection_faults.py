@@ -58,7 +58,7 @@ async def left_alone(wants: list[Want], listener: ScriptedListener) -> None:
     assert untouched(*wants)
 
 
-SIZES = [[3], [LARGE], [3, 200, 4], [20_000], [8 << 20]]
+SIZES = [[LARGE], [3, 200, 4], [8 << 20]]
 
 
 @over_ucx
@@ -75,7 +75,7 @@ async def test_a_listener_that_goes_before_its_answer_is_lost(wire: Any, sizes: 
 
 
 @over_ucx
-@pytest.mark.parametrize("size", [LARGE, 20_000, 8 << 20])
+@pytest.mark.parametrize("size", [LARGE, 8 << 20])
 @asynchronous
 async def test_a_listener_that_goes_after_its_answer_is_lost(wire: Any, size: int) -> None:
     async with ScriptedListener(wire) as listener:
@@ -176,22 +176,6 @@ async def test_a_listener_that_goes_in_the_middle_of_a_payload_is_lost(
 
 
 @asynchronous
-async def test_a_cancelled_read_may_still_be_written_until_its_link_is_aborted() -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        wants = [want(200), want(3)]
-        task = asyncio.ensure_future(read(link, *wants))
-        await side.asked()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert link.native.under_way == 1
-        link.abort()
-        assert link.native.under_way == 0
-        await left_alone(wants, listener)
-
-
-@asynchronous
 async def test_a_link_that_was_aborted_starts_nothing() -> None:
     async with ScriptedListener() as listener:
         link, side = await listener.linked()
@@ -214,23 +198,6 @@ async def test_a_link_that_was_aborted_starts_nothing() -> None:
             with pytest.raises(ConnectionLostError):
                 start()
         await until(lambda: not side.endpoint.alive)
-
-
-@asynchronous
-async def test_native_code_fails_what_is_begun_on_a_closed_endpoint() -> None:
-    async with ScriptedListener() as listener:
-        link, _ = await listener.linked()
-        link.abort()
-        loop = asyncio.get_running_loop()
-        reading, asking = loop.create_future(), loop.create_future()
-        link.native.read(reading, [want(200), want(3)], [])
-        link.native.ask(asking, Record(Kind.BYE), [])
-        link.native.tell([ack()])
-        listener.worker.settle()
-        for future in (reading, asking):
-            with pytest.raises(ConnectionLostError):
-                await future
-        assert link.native.under_way == 0
 
 
 @asynchronous

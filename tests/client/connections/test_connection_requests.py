@@ -3,76 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import frame_codec
 import numpy as np
 import pytest
 from helpers import asynchronous, noise, over_ucx
-from listener_answers import answer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scripted_listener import (
     INLINE,
+    UNTOUCHED,
     ScriptedListener,
+    Side,
     ack,
     in_order,
     joined,
     read,
     ticket,
+    untouched,
     want,
 )
 
-from transport.client.connections.acknowledgements import Ack
-from transport.client.connections.connection import Want
+from transport import _ring
+from transport.client.connections.connection import Link, Want
 from transport.errors import (
+    ChecksumError,
     InternalError,
+    LengthMismatchError,
+    LinkError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
 )
+from transport.testing import run
 from transport.wire import frames
-from transport.wire.frames import Answer, Kind, Record, SlotFate
+from transport.wire.frames import Answer, Kind, Record
 
 pytestmark = pytest.mark.ucx
 
 LARGE = INLINE + 1
+JOINED = 1
 
 
-# --- payloads that arrive -------------------------------------------------------------------------
-@over_ucx
-@asynchronous
-async def test_small_payloads_are_joined_to_their_answer_and_land_in_their_destinations(wire: Any) -> None:
-    async with ScriptedListener(wire) as listener:
-        link, side = await listener.linked()
-        wants = [want(INLINE), want(0), want(5), want(1)]
-        data = [noise(each.ticket.size, at).tobytes() for at, each in enumerate(wants)]
-        reading = asyncio.ensure_future(read(link, *wants))
-        await answer(side, *(joined(at, each) for at, each in enumerate(data)))
-        assert await reading == [None] * 4
-        assert [bytes(each.destination) for each in wants] == data
-        assert link.native.under_way == 0
-
-
-@over_ucx
-@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("size", [LARGE, 10_000, 3 << 20])
-@asynchronous
-async def test_large_payloads_are_messages_of_their_own_after_the_answer_or_before_it(
-    wire: Any, size: int, first: bool
-) -> None:
-    async with ScriptedListener(wire) as listener:
-        link, side = await listener.linked()
-        wants = [want(size), want(7), want(size, slot=4), want(0)]
-        reading = asyncio.ensure_future(read(link, *wants))
-        await answer(
-            side,
-            Answer(0, 0, size),
-            joined(1, b"sevenxx"),
-            Answer(0, 2, size),
-            joined(3, b""),
-            payloads={2: noise(size, 2), 0: noise(size, 0)},
-            first=first,
-        )
-        assert await reading == [None] * 4
-        expected = [noise(size, 0).tobytes(), b"sevenxx", noise(size, 2).tobytes(), b""]
-        assert [bytes(each.destination) for each in wants] == expected
+async def answer(side: Side, *answers: Answer, payloads: dict[int, Any] | None = None) -> int:
+    """Answer the next message; payloads that are messages of their own go behind the answer. Its number."""
+    number, _ = await side.asked()
+    await side.status(number, *answers)
+    for position, data in (payloads or {}).items():
+        await side.payload(number, position, data)
+    return number
 
 
 @asynchronous
@@ -88,40 +72,6 @@ async def test_a_request_is_the_message_that_wire_encodes() -> None:
         assert await reading == [None] * 2
         assert wants[0].destination == b"abcde"
         assert bytes(wants[1].destination) == noise(LARGE).tobytes()
-
-
-@asynchronous
-async def test_acknowledgements_ride_as_the_ledger_keeps_them() -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        acks = [Ack("ring", 1, 2, 3, 4), Ack("ring", 5, 6, 15, 1 << 63)]
-        _, arriving = link.read([want(1)], acks)
-        _, records = await side.asked()
-        assert records[:2] == [Record(Kind.ACK, 1, 2, 3, 4), Record(Kind.ACK, 5, 6, 15, 1 << 63)]
-        await side.status(0, joined(2, b"a"))
-        assert await arriving == 0
-
-
-@pytest.mark.parametrize("size", [INLINE, LARGE])
-@pytest.mark.parametrize("asked", [1, 31, 63])
-@asynchronous
-async def test_a_message_has_up_to_63_records(asked: int, size: int) -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        for riding in {0, 63 - asked}:
-            wants = [want(size, slot=at) for at in range(asked)]
-            data = [noise(size, at) for at in range(asked)]
-            reading = asyncio.ensure_future(read(link, *wants, acks=(ack(),) * riding))
-            number, records = await side.asked()
-            assert [record.slot for record in records[riding:]] == list(range(asked))
-            if size == INLINE:
-                await side.status(number, *(joined(riding + at, each.tobytes()) for at, each in enumerate(data)))
-            else:
-                await side.status(number, *(Answer(0, riding + at, size) for at in range(asked)))
-                for at in reversed(range(asked)):
-                    await side.payload(number, riding + at, data[at])
-            assert await reading == [None] * asked
-            assert all(bytes(each.destination) == data[at].tobytes() for at, each in enumerate(wants))
 
 
 @asynchronous
@@ -154,29 +104,6 @@ async def test_what_does_not_fit_a_message_is_refused_and_nothing_is_sent() -> N
 
 
 @asynchronous
-async def test_destinations_are_any_contiguous_writable_memory() -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        for size in (24, 240):
-            block = np.zeros(size, np.uint8)
-            for destination in (
-                bytearray(size),
-                memoryview(bytearray(size)),
-                np.zeros(size // 8),
-                np.zeros((2, size // 2), np.uint8),
-                *([(block.ctypes.data, size, block)] if size > INLINE else []),
-            ):
-                reading = asyncio.ensure_future(read(link, Want(ticket(size), 0, destination)))
-                data = noise(size).tobytes()
-                if size > INLINE:
-                    await answer(side, Answer(0, 0, size), payloads={0: data})
-                else:
-                    await answer(side, joined(0, data))
-                assert await reading == [None]
-                assert bytes(block if isinstance(destination, tuple) else destination) == data
-
-
-@asynchronous
 async def test_several_reads_are_under_way_at_once_and_answered_in_any_order() -> None:
     async with ScriptedListener() as listener:
         link, side = await listener.linked()
@@ -198,37 +125,6 @@ async def test_several_reads_are_under_way_at_once_and_answered_in_any_order() -
 
 
 # --- asking and telling ---------------------------------------------------------------------------
-@asynchronous
-async def test_asking_gives_code_and_value_and_carries_acknowledgements() -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        record = Record(Kind.STATE, 1, 2, 3, 4)
-        for expected in (Answer(0, 2, value=SlotFate.CONSUMED), Answer(2, 2), Answer(0, 2, value=1 << 40)):
-            number, asking = link.ask(record, [ack(5), Record(Kind.DISCARD, 6, 7, 0, 8)])
-            assert await side.asked() == (number, [ack(5), Record(Kind.DISCARD, 6, 7, 0, 8), record])
-            await side.status(number, expected)
-            found = link.answer(await asking)
-            assert (found.code, found.value) == (expected.code, expected.value)
-        _, asking = link.ask(Record(Kind.BYE), [ack()] * 62)
-        assert len((await side.asked())[1]) == 63
-        await side.status(3, Answer(0, 62))
-        assert link.answer(await asking).code == 0
-
-
-@asynchronous
-async def test_telling_waits_for_nothing_and_is_in_order_with_what_is_asked() -> None:
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        records = [ack(1), Record(Kind.DISCARD, 4, 5, 0, 6)]
-        assert [link.tell(records) for _ in range(20)] == list(range(20))
-        _, asking = link.ask(Record(Kind.BYE), [])
-        for number in range(20):
-            assert await side.asked() == (number, records)
-        assert (await side.asked())[0] == 20
-        assert not asking.done()
-        await side.status(20, Answer(0, 0))
-        assert link.answer(await asking).code == 0
-        assert link.native.under_way == 0
 
 
 @asynchronous
@@ -259,3 +155,290 @@ async def test_a_link_is_retired_before_its_message_numbers_run_out() -> None:
         ):
             with pytest.raises(ValueError, match="message numbers"):
                 late()
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@over_ucx
+@pytest.mark.parametrize("size", [LARGE, 20_000, 3 << 20])
+@asynchronous
+async def test_a_late_payload_of_a_refused_read_is_not_written(wire: Any, size: int) -> None:
+    async with ScriptedListener(wire) as listener:
+        link, side = await listener.linked()
+        refused = want(size)
+        reading = asyncio.ensure_future(read(link, refused))
+        number = await answer(side, Answer(1, 0))
+        [error] = await reading
+        assert type(error) is StaleSlotError
+        sending = asyncio.ensure_future(side.payload(number, 0, noise(size)))
+        await in_order(link, side)
+        assert untouched(refused)
+        link.abort()
+        await asyncio.gather(sending, return_exceptions=True)  # a rendezvous that nobody takes
+        assert untouched(refused)
+
+
+# --- checksums ------------------------------------------------------------------------------------
+def verified(size: int, good: bool = True) -> tuple[Want, bytes]:
+    """A want that is verified, and what arrives for it."""
+    data = noise(size).tobytes()
+    return want(size, checksum=_ring.checksum(data) ^ (not good)), data
+
+
+@asynchronous
+async def test_a_wrong_checksum_is_that_payloads_matter_only() -> None:
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        pairs = [verified(10), verified(20, False), verified(300), verified(400, False), verified(30)]
+        data = [*(arrived for _, arrived in pairs), bytes(40)]
+        wants = [*(wanted for wanted, _ in pairs), want(40, checksum=1)._replace(checksum=None)]
+        reading = asyncio.ensure_future(read(link, *wants))
+        answers = [
+            joined(at, each) if len(each) <= INLINE else Answer(0, at, len(each)) for at, each in enumerate(data)
+        ]
+        await answer(side, *answers, payloads={at: each for at, each in enumerate(data) if len(each) > INLINE})
+        failures = await reading
+        assert [type(each) for each in failures] == [ChecksumError if at in (1, 3) else type(None) for at in range(6)]
+        await in_order(link, side)
+
+
+# --- answers that do not fit their request --------------------------------------------------------
+def header(
+    count: int, number: int, joined: int = 0, *, version: int = frames.VERSION, kind: int = Kind.STATUS
+) -> bytes:
+    return frame_codec.HEADER.pack(0, version, kind, count, number, joined, 0)
+
+
+def sealed(message: bytes, asked: int) -> bytes:
+    """With the checksum of what a client expects that has asked for so many answers."""
+    end = frame_codec.status_bytes(asked, 0)
+    return bytes(frame_codec.sealed(bytearray(message[:end]))) + message[end:] if len(message) >= end else message
+
+
+def row(code: int, position: int, length: int = 0, *, flags: int = 0) -> bytes:
+    return frame_codec.ANSWER.pack(code, flags, position, 0, length, 0, 0)
+
+
+@pytest.mark.parametrize("size", [3, 200], ids=["small", "large"])
+@asynchronous
+async def test_a_status_larger_than_due_is_an_error_and_writes_nothing(size: int) -> None:
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        wanted = want(size)
+        reading = asyncio.ensure_future(read(link, wanted))
+        await side.asked()
+        await side.status_bytes(0, sealed(header(1, 0, 3) + row(0, 0, 3, flags=JOINED) + bytes(300), 1))
+        with pytest.raises(TransportError):
+            await reading
+        assert untouched(wanted)
+        await side.payload(0, 0, noise(size))
+        await in_order(link, side)
+        assert untouched(wanted)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        header(1, 0),
+        header(1, 1) + row(0, 1),
+        header(1, 0) + row(0, 0),
+        header(2, 0) + row(0, 1),
+        header(1, 0, 1) + row(0, 1),
+        header(1, 0) + row(0, 1)[:-1],
+    ],
+    ids=["nothing", "no answer", "another message", "position of the ack", "count", "joined bytes", "cut off"],
+)
+@asynchronous
+async def test_an_answer_that_does_not_fit_its_question_is_refused(message: bytes) -> None:
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        _, asking = link.ask(Record(Kind.STATE), [ack()])
+        await side.asked()
+        await side.status_bytes(0, sealed(message, 1))
+        with pytest.raises(ProtocolError, match="does not fit its request"):
+            link.answer(await asking)
+        await in_order(link, side)
+
+
+# --- lengths --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("size", [0, 1, 199])
+@asynchronous
+async def test_a_payload_shorter_than_announced_is_refused(size: int, first: bool) -> None:
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        reading = asyncio.ensure_future(read(link, want(200)))
+        await side.asked()
+        if first:
+            await side.payload(0, 0, noise(size))
+        await side.status(0, Answer(0, 0, 200))
+        if not first:
+            await side.payload(0, 0, noise(size))
+        assert [type(failure) for failure in await reading] == [LengthMismatchError]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
+@asynchronous
+async def test_a_payload_longer_than_its_destination_is_an_error_and_writes_nothing(first: bool) -> None:
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        wanted = want(200)
+        room = np.full(400, UNTOUCHED, np.uint8)
+        reading = asyncio.ensure_future(read(link, wanted._replace(destination=room[:200])))
+        await side.asked()
+        if first:
+            await side.payload(0, 0, noise(300))
+        await side.status(0, Answer(0, 0, 200))
+        if not first:
+            await side.payload(0, 0, noise(300))
+        with pytest.raises(TransportError):
+            await reading
+        assert (room == UNTOUCHED).all()
+
+
+def mutated(message: bytes, rng: random.Random) -> bytes:
+    """The message with some of its numbers changed, or its length; mostly with the checksum of what it is now."""
+    head = frame_codec.HEADER_BYTES
+    end = frame_codec.status_bytes(int.from_bytes(message[10:12], "little"), 0)
+    changed = bytearray(message)
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        at = rng.choice((8, 9, 10, 12, 16, *range(head, min(len(changed), head + 3 * 32), 32)))
+        at += rng.choice((0, 0, 0, 1, 2, 8)) if at >= head else 0
+        changed[at % len(changed)] = rng.choice((0, 1, 2, 3, 7, rng.randrange(256)))
+    if rng.random() < 0.2:
+        del changed[rng.randrange(len(changed)) :]
+    if len(changed) >= end and rng.random() < 0.9:
+        changed[:end] = frame_codec.sealed(changed[:end])
+    return bytes(changed)
+
+
+def believable(message: bytes, number: int, sizes: list[int], riding: int) -> list[Answer] | None:
+    """The answers, if Python finds that they fit a request for payloads of ``sizes`` behind so many acks."""
+    try:
+        answered, answers = frame_codec.decode_status(message)
+    except ProtocolError:
+        return None
+    total = sum(len(each.joined) for each in answers if each.joined is not None)
+    announced = int.from_bytes(message[16:20], "little")
+    fits = (
+        answered == number
+        and [each.position for each in answers] == list(range(riding, riding + len(sizes)))
+        and announced == total
+        and len(message) == frame_codec.status_bytes(len(answers), total)
+    )
+    some = [each for each, size in zip(answers, sizes, strict=False) if size <= INLINE]
+    for each, size in zip(answers, sizes, strict=False):
+        fits &= each.joined is None or (each.code == 0 and size <= INLINE and len(each.joined) == size)
+    return answers if fits and (total == 0 or all(each.joined is not None for each in some)) else None
+
+
+async def believes(
+    link: Link, side: Side, sizes: list[int], message_of: Callable[[int], bytes], riding: int = 0
+) -> bool:
+    """Whether native code takes this message as the answer to a request for ``sizes``; then it must be right to."""
+    wants = [want(size) for size in sizes]
+    number, arriving = link.read(wants, [ack()] * riding)
+    await side.asked()
+    message = message_of(number)
+    answers = believable(message, number, sizes, riding)
+    await side.status_bytes(number, message)
+    for each in answers or []:
+        if each.code == 0 and each.joined is None and each.length == sizes[each.position - riding]:
+            await side.payload(number, each.position, noise(each.length))
+    if len(message) > frame_codec.status_bytes(len(sizes), sum(size for size in sizes if size <= INLINE)):
+        with pytest.raises(LinkError):
+            await arriving
+        return False
+    outcome = await arriving
+    if answers is None:  # then something is wrong with it for native code, too
+        with contextlib.suppress(ProtocolError):
+            assert any(isinstance(each, LengthMismatchError) for each in link.outcomes(wants, outcome))
+        return False
+    for each, wanted, failure in zip(answers, wants, link.outcomes(wants, outcome), strict=True):
+        size = wanted.ticket.size
+        if each.code == 0 and each.length == size:
+            assert failure is None
+            expected = noise(size) if each.joined is None else each.joined
+            assert bytes(wanted.destination) == bytes(expected)
+        else:
+            assert failure is not None
+    return True
+
+
+WANTED = (0, 1, 3, INLINE, LARGE, 300)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@asynchronous
+async def test_native_code_believes_no_answer_that_wire_does_not(seed: int) -> None:
+    rng = random.Random(seed)
+    believed = 0
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        for _ in range(150):
+            sizes = [rng.choice(WANTED) for _ in range(rng.choice((1, 2, 3)))]
+            refused, riding = rng.random() < 0.4, rng.choice((0, 0, 1, 60))
+            good = [
+                Answer(1, at)
+                if refused and at == riding
+                else joined(at, noise(size).tobytes())
+                if size <= INLINE and not refused
+                else Answer(0, at, size)
+                for at, size in enumerate(sizes, riding)
+            ]
+            believed += await believes(
+                link,
+                side,
+                sizes,
+                lambda number, good=good: mutated(bytes(frame_codec.encode_status(number, good)), rng),
+                riding,
+            )
+    assert believed > 15
+
+
+# An answer to one payload: its code, whether it says that it is joined, and what is wrong with position and length.
+STATEMENTS = st.tuples(
+    st.sampled_from((0, 0, 0, 1, 255)), st.sampled_from((0, 1, 2, 3, 255)), st.sampled_from((0, 0, 0, 1, 65535)),
+    st.sampled_from((0, 0, 0, 1, -1, 2**40)),
+)  # fmt: skip
+EXCHANGES = st.tuples(
+    st.lists(st.sampled_from(WANTED), min_size=1, max_size=3),
+    st.lists(STATEMENTS, max_size=4),
+    st.sampled_from((0, 0, 0, 1, -1)),  # what is wrong with the count
+    st.sampled_from((0, 0, 0, 0, 1, 2**31)),  # with the number
+    st.sampled_from((0, 0, 0, 1, 2**31)),  # with the sum of what is joined
+    st.integers(-2, 2) | st.just(0) | st.just(0),  # with the bytes behind
+)
+
+
+def said(exchange: Any, number: int) -> bytes:
+    """The STATUS message of an exchange."""
+    sizes, statements, count, other, more, rest = exchange
+    answers, behind = b"", 0
+    for at, (code, flags, misplaced, longer) in enumerate(statements):
+        size = sizes[at] if at < len(sizes) else 1
+        answers += row(code, (at + misplaced) % 65536, (size + longer) % 2**64, flags=flags)
+        behind += size if flags & JOINED else 0
+    counted, numbered, joined_bytes = max(len(statements) + count, 0), (number + other) % 2**32, (behind + more) % 2**32
+    start = frame_codec.HEADER.pack(0, frames.VERSION, Kind.STATUS, counted, numbered, joined_bytes, 0)
+    checked = start + answers[: len(sizes) * frame_codec.ANSWER_BYTES]  # by a client that has asked for so many
+    return frame_codec.sealed(bytearray(checked)) + answers[len(checked) - len(start) :] + bytes(max(behind + rest, 0))
+
+
+@given(st.lists(EXCHANGES, min_size=1, max_size=20))
+@example([([3, 200], [(0, 1, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])
+@example([([INLINE], [(0, 0, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])  # an answer more than was asked for, and room for it
+@settings(max_examples=25)
+def test_native_code_believes_no_answer_that_cannot_be_meant(exchanges: list[Any]) -> None:
+    async def exchanged() -> None:
+        async with ScriptedListener() as listener:
+            link, side = await listener.linked()
+            for each in exchanges:
+                await believes(link, side, each[0], lambda number, each=each: said(each, number))
+            await in_order(link, side)
+
+    run(exchanged())

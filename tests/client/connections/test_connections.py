@@ -18,7 +18,7 @@ from transport.client.connections.acknowledgements import Ack
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
-from transport.errors import ClosedError, LinkError, RankError
+from transport.errors import ClosedError, RankError
 from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
@@ -84,22 +84,6 @@ async def test_a_link_goes_to_the_longest_waiter_and_not_to_who_gave_it_back() -
         assert links.counts() == (1, 0, 0)
 
 
-@asynchronous
-async def test_a_place_goes_to_the_longest_waiter() -> None:
-    async with taken() as (links, port, ring, link):
-        first, second = await waiting(links, port, ring.ring_id, 2)
-        links.break_off(link)
-        late = asyncio.create_task(links.checkout(port, ring.ring_id))
-        made = await first
-        assert made is not link
-        links.checkin(made)
-        assert await second is made
-        links.checkin(made)
-        assert await late is made
-        links.checkin(made)
-        assert links.opened == 2
-
-
 @pytest.mark.parametrize("broken", [False, True], ids=["link", "place"])
 @asynchronous
 async def test_who_is_cancelled_after_its_turn_came_passes_it_on(broken: bool) -> None:
@@ -112,18 +96,6 @@ async def test_who_is_cancelled_after_its_turn_came_passes_it_on(broken: bool) -
         assert (made is link) is not broken
         links.checkin(made)
         assert links.counts() == (1, 0, 0)
-
-
-@pytest.mark.parametrize("broken", [False, True], ids=["link", "place"])
-@asynchronous
-async def test_the_only_waiter_that_is_cancelled_after_its_turn_came_leaves_nothing_taken(broken: bool) -> None:
-    async with taken() as (links, port, ring, link):
-        (only,) = await waiting(links, port, ring.ring_id, 1)
-        (links.break_off if broken else links.checkin)(link)
-        only.cancel()
-        await asyncio.wait([only])
-        assert links.counts() == ((0, 0, 0) if broken else (1, 0, 0))
-        assert not links._waiting
 
 
 @asynchronous
@@ -153,21 +125,6 @@ async def test_waiters_are_told_that_the_client_closes() -> None:
             links.break_off(link)
         else:
             assert isinstance(given[0], ClosedError)
-        assert links.counts() == (0, 0, 0)
-
-
-@asynchronous
-async def test_a_place_that_cannot_be_filled_is_the_next_ones() -> None:
-    async with taken() as (links, port, ring, link):
-        first, second = await waiting(links, port, ring.ring_id, 2)
-        other = links._worker
-        assert other is not None
-        links.break_off(link)
-        other.close()  # the next one to open a link fails
-        with pytest.raises((ClosedError, LinkError)):
-            await first
-        with pytest.raises((ClosedError, LinkError)):
-            await second
         assert links.counts() == (0, 0, 0)
 
 
@@ -244,21 +201,6 @@ async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
                     links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
                 payload.ack()
             await until(lambda: ring.statistics().consumes == 1)
-
-
-@asynchronous
-async def test_rings_that_are_read_keep_their_routes_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.client.connections.routes._MOST_ROUTES", FEW)
-    with serving(slots=4, slot_bytes=1000) as (ring, _):
-        ticket = ring.write_raw(noise(100))
-        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
-            links = client._links
-            links.routes._forget_at = FEW
-            for number in range(5 * FEW):
-                links.ports(ticket)
-                links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
-                assert links.routes.find(ticket.ring) is not None
-                assert len(links.routes._of_ring) <= 2 * FEW
 
 
 @asynchronous

@@ -35,15 +35,6 @@ def test_the_freshest_connection_is_used_first() -> None:
     assert pool.checkout(HERE, 3.0) is None
 
 
-def test_a_connection_has_one_user_and_serves_one_port() -> None:
-    pool = EndpointPool[str]()
-    opened(pool, "a")
-    assert pool.checkout(HERE, 0.0) is None
-    pool.checkin("a", 0.0)
-    assert pool.checkout(THERE, 0.0) is None
-    assert pool.checkout(HERE, 0.0) == "a"
-
-
 def test_age_counts_from_the_last_use() -> None:
     pool = EndpointPool[str]()
     opened(pool, "old", "young")
@@ -83,51 +74,6 @@ def test_beyond_the_bound_on_idle_connections_the_longest_idle_is_closed() -> No
     closed = [pool.checkin(name, at) for at, name in enumerate("abcde")]
     assert closed == [[], [], [], [], ["a"]]
     assert pool.counts() == (4, 0, 0)
-
-
-def test_what_broke_is_forgotten_in_any_state() -> None:
-    pool = EndpointPool[str]()
-    opened(pool, "in use", "idle")
-    pool.checkin("idle", 0.0)
-    assert pool.drop("in use")
-    assert pool.drop("idle")
-    assert not pool.drop("idle")
-    assert pool.counts().total == 0
-
-
-def test_a_dead_ports_idle_connections_are_taken_out_together() -> None:
-    pool = EndpointPool[str]()
-    opened(pool, "a", "b")
-    opened(pool, "c", port=THERE)
-    for name in "abc":
-        pool.checkin(name, 0.0)
-    assert pool.drain_port(HERE) == ["a", "b"]
-    assert pool.checkout(THERE, 0.0) == "c"
-
-
-def test_drain_returns_the_idle_at_once_and_the_others_at_their_checkin() -> None:
-    pool = EndpointPool[str]()
-    opened(pool, "idle", "in use")
-    pool.begin_open(HERE)
-    pool.checkin("idle", 0.0)
-    assert pool.drain() == ["idle"]
-    assert not pool.may_open(THERE)
-    pool.opened(HERE, "late")
-    assert pool.checkin("in use", 1.0) == ["in use"]
-    assert pool.checkin("late", 1.0) == ["late"]
-    assert repr(pool) == "<EndpointPool drained, 0 idle, 0 in use, 0 opening>"
-
-
-def test_misuse_is_a_defect_that_is_named() -> None:
-    pool = EndpointPool[str]()
-    with pytest.raises(InternalError, match="not in use"):
-        pool.checkin("stranger", 0.0)
-    with pytest.raises(InternalError, match="being opened"):
-        pool.opened(HERE, "stranger")
-    opened(pool, "a")
-    pool.begin_open(HERE)
-    with pytest.raises(InternalError, match="already"):
-        pool.opened(HERE, "a")
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -215,3 +161,15 @@ def test_who_wakes_at_the_next_expiry_finds_something(seed: int) -> None:
         at = pool.next_expiry()
         assert at is not None
         assert pool.expired(at) == ["one"]
+
+
+def test_misuse_is_a_defect_that_is_named() -> None:
+    pool = EndpointPool[str]()
+    with pytest.raises(InternalError, match="not in use"):
+        pool.checkin("stranger", 0.0)
+    with pytest.raises(InternalError, match="being opened"):
+        pool.opened(HERE, "stranger")
+    opened(pool, "a")
+    pool.begin_open(HERE)
+    with pytest.raises(InternalError, match="already"):
+        pool.opened(HERE, "a")

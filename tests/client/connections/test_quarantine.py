@@ -19,15 +19,6 @@ def test_healthy_ports_rotate() -> None:
     assert quarantine.order([A, A, B], 0.0) == [A, B]
 
 
-def test_a_failed_port_is_tried_last_until_its_time_has_run_out() -> None:
-    quarantine = PortQuarantine()
-    quarantine.failed(A, 0.0)
-    assert quarantine.is_quarantined(A, Q - 0.1)
-    assert quarantine.order([A, B, C], Q - 0.1) == [B, C, A]
-    assert not quarantine.is_quarantined(A, Q)
-    assert quarantine.order([A, B, C], Q) == [A, B, C]
-
-
 def test_when_all_are_quarantined_the_soonest_to_heal_is_tried_first() -> None:
     quarantine = PortQuarantine()
     for at, port in enumerate([C, A, B]):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from helpers import asynchronous, noise, serving, settings_with, until
 
-from transport import BlockingClient, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import UCXXClient, UCXXServer
 from transport.client.connections.connection import Link
 from transport.errors import ClosedError, UsageError
 
@@ -38,16 +37,6 @@ async def test_reads_after_a_warm_up_open_no_connection(wire: Any, by: str) -> N
 
 
 @asynchronous
-async def test_warming_up_again_opens_only_what_is_missing() -> None:
-    with serving(slots=4, slot_bytes=1000) as (_, server):
-        async with UCXXClient(wire={"tcp"}) as client:
-            place = f"127.0.0.1:{server.ports[0]}"
-            assert await client.warm(place) == 8
-            assert await client.warm(place, place) == 8
-            assert client.statistics().links_opened == 8
-
-
-@asynchronous
 async def test_many_ports_get_fewer_connections_each() -> None:
     settings = settings_with(pool_endpoints_idle=4, pool_endpoints_per_port=2)
     with serving(slots=4, slot_bytes=1000, ports=(0,) * 6) as (_, server):
@@ -65,21 +54,6 @@ async def test_a_ring_that_is_mapped_needs_no_connection_and_no_ucx(wire: Any) -
             assert await client.warm(ring.write_raw(noise(1000)), f"127.0.0.1:{server.ports[0]}") == 0
             assert client._links._worker is None
             assert client._links._worker_apart is None
-
-
-@asynchronous
-async def test_without_a_place_only_the_worker_is_made() -> None:
-    async with UCXXClient(wire={"tcp"}) as client:
-        assert await client.warm() == 0
-        assert client._links._worker is not None
-
-
-@asynchronous
-async def test_memory_of_the_tickets_sizes_lies_ready() -> None:
-    with serving(slots=4, slot_bytes=1000) as (ring, _):
-        async with UCXXClient(wire={"tcp"}) as client:
-            await client.warm(*[ring.write_raw(noise(1000)) for _ in range(3)])
-            assert client._buffers.idle_bytes >= 3 * 1000
 
 
 # --- what fails -----------------------------------------------------------------------------------------
@@ -100,14 +74,6 @@ async def test_what_is_neither_a_ticket_nor_an_address_is_refused(wrong: Any) ->
     async with UCXXClient(wire={"tcp"}) as client:
         with pytest.raises(UsageError):
             await client.warm(wrong)
-
-
-@asynchronous
-async def test_a_closed_client_does_not_warm_up() -> None:
-    client = UCXXClient(wire={"tcp"})
-    await client.close()
-    with pytest.raises(ClosedError):
-        await client.warm()
 
 
 # --- what comes between ---------------------------------------------------------------------------------
@@ -180,25 +146,3 @@ async def test_a_read_during_a_warm_up_has_a_place_of_its_own(monkeypatch: pytes
             assert await warming == 8
             await until(lambda: client.statistics().links_in_use == 0)
             client._links._pool.validate()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_forked_during_a_warm_up_reads_for_itself_and_leaves_the_parent_alone() -> None:
-    with (
-        SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring,
-        UCXXServer(ring, (0,), addresses=("127.0.0.1",)) as server,
-    ):
-        ticket = ring.write_raw(noise(1000), readers=2)
-        with BlockingClient(wire={"tcp"}) as client:
-            warming = client._thread.submit(client._client.warm(f"127.0.0.1:{server.ports[0]}"))
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    with BlockingClient(wire={"tcp"}) as own:
-                        status = int(own.read(ticket, rank=1, timeout=20.0).wire != "tcp")
-                finally:
-                    os._exit(status)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert warming.result() == 8
-            assert client.read(ticket, timeout=20.0).wire == "tcp"
