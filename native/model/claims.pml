@@ -6,8 +6,8 @@
  * what it read. A trainer that is killed forgets that; another comes in its place. A stopped trainer is one that is not
  * scheduled while its lease ends. Reconciling looks at ring and queue in one step and acts in a later one.
  *
- * Defines: MAXGEN RANKS TRAINERS ATTEMPTS are sizes; ON_ARRIVAL has payloads acknowledged when they arrive; EXPIRES has
- * payloads discarded by their deadline; WRITER_GONE has no writer come back; MUT_* plants a fault. */
+ * Defines: MAXGEN RANKS TRAINERS ATTEMPTS are sizes; EXPIRES has payloads discarded by their deadline; WRITER_GONE has no
+ * writer come back; MUT_* plants a fault. */
 
 #ifndef MAXGEN
 #define MAXGEN 2
@@ -46,11 +46,9 @@ byte gen, st, done;
 #define UNKNOWN   0
 #define READY     1
 #define CLAIMED   2
-#define ARRIVED   3
-#define DONE      4             /* from here on final */
-#define DISCARDED 5
-#define DEAD      6
-#define LOST      7
+#define DONE      3             /* from here on final */
+#define DISCARDED 4
+#define DEAD      5
 #define FINAL(d) (q[d].is >= DONE)
 typedef Delivery { byte is; byte attempts }
 Delivery q[DELIVERIES];
@@ -68,7 +66,7 @@ bool known, all_final;
 #define T_CLAIMED 1
 #define T_HAS 2                 /* the bytes are here */
 #define T_ACKED 3               /* the queue said True; the ring is to be told */
-#define T_TOLD 4                /* on arrival: the ring was told, not trained on yet; or the ring was told first */
+#define T_TOLD 4                /* a fault: the ring was told first */
 byte at[TRAINERS], mine[TRAINERS], number[TRAINERS];
 
 /* ghosts */
@@ -76,7 +74,6 @@ byte consumed[DELIVERIES];
 bool expired[MAXGEN], withdrawn[MAXGEN];
 bool aborted[MAXGEN];           /* never published: its writer died while it wrote */
 #define UNSEEN(d) aborted[PAYLOAD(d)]
-bool killed;
 bool calm = false;
 byte i, k_;
 
@@ -146,9 +143,9 @@ inline publish(k) {             /* idempotent per id */
   printf("the queue has payload %d\n", k)
 }
 #ifdef MUT_CLAIM_NOT_FENCED
-#define HELD(t, state) true
+#define HELD(t) true
 #else
-#define HELD(t, state) (q[mine[t]].is == state && q[mine[t]].attempts == number[t])
+#define HELD(t) (q[mine[t]].is == CLAIMED && q[mine[t]].attempts == number[t])
 #endif
 inline accept(t) {              /* may be trained on, by who was told so */
   printf("trainer %d consumes delivery %d\n", t, mine[t]);
@@ -171,14 +168,7 @@ inline give_back(d) {
 #endif
 inline end_lease(d) {
   printf("the lease of delivery %d ends\n", d);
-  if
-#ifdef MUT_ARRIVED_IS_CLAIMED_AGAIN
-  :: q[d].is == ARRIVED -> q[d].is = READY
-#else
-  :: q[d].is == ARRIVED -> q[d].is = LOST
-#endif
-  :: q[d].is == CLAIMED -> give_back(d)
-  fi;
+  give_back(d);
   account()
 }
 
@@ -202,7 +192,7 @@ inline end_lease(d) {
   :: d_step { at[t] == T_HAS -> ring_consume(mine[t]); at[t] = T_TOLD } \
   :: d_step { at[t] == T_TOLD -> \
        if \
-       :: HELD(t, CLAIMED) -> q[mine[t]].is = DONE; accept(t) \
+       :: HELD(t) -> q[mine[t]].is = DONE; accept(t) \
        :: else -> skip \
        fi; \
        let_go(t) }
@@ -211,21 +201,7 @@ inline end_lease(d) {
   :: d_step { at[t] == T_HAS -> consumed[mine[t]]++; at[t] = T_ACKED; assert(consumed[mine[t]] < 2 || Q1_consumed_twice) } \
   :: d_step { at[t] == T_ACKED -> \
        if \
-       :: HELD(t, CLAIMED) -> q[mine[t]].is = DONE; ring_consume(mine[t]) \
-       :: else -> skip \
-       fi; \
-       let_go(t) }
-#elif defined(ON_ARRIVAL)
-#define CONSUME_OPTIONS(t) \
-  :: d_step { at[t] == T_HAS -> \
-       if \
-       :: HELD(t, CLAIMED) -> q[mine[t]].is = ARRIVED; at[t] = T_ACKED \
-       :: else -> let_go(t) \
-       fi } \
-  :: d_step { at[t] == T_ACKED -> ring_consume(mine[t]); at[t] = T_TOLD } \
-  :: d_step { at[t] == T_TOLD -> \
-       if \
-       :: HELD(t, ARRIVED) -> q[mine[t]].is = DONE; accept(t) \
+       :: HELD(t) -> q[mine[t]].is = DONE; ring_consume(mine[t]) \
        :: else -> skip \
        fi; \
        let_go(t) }
@@ -233,7 +209,7 @@ inline end_lease(d) {
 #define CONSUME_OPTIONS(t) \
   :: d_step { at[t] == T_HAS -> \
        if \
-       :: HELD(t, CLAIMED) -> q[mine[t]].is = DONE; accept(t); at[t] = T_ACKED \
+       :: HELD(t) -> q[mine[t]].is = DONE; accept(t); at[t] = T_ACKED \
        :: else -> printf("trainer %d: the claim is another's\n", t); let_go(t) \
        fi } \
   :: d_step { at[t] == T_ACKED -> ring_consume(mine[t]); let_go(t) }
@@ -244,7 +220,7 @@ inline end_lease(d) {
        assert(gen == PAYLOAD(mine[t]) + 1 || Q2_bytes_of_another_generation); at[t] = T_HAS } \
   :: d_step { at[t] == T_CLAIMED && !READABLE(mine[t]) -> /* StaleSlotError: discarded, and reported by that */ \
        if \
-       :: HELD(t, CLAIMED) -> q[mine[t]].is = DISCARDED; \
+       :: HELD(t) -> q[mine[t]].is = DISCARDED; \
           assert(expired[PAYLOAD(mine[t])] || withdrawn[PAYLOAD(mine[t])] || consumed[mine[t]] || Q3_payload_lost) \
        :: else -> skip \
        fi; \
@@ -252,17 +228,17 @@ inline end_lease(d) {
   CONSUME_OPTIONS(t) \
   :: d_step { (at[t] == T_CLAIMED || at[t] == T_HAS) && !calm -> /* retry, or given up */ \
        if \
-       :: HELD(t, CLAIMED) -> give_back(mine[t]) \
+       :: HELD(t) -> give_back(mine[t]) \
        :: else -> skip \
        fi; \
        let_go(t) } \
-  :: d_step { at[t] != T_IDLE && !calm -> printf("trainer %d is killed\n", t); killed = true; let_go(t) }
+  :: d_step { at[t] != T_IDLE && !calm -> printf("trainer %d is killed\n", t); let_go(t) }
 
 #ifdef MUT_LEASE_NEVER_ENDS
 #define LEASE_OPTION(d)
 #else
 #define LEASE_OPTION(d) \
-  :: d_step { (q[d].is == CLAIMED || q[d].is == ARRIVED) && (!calm || !SOMEBODY_HOLDS(d)) -> end_lease(d) }
+  :: d_step { q[d].is == CLAIMED && (!calm || !SOMEBODY_HOLDS(d)) -> end_lease(d) }
 #endif
 #define EXPIRE_OPTION(k) \
   :: d_step { !calm && st == PUBLISHED && gen == (k) + 1 && q[D(k, 0)].is != UNKNOWN -> expired[k] = true; ring_discard(k) }
@@ -344,7 +320,7 @@ end:
   od
 }
 
-/* Every delivery has ended: consumed, or reported as discarded, dead or lost. Without a writer what is in the ring alone
+/* Every delivery has ended: consumed, or reported as discarded or dead. Without a writer what is in the ring alone
  * stays there until it is given up after linger_s. */
 active proctype End() {
   calm = true;
@@ -360,10 +336,6 @@ active proctype End() {
        assert(FINAL(i) || i >= gen * RANKS || expired[PAYLOAD(i)] || withdrawn[PAYLOAD(i)] || UNSEEN(i) || Q4_stuck);
 #endif
        assert(q[i].is != DONE || consumed[i] || Q3_payload_lost);
-#ifndef ON_ARRIVAL
-       assert(q[i].is != LOST || Q3_payload_lost);
-#endif
-       assert(q[i].is != LOST || killed || q[i].attempts || Q3_payload_lost);
        i++
     :: else -> break
     od;
