@@ -202,7 +202,7 @@ async def test_several_reads_are_under_way_at_once_and_answered_in_any_order() -
 async def test_asking_gives_code_and_value_and_carries_acknowledgements() -> None:
     async with ScriptedListener() as listener:
         link, side = await listener.linked()
-        record = Record(Kind.STATE, 1, 2, 3, 4)
+        record = Record(Kind.STATE, 1, 2, 3, 4, 5, 6, 7)
         for expected in (Answer(0, 2, value=SlotFate.CONSUMED), Answer(2, 2), Answer(0, 2, value=1 << 40)):
             number, asking = link.ask(record, [ack(5), Record(Kind.DISCARD, 6, 7, 0, 8)])
             assert await side.asked() == (number, [ack(5), Record(Kind.DISCARD, 6, 7, 0, 8), record])
