@@ -349,9 +349,7 @@ void bind_ring(nb::module_& module) {
           },
           "slot"_a, "generation"_a, "rank"_a)
       .def("begin_read", begin_read, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
-      .def("unpin", &Ring::unpin, "slot"_a, "generation"_a)
       .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
-      .def("mark_consumed", &Ring::mark_consumed, "slot"_a, "generation"_a, "rank"_a)
       .def("discard", &Ring::discard, "slot"_a, "generation"_a)
       .def("reclaim", &Ring::reclaim)
 
