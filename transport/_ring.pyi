@@ -18,7 +18,6 @@ MAX_WAITED: int  # rings that `Ring.wait_any` takes
 MAX_ATTEMPTS: int  # the largest ``most_attempts``
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
 MAX_SCHEMA: int
-HAS_FAULT_POINTS: bool  # True only in the test build
 
 @final
 class RingFault(Exception):
@@ -52,15 +51,10 @@ ROLE_WRITER: int
 ROLE_LISTENER: int
 ROLE_READER: int
 
-# answers of pin
-PIN_OK: int
-PIN_STALE: int  # other generation, or not published
-PIN_DONE: int  # this generation, and this rank has consumed it (or it was discarded), also if the slot is FREE since
+PIN_OK: int  # of `Ring.pin`; every other answer refuses
 
-# answers of begin_read, the first three as those of pin
-READ_OK: int
-READ_STALE: int  # also: a slot or generation that this ring does not have
-READ_DONE: int
+# why `begin_read` refuses; other numbers: the payload is not in its slot any more
+READ_DONE: int  # this rank has consumed it, or it was discarded
 READ_WRONG_KEY: int  # not that of slot and generation
 READ_EXPIRED: int  # its deadline has passed; it was discarded
 READ_OTHER_LENGTH: int
@@ -248,13 +242,11 @@ class Ring:
         """WRITING, mine → READY."""
     def abort(self, slot: int, generation: int) -> bool:
         """WRITING, mine → FREE."""
-    def pin(self, slot: int, generation: int, rank: int) -> int: ...
+    def pin(self, slot: int, generation: int, rank: int) -> int:
+        """A pin, which goes with a `Loan` of the slot, or with this attachment."""
     def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> Loan | int:
         """pin, if key, deadline and length allow it: a loan, with which the pin goes; else an answer, and no pin."""
-    def unpin(self, slot: int, generation: int) -> bool: ...
     def consume(self, slot: int, generation: int, rank: int) -> bool: ...
-    def mark_consumed(self, slot: int, generation: int, rank: int) -> bool:
-        """consume and unpin in one swap. False: nothing changed, so a pin that is still held must be unpinned."""
     def discard(self, slot: int, generation: int) -> bool: ...
     def reclaim(self) -> int:
         """Clear the bits of every owner proven dead, and end its claims; number of slots changed."""
@@ -333,7 +325,7 @@ class Ring:
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,
         bytes_published, torn, and bytes read by wire: bytes_mapped, bytes_shm, bytes_tcp, bytes_rdma, bytes_cuda.
         takes + overwrites = publishes + aborts + reclaimed_writing + slots in WRITING; an overwrite is no take,
-        mark_consumed is a consume and an unpin. A process that is killed between a transition and its count leaves a
+        `Loan.consume` is a consume and an unpin. A process that is killed between a transition and its count leaves a
         sum one short."""
     def count(self, name: str, amount: int) -> None: ...
     def own_count(self, name: str) -> int:
@@ -638,7 +630,7 @@ class Event:
 def segments() -> list[str]:
     """Names of this project's ring segments on this host ("/transport-…")."""
 
-# test build only (HAS_FAULT_POINTS)
+# test build only
 def set_fault(point: str, signal: int, after: int = 0) -> None:
     """At the named step, after it was passed `after` times, send `signal` to this process."""
 

@@ -19,7 +19,7 @@ from transport.ticket import Ticket
 
 _Memory: TypeAlias = Buffer | tuple[int, int, object]
 _Outcome: TypeAlias = int | list[int] | tuple[int, str]
-# kind, slot, generation, rank, key, length; or an acknowledgement: ring, slot, generation, rank, key
+# `wire.Record`; or an acknowledgement: ring, slot, generation, rank, key
 _Record: TypeAlias = tuple[int, int, int, int, int, int, int, int] | tuple[str, int, int, int, int]
 # ticket, rank, destination (_Memory), checksum to verify, where a range begins
 _Want: TypeAlias = tuple[Ticket, int, Any, int | None, int | None]
@@ -52,10 +52,8 @@ class Engine:
     descriptor: int  # readable when there is something to do, once `drive` has returned None
     requests: int  # under way
     abandoned: int  # that UCX will never complete: their peer died in the middle of a message
-    spin_s: float  # how long it waits for an answer at present before it sleeps
     closed: bool
     dropped: int  # messages that arrived without a posted receive
-    turned_away: int  # clients beyond a listener's limit
 
     def __init__(self, worker: int, owner: object) -> None:
         """``worker`` is a ucp_worker_h, ``owner`` what keeps it."""

@@ -18,7 +18,7 @@ Place Place::of(nb::handle object, bool writable) {
     return {reinterpret_cast<std::byte*>(nb::cast<std::uintptr_t>(place[0])), nb::cast<std::size_t>(place[1]),
             UCS_MEMORY_TYPE_UNKNOWN, std::move(keep)};
   }
-  auto memory = std::make_shared<Memory>(object, writable);
+  auto memory = std::make_shared<BufferView>(object, writable);
   std::byte* const data = memory->data();
   const std::size_t size = memory->size();
   return {data, size, UCS_MEMORY_TYPE_HOST, std::move(memory)};
@@ -199,7 +199,6 @@ void bind_engine(nb::module_& module) {
            "worker"_a, "owner"_a)
       .def_prop_ro("descriptor", &Engine::descriptor)
       .def_prop_ro("abandoned", &Engine::abandoned)
-      .def_prop_ro("spin_s", [](const Engine& engine) { return static_cast<double>(engine.spin_ns()) * 1e-9; })
       .def_prop_ro("requests", [](const Engine& engine) {
         std::size_t sum = 0;
         for (const Endpoint* endpoint : engine.endpoints()) sum += endpoint->under_way();
@@ -207,7 +206,6 @@ void bind_engine(nb::module_& module) {
       })
       .def_prop_ro("closed", &Engine::closed)
       .def_prop_ro("dropped", &Engine::dropped, "Messages that matched no posted receive.")
-      .def_prop_ro("turned_away", &Engine::turned_away, "Clients refused because a listener had reached its limit.")
       .def(
           "drop_unexpected",
           [](PyEngine& engine) { engine.sort_unexpected = [](auto...) { return false; }; },

@@ -27,7 +27,6 @@ inline void bind_fault_points(nanobind::module_& module) {
   module.def("report_faults", [](int descriptor) { fault::report_to.store(descriptor); }, nanobind::arg("descriptor"));
 #endif
   module.attr("FAULT_POINTS") = nanobind::tuple(points);
-  module.attr("HAS_FAULT_POINTS") = points.size() != 0;
 }
 
 }  // namespace transport::python

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings/ring_bindings.hpp"
-#include "ring/gathering.hpp"
+#include "ring/received.hpp"
 
 namespace transport::python {
 
@@ -42,5 +42,26 @@ class Targets {
   std::vector<std::unique_ptr<BufferView>> views_;
   std::vector<GatherTarget> all_;
 };
+
+inline constexpr auto without_gil_run = [](const auto& work) {
+  const nb::gil_scoped_release release;
+  work();
+};
+
+inline std::vector<std::size_t> measure(Received& payloads, const BatchFields& fields, nb::handle out) {
+  const BufferView view(out, true);
+  if (view.size() % sizeof(std::int64_t) != 0) fail(Fault::argument, "not room for the lengths");
+  return payloads.measure(fields, {reinterpret_cast<std::int64_t*>(view.data()), view.size() / sizeof(std::int64_t)});
+}
+
+inline std::vector<std::size_t> gather(Received& payloads, const BatchFields& fields, const nb::list& targets,
+                                       bool verify) {
+  return payloads.gather(fields, [&] { return Targets(targets); }, verify, without_gil_run);
+}
+
+inline nb::bytes note_of(const Received& payloads, std::size_t index) {
+  const std::string_view found = payloads.note(index);
+  return nb::bytes(found.data(), found.size());
+}
 
 }  // namespace transport::python

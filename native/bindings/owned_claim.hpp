@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -27,14 +28,8 @@ class OwnedClaim {
         lent_(std::exchange(other.lent_, false)) {}
   OwnedClaim& operator=(OwnedClaim&& other) noexcept {
     if (this == &other) return *this;
-    release();
-    ring_ = std::exchange(other.ring_, nullptr);
-    claimed_ = other.claimed_;
-    verdict_ = other.verdict_;
-    how_ = other.how_;
-    pinned_ = other.pinned_;
-    lent_ = std::exchange(other.lent_, false);
-    return *this;
+    std::destroy_at(this);
+    return *std::construct_at(this, std::move(other));
   }
   ~OwnedClaim() { release(); }
 

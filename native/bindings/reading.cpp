@@ -59,7 +59,10 @@ Record record_of(nb::handle object) {
   record.generation = number_at<std::uint32_t>(row, 2);
   record.rank = number_at<std::uint8_t>(row, 3);
   record.key = number_at<std::uint64_t>(row, 4);
-  if (!ack) record.length = number_at<std::uint64_t>(row, 5);
+  if (ack) return record;
+  record.length = number_at<std::uint64_t>(row, 5);
+  record.attempts = number_at<std::uint16_t>(row, 6);
+  record.joined_most = number_at<std::uint32_t>(row, 7);
   return record;
 }
 

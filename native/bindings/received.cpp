@@ -10,7 +10,6 @@
 
 #include "bindings/batches.hpp"
 #include "bindings/gathering.hpp"
-#include "ring/received.hpp"
 
 namespace transport::python {
 
@@ -44,30 +43,12 @@ class ReceivedPayloads {
   ReceivedPayloads(const ReceivedPayloads&) = delete;
   ReceivedPayloads& operator=(const ReceivedPayloads&) = delete;
 
-  std::size_t size() const { return received_->size(); }
-  std::vector<std::string> schemas() const { return received_->schemas(); }
-
-  std::vector<std::size_t> measure(const BatchFields& fields, nb::handle out) {
-    const BufferView view(out, true);
-    if (view.size() % sizeof(std::int64_t) != 0) fail(Fault::argument, "not room for the lengths");
-    return received_->measure(fields, {reinterpret_cast<std::int64_t*>(view.data()), view.size() / sizeof(std::int64_t)});
-  }
-
-  std::vector<std::size_t> gather(const BatchFields& fields, const nb::list& targets, bool verify) {
-    return received_->gather(fields, [&] { return Targets(targets); }, verify, without_gil_run);
-  }
-  std::vector<std::size_t> verify() { return received_->verify(without_gil_run); }
-  void drop(std::size_t index) { received_->drop(index); }
+  Received& payloads() { return *received_; }
 
   // The object that has the payload's bytes, and where they begin in it.
   nb::tuple place(std::size_t index) const {
     const ReceivedPayload& each = received_->at(index);
     return nb::make_tuple(pieces_[each.piece].object, each.offset);
-  }
-
-  nb::bytes note(std::size_t index) const {
-    const std::string_view found = received_->note(index);
-    return nb::bytes(found.data(), found.size());
   }
 
   static constexpr std::size_t kRows = 8;
@@ -76,10 +57,6 @@ class ReceivedPayloads {
   struct Piece {
     nb::object object;
     std::unique_ptr<BufferView> view;
-  };
-  static constexpr auto without_gil_run = [](const auto& work) {
-    const nb::gil_scoped_release release;
-    work();
   };
 
   std::vector<Piece> pieces_;
@@ -96,14 +73,24 @@ void bind_received(nb::module_& module) {
   nb::class_<ReceivedPayloads>(module, "ReceivedPayloads", nb::is_final(),
                                "Payloads in this process's own memory, for batches.")
       .def(nb::init<nb::list, nb::handle>(), "memory"_a, "rows"_a)
-      .def("__len__", &ReceivedPayloads::size)
-      .def("schemas", &ReceivedPayloads::schemas)
-      .def("measure", &ReceivedPayloads::measure, "fields"_a, "out"_a)
-      .def("gather", &ReceivedPayloads::gather, "fields"_a, "targets"_a, "verify"_a)
-      .def("verify", &ReceivedPayloads::verify)
-      .def("drop", &ReceivedPayloads::drop, "index"_a)
+      .def("__len__", [](ReceivedPayloads& self) { return self.payloads().size(); })
+      .def("schemas", [](ReceivedPayloads& self) { return self.payloads().schemas(); })
+      .def(
+          "measure",
+          [](ReceivedPayloads& self, const BatchFields& fields, nb::handle out) {
+            return measure(self.payloads(), fields, out);
+          },
+          "fields"_a, "out"_a)
+      .def(
+          "gather",
+          [](ReceivedPayloads& self, const BatchFields& fields, const nb::list& targets, bool verify) {
+            return gather(self.payloads(), fields, targets, verify);
+          },
+          "fields"_a, "targets"_a, "verify"_a)
+      .def("verify", [](ReceivedPayloads& self) { return self.payloads().verify(without_gil_run); })
+      .def("drop", [](ReceivedPayloads& self, std::size_t index) { self.payloads().drop(index); }, "index"_a)
       .def("place", &ReceivedPayloads::place, "index"_a)
-      .def("note", &ReceivedPayloads::note, "index"_a);
+      .def("note", [](ReceivedPayloads& self, std::size_t index) { return note_of(self.payloads(), index); }, "index"_a);
   module.attr("RECEIVED_ROWS") = nb::make_tuple("piece", "offset", "length", "note_piece", "note_offset",
                                                 "note_length", "checksum", "verified");
 }

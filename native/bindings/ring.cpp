@@ -1,6 +1,7 @@
 // Ring, SlotInfo, OwnerInfo.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -199,20 +200,10 @@ Counter counter(const std::string& name) {
 void count(Ring& ring, const std::string& name, std::uint64_t amount) { ring.count(counter(name), amount); }
 std::uint64_t own_count(const Ring& ring, const std::string& name) { return ring.own_count(counter(name)); }
 
-nb::tuple ports(const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); }
-
 // Shared memory may contain any bytes; they are shown as text.
-nb::str addresses(const Ring& ring) {
-  const std::string bytes = ring.addresses();
+nb::str shown(const std::string& bytes) {
   return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
-
-nb::str consumers(const Ring& ring) {
-  const std::string bytes = ring.consumers();
-  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
-}
-
-void set_consumers(Ring& ring, const std::string& consumers) { ring.set_consumers(consumers); }
 
 nb::bytes schema(const Ring& ring) {
   const std::string encoded = ring.schema();
@@ -220,8 +211,6 @@ nb::bytes schema(const Ring& ring) {
 }
 
 void set_schema(Ring& ring, const nb::bytes& encoded) { ring.set_schema(std::string_view(encoded.c_str(), encoded.size())); }
-
-void set_addresses(Ring& ring, const std::string& addresses) { ring.set_addresses(addresses); }
 
 nb::tuple state_counts(const Ring& ring) {
   const auto counts = ring.state_counts();
@@ -349,9 +338,7 @@ void bind_ring(nb::module_& module) {
           },
           "slot"_a, "generation"_a, "rank"_a)
       .def("begin_read", begin_read, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
-      .def("unpin", &Ring::unpin, "slot"_a, "generation"_a)
       .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
-      .def("mark_consumed", &Ring::mark_consumed, "slot"_a, "generation"_a, "rank"_a)
       .def("discard", &Ring::discard, "slot"_a, "generation"_a)
       .def("reclaim", &Ring::reclaim)
 
@@ -366,11 +353,11 @@ void bind_ring(nb::module_& module) {
       .def("owners", &Ring::owners)
       .def("own_pins", &Ring::own_pins, "slot"_a)
       .def("heartbeat", &Ring::heartbeat)
-      .def("ports", ports)
+      .def("ports", [](const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); })
       .def("set_ports", &Ring::set_ports, "ports"_a)
       .def("set_own_port", &Ring::set_own_port, "port"_a)
-      .def_prop_rw("addresses", addresses, set_addresses)
-      .def_prop_rw("consumers", consumers, set_consumers)
+      .def_prop_rw("addresses", [](const Ring& ring) { return shown(ring.addresses()); }, &Ring::set_addresses)
+      .def_prop_rw("consumers", [](const Ring& ring) { return shown(ring.consumers()); }, &Ring::set_consumers)
       .def_prop_rw("schema", schema, set_schema)
       .def_prop_ro("ended", &Ring::ended)
       .def_prop_ro("drained", &Ring::drained)

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "bindings/buffer_view.hpp"
 #include "common/error.hpp"
 #include "common/futex.hpp"
 
@@ -29,24 +30,6 @@ void bind_writes(nb::module_& module);
 
 // Copies and hashes of less are over before another thread could have used the GIL.
 inline constexpr std::size_t kReleaseGilBytes = 64 * 1024;
-
-// Contiguous memory of any object with the buffer protocol, for the length of a call.
-class BufferView {
- public:
-  BufferView(nb::handle object, bool writable) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
-      throw nb::python_error();
-  }
-  ~BufferView() { PyBuffer_Release(&view_); }
-  BufferView(const BufferView&) = delete;
-  BufferView& operator=(const BufferView&) = delete;
-
-  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-
- private:
-  Py_buffer view_{};
-};
 
 inline void check_signals() {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();

@@ -72,15 +72,12 @@ void bind_constants(nb::module_& module) {
                                                 {"ROLE_READER", Role::reader}};
   for (const auto& [name, role] : roles) module.attr(name) = static_cast<int>(role);
 
-  const std::pair<const char*, PinAnswer> answers[] = {
-      {"PIN_OK", PinAnswer::ok}, {"PIN_STALE", PinAnswer::stale}, {"PIN_DONE", PinAnswer::done}};
+  module.attr("PIN_OK") = static_cast<int>(PinAnswer::ok);
+  const std::pair<const char*, ReadAnswer> answers[] = {{"READ_DONE", ReadAnswer::done},
+                                                        {"READ_WRONG_KEY", ReadAnswer::wrong_key},
+                                                        {"READ_EXPIRED", ReadAnswer::expired},
+                                                        {"READ_OTHER_LENGTH", ReadAnswer::other_length}};
   for (const auto& [name, answer] : answers) module.attr(name) = static_cast<int>(answer);
-
-  const std::pair<const char*, ReadAnswer> read_answers[] = {
-      {"READ_OK", ReadAnswer::ok},           {"READ_STALE", ReadAnswer::stale},
-      {"READ_DONE", ReadAnswer::done},       {"READ_WRONG_KEY", ReadAnswer::wrong_key},
-      {"READ_EXPIRED", ReadAnswer::expired}, {"READ_OTHER_LENGTH", ReadAnswer::other_length}};
-  for (const auto& [name, answer] : read_answers) module.attr(name) = static_cast<int>(answer);
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
 // `rows` are as in the answers to TAKE: Taken, one behind the other.
 std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms,
                      std::uint64_t key, bool unread) {
-  const Memory memory(rows, false);
+  const BufferView memory(rows, false);
   const std::size_t count = memory.size() / sizeof(Taken);
   if (count == 0 || count > kMostRecords || memory.size() != count * sizeof(Taken))
     throw nb::value_error("a message has 1 to 63 records");
@@ -51,7 +51,7 @@ std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle
 // `row` is one of the rows of `settle`.
 std::uint32_t end(Link& link, nb::handle token, nb::handle row, std::uint32_t how, std::string_view reason,
                   std::string_view consumer) {
-  const Memory memory(row, false);
+  const BufferView memory(row, false);
   if (memory.size() != sizeof(Taken)) throw nb::value_error("one row");
   if (how >= kWaysToEnd) throw nb::value_error("an end that no listener accepts");
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "bindings/buffer_view.hpp"
 #include "ucp/engine.hpp"
 
 namespace transport::ucp {
@@ -15,6 +16,7 @@ class Link;
 namespace transport::ucp::python {
 
 namespace nb = nanobind;
+using transport::python::BufferView;
 
 void bind_engine(nb::module_& module);
 void bind_reading(nb::module_& module);
@@ -23,24 +25,6 @@ void bind_takes(nb::module_& module, nb::class_<Link>& link);
 
 // An owned reference, given back by the event that carries it to Python.
 inline void* own(nb::handle object) { return object.inc_ref().ptr(); }
-
-// Memory of a Python object, exported for as long as this lives; dies with the GIL held (Engine::take_garbage).
-class Memory {
- public:
-  Memory(nb::handle object, bool writable) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
-      throw nb::python_error();
-  }
-  ~Memory() { PyBuffer_Release(&view_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-
- private:
-  Py_buffer view_{};
-};
 
 // Host memory by the buffer protocol, or what a tuple (address, bytes, object) names, of any kind.
 struct Place {

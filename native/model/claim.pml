@@ -18,7 +18,8 @@
  * entry of a connection is that of the present one, whose client asks.
  *
  * Defines: RANKS (1 or 2) MAXGEN CONNECTIONS MAXATTEMPTS are sizes; NO_MAPPED and NO_NETWORK leave out one trainer; LEASE
- * has M and the connections ask for a lease; DISCARD allows it; MUT_* plants a fault, with MUTANT. */
+ * has M and the connections ask for a lease; DISCARD allows it; ENDS has M end deliveries that it finds too old; MUT_*
+ * plants a fault, with MUTANT. */
 
 #ifndef RANKS
 #define RANKS 1
@@ -95,6 +96,8 @@ byte by[(MAXGEN + 1) * RANKS];  /* attempt that consumed a generation */
 #define CONSUMED 7
 #define DECIDED  8
 #define REVOKED  9
+#define ENDING   11             /* M has the word, to end the delivery */
+#define DISCARDED 15            /* in `by`: nobody trains on it any more */
 
 inline pin(o) { mine[o]++; pins = pins | BIT(o) }
 inline unpin(o) { mine[o]--; if :: mine[o] == 0 -> pins = pins & ~BIT(o) :: else fi }
@@ -108,7 +111,7 @@ inline accept(o, w, r) {
   BY(ticket[w], r) = number[w]; done = done | BIT(r); holds[w] = false;
   printf("owner %d consumes generation %d for rank %d, attempt %d\n", o, ticket[w], r, number[w])
 }
-inline discarded(r) { if :: !(done & BIT(r)) -> BY(gen, r) = 15 :: else fi }
+inline discarded(r) { if :: !(done & BIT(r)) -> BY(gen, r) = DISCARDED :: else fi }
 
 proctype Writer() {
 end:
@@ -210,11 +213,24 @@ inline take_word(o, w, r) {
 #define MARK(r) ending[r] = true
 #endif
 #define RUNS (!dead[M] && !stopped)
+#ifdef MUT_ENDED_WITHOUT_THE_MARK
+#define END_MARK false
+#else
+#define END_MARK true
+#endif
 
 proctype Mapped(byte w; byte r) {
 end:
   do
   CLAIM(M, w, r, !stopped, skip)
+#ifdef ENDS
+  :: d_step { RUNS && at[w] == PINNED && OPEN(r) && holder[r] == 0 && !calm ->
+       number[w] = attempts[r]; holder[r] = M + 1; ending[r] = END_MARK; at[w] = ENDING }
+  :: d_step { RUNS && at[w] == ENDING && NOT_DONE(r) ->
+       assert((OURS(M, w, r) && BY(ticket[w], r) == 0) || T6_trained_on_anothers_claim);
+       BY(ticket[w], r) = DISCARDED; done = done | BIT(r); at[w] = LEAVING; printf("M ends generation %d\n", ticket[w]) }
+  :: d_step { RUNS && at[w] == ENDING && !NOT_DONE(r) -> REFUSE(M, w, r) }
+#endif
   :: d_step { RUNS && at[w] == HOLDING && HELD(M, w, r) -> heard = true; MARK(r); at[w] = CHECKED }
   :: d_step { RUNS && at[w] == HOLDING && !HELD(M, w, r) -> REFUSE(M, w, r) }
   :: d_step { RUNS && at[w] == CHECKED && NOT_DONE(r) -> accept(M, w, r); at[w] = LEAVING }
@@ -240,6 +256,8 @@ end:
 #define NOTE(what) if :: con_of == con -> note = what; note_gen = ticket[L]; note_attempts = number[L] :: else fi
 #ifdef MUT_NOT_NOTED_BEFORE
 #define FIRST_NOTE skip
+#elif defined(MUT_ACCEPTED_BEFORE_IT_IS_CONSUMED)
+#define FIRST_NOTE NOTE(ACCEPTED)
 #else
 #define FIRST_NOTE NOTE(UNDECIDED)
 #endif
@@ -381,9 +399,8 @@ end:
 
 inline tell(what) {
   assert(what != REFUSED || BY(claim_gen, RL) != claim_attempts || V1_told_no_and_consumed);
-#ifndef DISCARD                 /* a limit: what is discarded between the note of a listener that dies and its done bit is told so */
-  assert(what != ACCEPTED || BY(claim_gen, RL) == claim_attempts || V2_told_yes_and_not_consumed);
-#endif
+  /* discarded: between the note of a listener that then dies and its done bit; nobody else has the payload */
+  assert(what != ACCEPTED || BY(claim_gen, RL) == claim_attempts || BY(claim_gen, RL) == DISCARDED || V2_told_yes_and_not_consumed);
   told_no = (what == REFUSED && at[L] != RESTING && ticket[L] == claim_gen && number[L] == claim_attempts);
   claim_gen = 0; claim_attempts = 0; answer = NONE; quiet = false
 }

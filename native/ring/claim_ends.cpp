@@ -42,19 +42,9 @@ unsigned Ring::disclaim(std::uint64_t slot, unsigned owner, std::uint16_t done) 
   return dropped;
 }
 
-unsigned Ring::pins_of_claims(std::uint64_t slot) const {
-  return static_cast<unsigned>(std::popcount(own_claims_[slot]));
-}
-
-// Called before this attachment drops a pin that is named by its slot alone. Where all its pins on the slot belong to
-// claims, one of these claims is dropped with the pin, and then has no holder.
-bool Ring::disclaim_own(std::uint64_t slot) {
-  if (own_claims_[slot] == 0 || own_pins_[slot] > pins_of_claims(slot)) return false;
-  const auto rank = static_cast<unsigned>(std::countr_zero(own_claims_[slot]));
-  own_claims_[slot] &= static_cast<std::uint16_t>(~slot_word::bit(rank));
-  if (!drop_claim(slot, rank, static_cast<unsigned>(me_), true)) return false;
-  tally(rank, Tally::retried);
-  return true;
+// Pins of this attachment that a call can name by its slot alone: a claim's goes with the claim.
+bool Ring::plainly_pinned(std::uint64_t slot) const {
+  return own_pins_[slot] > static_cast<unsigned>(std::popcount(own_claims_[slot]));
 }
 
 // --- ends of a claim: all under the slot's stripe ---------------------------------------------------

@@ -6,7 +6,7 @@
 //   operation   from                 to                        by whom
 //   ----------  -------------------  ------------------------  --------------------------------------------------
 //   claim       none                 me, attempts + 1          an owner whose pin stands in the slot's word
-//   hold        none                 me                        the same; to end the delivery, which is no attempt
+//   hold        none                 me, ending                the same; to end the delivery, which is no attempt
 //   drop        holder               none                      the process that clears the holder's pin, before it
 //   end         me                   me, ending                the holder, before it sets the rank's done bit
 //   lapse       holder, not ending   none                      any owner, of a holder silent for longer than its lease
@@ -56,7 +56,7 @@ struct ClaimWord {
 
   constexpr ClaimWord claimed(unsigned me) const { return of(attempts() % kMostAttempts + 1, in_vain(), me + 1); }
   constexpr ClaimWord to_end() const { return of(attempts(), in_vain(), holder(), true); }
-  constexpr ClaimWord ended_by(unsigned me) const { return of(attempts(), in_vain(), me + 1); }
+  constexpr ClaimWord ended_by(unsigned me) const { return of(attempts(), in_vain(), me + 1, true); }
   constexpr ClaimWord dropped(bool counts, bool delayed = false) const {
     return of(attempts(), std::min(in_vain() + counts, kMostInVain), 0, delayed);
   }

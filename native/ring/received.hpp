@@ -1,6 +1,6 @@
-// Payloads in a process's own memory, in few large pieces, such as the answer to a TAKE: for batches.
+// Payloads in few large pieces of memory, such as the slots of a mapped ring, or the answer to a TAKE: for batches.
 //
-// Says nothing about claims: the receiver of the payloads ends them. While a batch is gathered or verified, which takes
+// Says nothing about claims: the owner of the payloads ends them. While a batch is gathered or verified, which takes
 // long and needs no lock of the caller's, every other use that changes it or depends on its order is refused.
 #pragma once
 
@@ -23,7 +23,8 @@ namespace transport {
 
 struct ReceivedPayload {
   std::uint64_t piece, offset, length, note_piece, note_offset, note_length, checksum;
-  bool verified;
+  bool verified;      // its checksum need not be compared any more
+  bool gone = false;  // its memory may be another's by now: it is as one with wrong bytes
 };
 
 class Received {
@@ -98,12 +99,16 @@ class Received {
     work([&] {
       for (std::size_t i = 0; i < payloads_.size(); ++i)
         if (const ReceivedPayload& each = payloads_[i];
-            !each.verified && checksum(data_of(each), each.length) != each.checksum)
+            each.gone || (!each.verified && checksum(data_of(each), each.length) != each.checksum))
           wrong.push_back(i);
     });
     return wrong;
   }
 
+  void gone(std::size_t index) { payloads_[index].gone = true; }
+  void require_idle() const {
+    if (busy_) fail(Fault::argument, "another thread is gathering this batch");
+  }
   void drop(std::size_t index) {
     const Busy busy(busy_);
     require(index);
@@ -125,7 +130,9 @@ class Received {
     const std::uint64_t size = pieces_[piece].size();
     return offset <= size && length <= size - offset;
   }
-  const std::byte* data_of(const ReceivedPayload& each) const { return pieces_[each.piece].data() + each.offset; }
+  const std::byte* data_of(const ReceivedPayload& each) const {
+    return each.gone ? nullptr : pieces_[each.piece].data() + each.offset;
+  }
   std::string_view note_of(const ReceivedPayload& each) const {
     return {reinterpret_cast<const char*>(pieces_[each.note_piece].data() + each.note_offset), each.note_length};
   }

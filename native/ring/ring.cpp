@@ -243,25 +243,18 @@ bool Ring::unpin(std::uint64_t slot, std::uint64_t generation) {
   std::uint32_t& mine = own_pins_[slot];
   const Word now{word.load(std::memory_order_relaxed)};
   const bool last = mine == 1;
-  const bool claimed = mine > 0 && transition(now) && disclaim_own(slot);
-  const Change changed = mine == 0 ? Change{now, now, Refusal::not_mine}
-                         : last    ? change(word, transition)
-                                   : Change{now, now, transition(now).refusal};
+  const Change changed = !plainly_pinned(slot) ? Change{now, now, Refusal::not_mine}
+                         : last                ? change(word, transition)
+                                               : Change{now, now, transition(now).refusal};
   if (!changed) {
     row().count(Counter::late_finalises);
     return false;
   }
   --mine;
   row().count(Counter::unpins);
-  if (!last) {
-    if (claimed) returned(slot);
-    return true;
-  }
+  if (!last) return true;
   FAULT_POINT("unpin.unpinned");
-  if (changed.freed())
-    freed(slot);
-  else if (claimed)
-    returned(slot);
+  if (changed.freed()) freed(slot);
   return true;
 }
 
@@ -288,12 +281,10 @@ bool Ring::mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned 
   const std::lock_guard hold(stripe(slot));
   std::uint32_t& mine = own_pins_[slot];
   const auto me = static_cast<unsigned>(me_);
-  const bool by_claim = mine > 0 && mine == pins_of_claims(slot);
-  const bool of_another = by_claim && (own_claims_[slot] & slot_word::bit(rank)) == 0 && disclaim_own(slot);
   const Change changed = change(control(slot).word, [&](Word old) {
-    return mine == 0   ? slot_word::refuse(Refusal::not_mine)
-           : mine == 1 ? slot_word::mark_consumed(old, generation, me, rank)
-                       : slot_word::consume(old, generation, rank);
+    return !plainly_pinned(slot) ? slot_word::refuse(Refusal::not_mine)
+           : mine == 1           ? slot_word::mark_consumed(old, generation, me, rank)
+                                 : slot_word::consume(old, generation, rank);
   });
   if (!changed) {
     row().count(Counter::late_finalises);
@@ -301,14 +292,10 @@ bool Ring::mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned 
   }
   FAULT_POINT("mark_consumed.marked");
   --mine;
-  if (by_claim) own_claims_[slot] &= static_cast<std::uint16_t>(~slot_word::bit(rank));
   row().count(Counter::consumes);
   tally(rank, Tally::done);
   row().count(Counter::unpins);
-  if (changed.freed())
-    freed(slot);
-  else if (of_another)
-    returned(slot);
+  if (changed.freed()) freed(slot);
   return true;
 }
 

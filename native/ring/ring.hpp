@@ -279,8 +279,7 @@ class Ring {
   void clear_claims(std::uint64_t slot, std::int64_t policy_version);
   bool drop_claim(std::uint64_t slot, unsigned rank, unsigned owner, bool counts, bool delayed = false);
   unsigned disclaim(std::uint64_t slot, unsigned owner, std::uint16_t done);
-  unsigned pins_of_claims(std::uint64_t slot) const;
-  bool disclaim_own(std::uint64_t slot);
+  bool plainly_pinned(std::uint64_t slot) const;
   bool drop_pin(std::uint64_t slot, std::uint64_t generation);
   void returned(std::uint64_t slot);
 

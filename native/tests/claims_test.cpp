@@ -154,14 +154,13 @@ TEST(a_finished_payload_stays_in_memory_while_its_pin_is_kept) {
   CHECK(f.ring->info(lease.slot).state == State::free);
 }
 
-TEST(a_plain_unpin_gives_a_claim_back) {
+TEST(the_pin_of_a_claim_goes_with_the_claim_and_with_nothing_else) {
   Fixture f("plain");
-  const auto a = f.ring->attach_again(Role::reader);
   f.publish();
-  const auto claimed = claim(*a, 1);
-  CHECK(a->unpin(claimed[0].id.slot, claimed[0].id.generation));
-  CHECK(!a->finish(claimed[0].id));
-  CHECK(claim(*f.ring, 1).size() == 1);
+  const auto claimed = claim(*f.ring, 1);
+  const ClaimId& id = claimed[0].id;
+  CHECK(!f.ring->unpin(id.slot, id.generation) && !f.ring->mark_consumed(id.slot, id.generation, 0));
+  CHECK(f.ring->holds(id) && f.ring->own_pins(id.slot) == 1 && f.ring->finish(id));
 }
 
 TEST(a_reader_by_ticket_and_a_claimer_of_one_attachment_have_a_pin_each) {

@@ -239,6 +239,27 @@ TEST(a_claim_that_is_being_finished_stays_its_holders_though_that_is_stopped_for
   }
 }
 
+TEST(a_payload_that_is_ended_instead_of_claimed_is_nobodys_though_who_ends_it_is_stopped_for_longer_than_its_lease) {
+  Shared s("aged");
+  const Lease lease = *s.ring->try_take();
+  CHECK(s.ring->publish(lease.slot, lease.generation, {.length = 1, .policy_version = 3}));
+  stopped_at(
+      "claim.claimed",
+      [&] {
+        const auto trainer = Ring::attach(s.guard.name, Role::reader, false);
+        trainer->set_lease(20'000'000);
+        std::vector<Claimed> none;
+        if (trainer->claim({.oldest_version = 4}, none) != 0) _exit(1);
+      },
+      [&] {
+        std::vector<Claimed> others;
+        const Deadline enough(0.25);  // several looks at silent holders
+        while (enough.left_ns() > 0) CHECK(s.ring->claim({}, others) == 0);
+      });
+  CHECK(s.ring->depth(0).tallies[static_cast<unsigned>(Tally::aged)] == 1);
+  CHECK(s.ring->info(lease.slot).state == State::free);
+}
+
 TEST(the_last_finishes_of_a_connection_are_told_and_its_entry_is_its_own_while_it_lasts) {
   Shared s("entries");
   const auto taker = s.ring->attach_again(Role::listener);

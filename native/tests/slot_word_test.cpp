@@ -190,7 +190,7 @@ TEST(claim_words_count_attempts_and_name_their_holder) {
     for (unsigned any = 0; any < kMaxOwners; ++any) CHECK(!word.held_by(any));
   }
   const ClaimWord ended = ClaimWord::of(5, 3, 0).ended_by(15);
-  CHECK(ended.held_by(15) && ended.attempts() == 5 && ended.in_vain() == 3);
+  CHECK(ended.held_by(15) && ended.ending() && ended.attempts() == 5 && ended.in_vain() == 3);
 }
 
 int main(int argc, char** argv) { return transport::test::run_all(argc, argv); }

@@ -242,8 +242,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // after each round of progress: who answers true keeps the message, to receive or to drop it; all others are dropped.
   std::function<bool(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message)> sort_unexpected;
   void drop(ucp_tag_message_h message);
-  std::uint64_t dropped() const { return dropped_; }        // messages
-  std::uint64_t turned_away() const { return turned_away_; }  // clients
+  std::uint64_t dropped() const { return dropped_; }  // messages
 
   void defer(Deferred& work);
   void forget(Deferred& work);  // before it dies
@@ -261,7 +260,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // One has just been asked for: the spin counts from here.
   void expect_soon();
 
-  std::int64_t spin_ns() const { return spin_ns_; }  // as it has adapted
   std::size_t abandoned() const { return abandoned_.size(); }  // requests that UCX will never complete
   const std::unordered_set<Endpoint*>& endpoints() const { return endpoints_; }
 
@@ -306,7 +304,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::int64_t active_ns_ = 0;  // when something last happened, or was asked for
   bool asleep_ = false;
   bool closing_ = false;
-  std::uint64_t turned_away_ = 0, dropped_ = 0;
+  std::uint64_t dropped_ = 0;
 };
 
 }  // namespace transport::ucp

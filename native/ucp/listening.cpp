@@ -47,7 +47,6 @@ void Listener::arrived(ucp_conn_request_h request, void* self) {
     door.owner->waiting_.push_back(request);
     return;
   }
-  ++engine.turned_away_;
   ucp_listener_reject(door.handle, request);
 }
 

@@ -447,11 +447,12 @@ class _Unreadable:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["write", "write_raw", "reserve"])
+@pytest.mark.parametrize("way", ["write", "write_raw", "write_many", "reserve"])
 def test_what_a_write_refuses_is_named_and_takes_no_slot(ring: SharedRingBuffer, wrong: Any, way: str) -> None:
     writes: dict[str, Callable[[], Any]] = {
         "write": lambda: ring.write({"x": np.zeros(3, np.uint8)}, **wrong),
         "write_raw": lambda: ring.write_raw(b"123", **wrong),
+        "write_many": lambda: ring.write_many([{"x": np.zeros(3, np.uint8)}], **wrong),
         "reserve": lambda: ring.reserve(THREE, **wrong).publish(),
     }
     for _ in range(5):  # one more than there are slots

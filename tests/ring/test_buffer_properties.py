@@ -194,13 +194,6 @@ class RingMachine(RuleBasedStateMachine):
             self.counts["consumes"] += 1
 
     @rule(reader=st.integers(0, ATTACHMENTS - 1), ticket=tickets)
-    def finalise_what_is_not_held(self, reader: int, ticket: Ticket) -> None:
-        ring = self.rings[reader]
-        if not self.holds(ring, ticket):
-            assert not ring.native.unpin(ticket.slot, ticket.generation)
-            assert not ring.native.mark_consumed(ticket.slot, ticket.generation, 0)
-
-    @rule(reader=st.integers(0, ATTACHMENTS - 1), ticket=tickets)
     def discard(self, reader: int, ticket: Ticket) -> None:
         slot = self.model[ticket.slot]
         accepted = slot.published(ticket.generation) and len(slot.done) < slot.readers

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
 import operator
 import os
 import time
@@ -47,7 +46,7 @@ from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, call, named, statistics_of
-from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
+from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of, version_of
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
@@ -56,7 +55,6 @@ log = logging.getLogger(__name__)
 MAX_READERS: Final = _ring.MAX_READERS
 _PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
-_FOR_EVER_S: Final = 1e9  # 30 years
 _ANY_SIZE: Final = (1 << 64) - 1
 
 
@@ -492,8 +490,8 @@ class SharedRingBuffer(Attachment):
                 f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
             ) from error
         now = time.time()
-        deadline = None if deadline_s is None else now + _seconds(deadline_s, "deadline_s")
-        wait_s = None if timeout_s in (None, math.inf) else _seconds(timeout_s, "timeout_s")
+        deadline = None if deadline_s is None else now + seconds(deadline_s, "deadline_s")
+        wait_s = None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
         if lengths is None:
             lengths = ordered_lengths(schema, named_lengths or {})
         layout = schema.layout(lengths)
@@ -827,9 +825,3 @@ class SharedRingBuffer(Attachment):
 
 def _version(info: _ring.SlotInfo) -> int | None:
     return None if info.policy_version == _ring.NO_VERSION else info.policy_version
-
-
-def _seconds(value: Any, name: str) -> float:
-    if not isinstance(value, numbers.Real) or not -_FOR_EVER_S <= float(value) <= _FOR_EVER_S:  # a NaN is neither
-        raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
-    return float(value)

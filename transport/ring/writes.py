@@ -7,11 +7,12 @@ here as `SharedRingBuffer.write` does, and converted.
 
 from __future__ import annotations
 
+import numbers
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from transport.ring.packing import Casting, describe, describe_exact, flat
 from transport.schema import Schema
 from transport.ticket import Ticket, encoded_metadata, host_identity
 
+_FOR_EVER_S: Final = 1e9  # 30 years
 _NO_METADATA = msgspec.msgpack.encode({})
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -147,6 +149,13 @@ def version_of(policy_version: int) -> int:
     return number
 
 
+def seconds(value: Any, name: str) -> float:
+    """A time that a slot can hold. UsageError for any other."""
+    if not isinstance(value, numbers.Real) or not -_FOR_EVER_S <= float(value) <= _FOR_EVER_S:  # a NaN is neither
+        raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
+    return float(value)
+
+
 def terms_of(readers: int, deadline_s: float | None, policy_version: int | None) -> Terms:
     """Checked, and with the times of now."""
     if not 1 <= readers <= _ring.MAX_READERS:
@@ -154,7 +163,7 @@ def terms_of(readers: int, deadline_s: float | None, policy_version: int | None)
     if policy_version is not None:
         policy_version = version_of(policy_version)
     now = time.time()
-    deadline = None if deadline_s is None else now + deadline_s
+    deadline = None if deadline_s is None else now + seconds(deadline_s, "deadline_s")
     return Terms(readers=readers, created=now, deadline=deadline, policy_version=policy_version)
 
 
