@@ -7,8 +7,8 @@
 The model is a ledger: which payload ids it was trained on, and how often; it is checkpointed as a model is, with the
 record of consumed payloads. For each seed a job of a trainer and rollouts with 1 to 4 rings is killed with SIGKILL,
 some times, at random instants or around a step that it has named. The next life goes on from the newest checkpoint,
-with another number of rings. The last life runs to the end, and its ledger must have every id once. Exit status 1 if one
-has not. An id whose write has returned is never written again: what is lost stays lost.
+with another number of rings. The last life runs to the end, and its ledger must have every id once. Exit status 1 if
+one has not. An id whose write has returned is never written again: what is lost stays lost.
 
 --way snapshot  The rings lie in /dev/shm and go with the life. A checkpoint counts when its snapshot is complete.
 --way files     The rings lie in files, which each life opens again; with fewer rollouts one of them opens several.

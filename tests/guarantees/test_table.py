@@ -140,7 +140,9 @@ TESTS: dict[str, dict[str, list[str]]] = {
         "guarantees/test_files.py": ["test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_power"],
     },
     "their host loses its power, without": {
-        "guarantees/test_files.py": ["test_without_a_sync_nothing_that_was_recorded_comes_again_and_nothing_new_is_refused"],
+        "guarantees/test_files.py": [
+            "test_without_a_sync_nothing_that_was_recorded_comes_again_and_nothing_new_is_refused"
+        ],
     },
     "a host dies, or is out of reach": {
         "guarantees/test_hosts.py": [

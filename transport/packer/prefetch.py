@@ -130,7 +130,6 @@ class FetchedBatch:
     seconds: float = 0.0
     reported: bool = field(default=False, repr=False)  # the queue knows what failed
     consumed: bool = field(default=False, repr=False)
-    accepted: bool = field(default=False, repr=False)  # the record has it
     in_question: list[FetchedItem] = field(default_factory=list, repr=False)  # `consume(batch)` again asks for them
 
     def __len__(self) -> int:
