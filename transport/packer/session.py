@@ -158,7 +158,8 @@ class PackerSession:
         call returns the same.
         """
         accepted, unsure = self.claims.settle(items)
-        self._judge([*accepted, *unsure])  # what is unsure, too: later payloads of its slots may be recorded before it
+        # What is unsure, too: later payloads of its slots may be recorded before it.
+        self.consumed += self._judge([*accepted, *unsure])
         trainable = []
         for item in accepted:
             assert item.payload is not None
@@ -181,10 +182,12 @@ class PackerSession:
         for item in items:
             if self._withdraw(item):
                 self.record.accept(*self._delivery(item))
+                self.consumed += 1
 
     def unlearned(self, items: Sequence[FetchedItem]) -> None:
         """What was accepted of these comes again, and is trained on then."""
-        self.consumed -= sum(map(self._withdraw, items))
+        for item in items:
+            self._withdraw(item)
 
     def record_with_accepted(self) -> ConsumedRecord:
         """A copy of the record, with what was accepted and is not consumed yet."""
@@ -204,16 +207,18 @@ class PackerSession:
         del self._accepted[delivery]
         return True
 
-    def _judge(self, items: Sequence[FetchedItem]) -> None:
-        """Decide, once for each item, whether it is to be trained on."""
+    def _judge(self, items: Sequence[FetchedItem]) -> int:
+        """Decide, once for each item, whether it is to be trained on. For how many that is so now."""
         seen = set(self._accepted)
+        fresh = 0
         for item in items:
             delivery = self._delivery(item)
             if item.fresh is None:
                 item.fresh = delivery not in seen and not self.record.contains(*delivery)
                 self.claims.counts["duplicates"] += not item.fresh
-                self.consumed += item.fresh
+                fresh += item.fresh
             seen.add(delivery)
+        return fresh
 
     def collect(self, timeout_s: float | None) -> FetchedBatch | None:
         """The prefetched batch; None: nothing was started. TimeoutError: it is not complete."""
