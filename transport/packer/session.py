@@ -83,7 +83,7 @@ class PackerSession:
         self.collected: weakref.WeakValueDictionary[Identity, FetchedItem] = weakref.WeakValueDictionary()
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
         self.alone: FetchedItem | None = None  # of no batch; `get_policy_input` has not returned it yet
-        self._accepted: dict[Delivery, FetchedItem] = {}  # of batches that are neither consumed nor abandoned
+        self._accepted: set[Delivery] = set()  # of batches that are neither consumed nor abandoned
         self.renewer = thread.submit(claims.keep_leases())
         self.warming: Job[None] | None = None
         self.batches = 0
@@ -174,20 +174,24 @@ class PackerSession:
         """The payloads to train on before they are consumed. Asked again, it returns the same."""
         self._judge(items)
         fresh = [item for item in items if item.fresh]
-        self._accepted.update((self._delivery(item), item) for item in fresh)
+        for item in fresh:
+            self._accepted.add(self._delivery(item))
+            item.accepted = True
         return [item.payload for item in fresh if item.payload is not None]
 
     def learned(self, items: Sequence[FetchedItem]) -> None:
         """Record what was accepted of a batch that is consumed, also where another trainer has its claim by now."""
         for item in items:
-            if self._withdraw(item):
+            if item.accepted:
                 self.record.accept(*self._delivery(item))
+                self._withdraw(item)
                 self.consumed += 1
 
     def unlearned(self, items: Sequence[FetchedItem]) -> None:
         """What was accepted of these comes again, and is trained on then."""
         for item in items:
-            self._withdraw(item)
+            if item.accepted:
+                self._withdraw(item)
 
     def record_with_accepted(self) -> ConsumedRecord:
         """A copy of the record, with what was accepted and is not consumed yet."""
@@ -199,13 +203,9 @@ class PackerSession:
     def _delivery(self, item: FetchedItem) -> Delivery:
         return (*item.ticket.origin, self.rank_of(item))
 
-    def _withdraw(self, item: FetchedItem) -> bool:
-        """Whether the item was accepted, and not consumed. It is not any more."""
-        delivery = self._delivery(item) if item.fresh else None
-        if delivery is None or self._accepted.get(delivery) is not item:
-            return False
-        del self._accepted[delivery]
-        return True
+    def _withdraw(self, item: FetchedItem) -> None:
+        self._accepted.discard(self._delivery(item))
+        item.accepted = False
 
     def _judge(self, items: Sequence[FetchedItem]) -> int:
         """Decide, once for each item, whether it is to be trained on. For how many that is so now."""
