@@ -574,25 +574,42 @@ def run_seed(seed: int, folder: Path, chosen: argparse.Namespace, hosts: Sequenc
 
 # --- what it costs ------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def filled(size: int, count: int, prefix: str) -> Iterator[SharedRingBuffer]:
-    """A ring of this many payloads."""
+def empty(size: int, count: int, prefix: str, **where: Any) -> Iterator[tuple[SharedRingBuffer, dict[str, Any]]]:
+    """A ring for this many payloads, and one of them."""
     schema = Schema.of(values=("uint8", size))
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    with SharedRingBuffer.create(schema, slots=count, prefix=prefix) as ring:
-        ring.write_many([{"values": values}] * count)
-        yield ring
+    with SharedRingBuffer.create(schema, slots=count, prefix=prefix, **where) as ring:
+        yield ring, {"values": values}
+
+
+def through(size: int, count: int, prefix: str, **where: Any) -> float:
+    """Bytes a second, 32 payloads at a time, from write to consumed, for the second time through all slots."""
+    with empty(size, count, prefix, **where) as (ring, payload):
+        began = 0.0
+        for _ in range(2):
+            began = time.monotonic()
+            for done in range(0, count, 32):
+                ring.write_many([payload] * min(32, count - done))
+                ring.consume(ring.claim(32))
+        return size * count / (time.monotonic() - began)
 
 
 def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
-    """A row for each size: pause, bytes a second beside a plain write of the same bytes, time to the first batch."""
+    """A row for each size.
+
+    The pause of a snapshot, its bytes a second beside a plain write of the same bytes, the time to the first batch; and
+    bytes a second through rings in files, with each ``sync``, beside one in /dev/shm.
+    """
     rows = []
     for size, count in ((4 << 10, 4096), (64 << 10, 1024), (1 << 20, 128), (16 << 20, 16)):
         pauses, processor, rates, plain, firsts = [], [], [], [], []
+        kept: dict[str, list[float]] = {"never": [], "publish": []}
         for number in range(repeats):
             root = folder / f"{size}-{number}"
             root.mkdir()
             prefix = f"costs-{secrets.token_hex(4)}-"
-            with filled(size, count, prefix) as ring:
+            with empty(size, count, prefix) as (ring, payload):
+                ring.write_many([payload] * count)
                 began, cpu = time.monotonic(), time.thread_time()
                 taken = snapshot(f"rings:{prefix}", str(root), number)
                 pauses.append(time.monotonic() - began)
@@ -612,6 +629,9 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
                 saved.restore(ring)
                 assert len(ring.claim(32)) == min(32, count)
                 firsts.append(time.monotonic() - began)
+            memory = through(size, count, prefix)
+            for sync, found in kept.items():
+                found.append(through(size, count, prefix, file=root / sync, sync=sync) / memory)
             shutil.rmtree(root)
         rows.append(
             {
@@ -619,6 +639,7 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
                 "pause_ms_most": 1e3 * max(pauses), "pause_cpu_ms": 1e3 * statistics.median(processor),
                 "snapshot_gb_per_s": statistics.median(rates),
                 "plain_write_gb_per_s": statistics.median(plain), "first_batch_s": statistics.median(firsts),
+                **{f"file_{sync}_beside_memory": statistics.median(found) for sync, found in kept.items()},
             }
         )  # fmt: skip
     return rows
