@@ -400,9 +400,9 @@ def forked(work: Callable[[], None], say: Say) -> int:
         work()
         status = 0
     except BaseException as error:
-        traceback.print_exc()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it was about to be killed, and the harness does not listen any more
             say(f"failed {type(error).__name__}: {error}".replace("\n", " "))
+            traceback.print_exc()
     finally:
         os._exit(status)
 
