@@ -25,6 +25,7 @@ import base64
 import contextlib
 import ctypes
 import json
+import logging
 import mmap
 import os
 import random
@@ -439,7 +440,7 @@ def born(life: Life) -> list[int]:
     def there(number: int) -> None:
         job.hosts[number].enter()
         forked(partial(lead, life) if number == 0 else partial(host_with_rings, life, number - 1), life.say)
-        require_success()
+        os._exit(any(wait_for_children()))
 
     return [forked(partial(there, number), life.say) for number in range(len(job.hosts))]
 
@@ -664,6 +665,7 @@ def main() -> int:
     options.add_argument("--folder", type=Path, help="of checkpoints; default: a temporary one")
     options.add_argument("--json", default=None)
     chosen = options.parse_args()
+    logging.basicConfig(level="ERROR")  # each take-over is a warning
     if chosen.hosts > 1:
         try:
             isolation.enter()
