@@ -249,6 +249,7 @@ from ring_files import SCHEMA, payload
 from transport import Rollout, SharedRingBuffer
 from transport.errors import SharedMemoryError
 theirs, own = map(Path, sys.argv[1:])
+values = payload(1)
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 for make in (Rollout, SharedRingBuffer.create):
     try:
@@ -256,7 +257,7 @@ for make in (Rollout, SharedRingBuffer.create):
     except SharedMemoryError as error:
         print(error, flush=True)
 with SharedRingBuffer.create(SCHEMA, slots=4, file=own) as ring:
-    ring.write(payload(1))
+    ring.write(values)
     print(ring.name, flush=True)
 """
     with tempfile.TemporaryDirectory() as folder:

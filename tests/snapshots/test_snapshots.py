@@ -32,7 +32,7 @@ from transport.errors import (
     RingFullError,
     SchemaError,
     SnapshotError,
-    TransportError,
+    TicketError,
     UploadCancelledError,
     UsageError,
 )
@@ -699,7 +699,7 @@ if child == 0:
     finally:
         os._exit(status)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-os.write(let, b"xx")
+os.close(let)
 assert taken.wait(60).payloads == 4
 assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
 ring.close()
@@ -718,14 +718,13 @@ def test_a_forked_process_takes_snapshots_of_its_own(prefix: str, place: Path) -
 
 
 def test_a_payload_with_the_longest_ticket_is_restored(prefix: str, place: Path) -> None:
-    fields = {f"{number:02}": ("uint8", 1) for number in range(16)}
     long: dict[str, Any] = {"text": "x" * 900}
-    given = {name: np.zeros(1, np.uint8) for name in fields}
+    given = {f"t{number:02}": np.zeros(1, np.uint8) for number in range(16)}
 
     def longest(ring: SharedRingBuffer) -> Ticket:
         """With names that are as long as a ticket has room for."""
         for length in range(60, 0, -1):
-            with contextlib.suppress(TransportError):
+            with contextlib.suppress(TicketError):
                 return ring.write({f"{name}{'n' * length}": each for name, each in given.items()}, metadata=long)
         raise AssertionError
 
