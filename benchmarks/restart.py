@@ -122,10 +122,13 @@ class Life(NamedTuple):
         others = self.job.hosts[1:]
         return others[index % len(others)] if others else None
 
-    def files_of(self, index: int) -> list[Path]:
-        """The files that a rollout opens: its own, and those of former rollouts that this life does not have."""
+    def files_of(self, index: int) -> list[Path | None]:
+        """The files that a rollout opens: its own, and those of former rollouts that this life does not have.
+
+        None: of a ring in memory.
+        """
         if self.job.way == "snapshot":
-            return []
+            return [None]
         own = self.job.folder / f"{index}.ring"
         others = [path for path in self.job.files if int(path.stem) >= self.rings]
         return [own, *(path for path in others if int(path.stem) % self.rings == index)]
@@ -138,7 +141,7 @@ class Life(NamedTuple):
         there = [
             f"{host.address}:{_FIRST_PORT + int(file.stem) if file else _FIRST_PORT + index}"
             for index in range(self.rings)
-            for file in (self.files_of(index) or [None])
+            for file in self.files_of(index)
             if (host := self.host_of(index)) is not None
         ]
         return f"rings://{','.join(there)}"
@@ -209,8 +212,7 @@ def rollout(life: Life, index: int) -> None:
     """Have in its rings what is to be there, then write the ids of its share that are not published."""
     job, of = life.job, life.rings
     with contextlib.ExitStack() as stack:
-        files = life.files_of(index)
-        rings = [stack.enter_context(ring_of(life, index, file)) for file in (files or [None])]
+        rings = [stack.enter_context(ring_of(life, index, file)) for file in life.files_of(index)]
         if job.way == "snapshot":
             restore(life, index, rings[0])
         life.say(f"restored {index}")
@@ -646,6 +648,18 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows, and what they are together."""
+    kills: Counter[str] = Counter()
+    for row in rows:
+        kills.update(row.get("kills", {}))
+    return {
+        "rows": rows, "seeds": len(rows), "failed": sum(not row.get("passed", True) for row in rows),
+        "lost": sum(row.get("lost", 0) for row in rows), "twice": sum(row.get("twice", 0) for row in rows),
+        "kills": dict(kills),
+    }  # fmt: skip
+
+
 def main() -> int:
     """The exit status."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -690,25 +704,20 @@ def main() -> int:
             shutil.rmtree(Path(folder) / str(seed), ignore_errors=not rows[-1]["passed"])
             if not rows[-1]["passed"]:
                 print(rows[-1], file=sys.stderr, flush=True)
-    failed = [] if chosen.costs else [row for row in rows if not row["passed"]]
-    kills: Counter[str] = Counter()
-    for row in rows:
-        kills.update(row.get("kills", {}))
-    report = {"rows": rows, "seeds": len(rows), "failed": len(failed), "kills": dict(kills)}
+            if chosen.json not in (None, "-"):  # each time, for a run that is stopped
+                Path(chosen.json).write_text(json.dumps(report_of(rows)))
+    report = report_of(rows)
     if chosen.json == "-":
         print(json.dumps(report))
     elif chosen.costs:
         for row in rows:
             print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
     else:
-        lost, twice = (sum(row[what] for row in rows) for what in ("lost", "twice"))
-        print(
-            f"{chosen.way}, {chosen.hosts} hosts: {len(rows)} seeds, {sum(kills.values())} kills ({dict(kills)}), "
-            f"{lost} lost, {twice} twice, {len(failed)} failed"
-        )
+        counts = ", ".join(f"{report[what]} {what}" for what in ("seeds", "lost", "twice", "failed"))
+        print(f"{chosen.way}, {chosen.hosts} hosts: {counts}; {sum(report['kills'].values())} kills {report['kills']}")
     if chosen.json not in (None, "-"):
         Path(chosen.json).write_text(json.dumps(report))
-    return 1 if failed else 0
+    return 1 if report["failed"] else 0
 
 
 if __name__ == "__main__":
