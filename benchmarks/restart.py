@@ -70,6 +70,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _LIFE_S: Final = 120.0
 _MOST_RINGS: Final = 4
 _FIRST_PORT: Final = 7001
+_LINE_BYTES: Final = 1000  # of a report, which a pipe takes as a whole
 _SKIPPED: Final = 77  # the exit status where there can be no hosts
 
 Say = Callable[[str], None]
@@ -402,10 +403,9 @@ def forked(work: Callable[[], None], say: Say) -> int:
     try:
         work()
         status = 0
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # it was about to be killed, and the harness does not listen any more
-            say(f"failed {type(error).__name__}: {error}".replace("\n", " "))
-            traceback.print_exc()
+    except BaseException:  # where it was about to be killed the harness does not listen any more
+        with contextlib.suppress(OSError):
+            say(f"failed {traceback.format_exc()[-_LINE_BYTES:]}".replace("\n", " | "))
     finally:
         os._exit(status)
 
