@@ -211,7 +211,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
-	@MYPYPATH=.:tests/support $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
+	@MYPYPATH=.:tests/support:benchmarks/cluster:benchmarks/harness $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
 	@for each in harness soak cluster teardown weights; do MYPYPATH=.:benchmarks/harness:benchmarks/$$each \
 	  $(WAITING) "mypy benchmarks/$$each" 10 $(BIN)/mypy benchmarks/$$each || exit 1; done
 

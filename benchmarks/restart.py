@@ -1,14 +1,21 @@
-"""A run that is killed whole and restored: whether every payload is trained on once, and what snapshots cost.
+"""A run that is killed whole and started again: whether every payload is trained on once, and what snapshots cost.
 
     python benchmarks/restart.py --seeds 200 --json build/restart.json
+    python benchmarks/restart.py --way files --hosts 4 --seeds 200
     python benchmarks/restart.py --costs
 
 The model is a ledger: which payload ids it was trained on, and how often; it is checkpointed as a model is, with the
-record of consumed payloads and the name of a snapshot. For each seed a job of 1 to 4 rollouts and a trainer is killed
-with SIGKILL as one process group, some times at random instants, at the cut of a snapshot, or while it restores. Its
-segments are removed. What was published before a cut is never written again: what a snapshot lacks is lost for good.
-The next life restores the newest checkpoint whose snapshot is complete, with another number of
-rings. The last life runs to the end, and its ledger must have every id once. Exit status 1 if one has not.
+record of consumed payloads. For each seed a job of a trainer and rollouts with 1 to 4 rings is killed with SIGKILL,
+some times, at random instants or around a step that it has named. The next life goes on from the newest checkpoint,
+with another number of rings. The last life runs to the end, and its ledger must have every id once. Exit status 1 if
+one has not. An id whose write has returned is never written again: what is lost stays lost.
+
+--way snapshot  The rings lie in /dev/shm and go with the life. A checkpoint counts when its snapshot is complete.
+--way files     The rings lie in files, which each life opens again; with fewer rollouts one of them opens several.
+--hosts 1       One process group, killed at once. The trainer maps the rings.
+--hosts 4       Namespaces on one bridge, as in benchmarks/cluster: three hosts with rings, one with the trainer, which
+                takes over TCP. All processes of a host die with it, host by host in any order; the next life has hosts
+                with other boot ids. Files are on a disk that all hosts share; a snapshot has a part of each host.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import base64
 import contextlib
 import ctypes
 import json
+import logging
 import mmap
 import os
 import random
@@ -25,45 +33,65 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
-from transport import Schema, SharedRingBuffer, Trainer, UpTo
+from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo
 from transport.claims.open import open_rings
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.options import RingOptions, ServerOptions
+from transport.packer.prefetch import FetchedBatch
 from transport.ring.attachment import remove_dead
+from transport.ring.buffer import Sync
 from transport.runtime.durable import write_whole
 from transport.snapshots import Saved, Snapshot, snapshot, steps
+from transport.snapshots.manifest import new_attempt
+
+sys.path[:0] = [str(Path(__file__).resolve().parent / each) for each in ("cluster", "harness")]
+
+import isolation
+from hosts import Host, make_bridge, why_not
 
 SCHEMA: Final = Schema.of(id=("int64",), values=("uint8", UpTo(40_000)))
 BATCH, EVERY, SLOTS = 8, 5, 24
 RUN: Final = "ledger"
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_LIFE_S: Final = 60.0
+_LIFE_S: Final = 120.0
 _MOST_RINGS: Final = 4
+_FIRST_PORT: Final = 7001
+_LINE_BYTES: Final = 1000  # of a report, which a pipe takes as a whole
+_SKIPPED: Final = 77  # the exit status where there can be no hosts
+
+Say = Callable[[str], None]
 
 
 # --- the job ------------------------------------------------------------------------------------------
 class Job(NamedTuple):
     """One run, through all of its lives. ``folder`` has its checkpoints; ``payloads`` is how many ids there are.
 
-    ``journal`` has a byte for each id, which is 1 when the id's write has returned in this life.
+    ``journal`` has a byte for each id, which is 1 when the id's write has returned, or it was found to be published.
+    What it says of rings that are gone is forgotten.
     """
 
     folder: Path
     payloads: int
     size: int  # bytes of the largest
+    way: Literal["snapshot", "files"]
+    sync: Sync
+    hosts: Sequence[Host]  # the first has the trainer, the others the rings; none: all on this host
     journal: mmap.mmap
-    restored: mmap.mmap  # a byte for each rollout, which is 1 when its share is in its ring
+    restored: mmap.mmap  # a byte for each rollout, which is 1 when what its rings are to hold is there
 
     @property
     def destination(self) -> str:
@@ -74,6 +102,50 @@ class Job(NamedTuple):
     def final(self) -> Path:
         """The ledger of the life that came to its end."""
         return self.folder / "final.json"
+
+    @property
+    def files(self) -> list[Path]:
+        """Those that there are, by number."""
+        return sorted(self.folder.glob("*.ring"))
+
+
+class Life(NamedTuple):
+    """One life of a job: how many rings, and the beginning of their names; ``say`` tells the harness."""
+
+    job: Job
+    rings: int
+    prefix: str
+    say: Say
+    links: Sequence[tuple[socket.socket, socket.socket]]  # between the trainer and each host with rings
+
+    def host_of(self, index: int) -> Host | None:
+        """The host of a rollout."""
+        others = self.job.hosts[1:]
+        return others[index % len(others)] if others else None
+
+    def files_of(self, index: int) -> list[Path | None]:
+        """The files that a rollout opens: its own, and those of former rollouts that this life does not have.
+
+        None: of a ring in memory.
+        """
+        if self.job.way == "snapshot":
+            return [None]
+        own = self.job.folder / f"{index}.ring"
+        others = [path for path in self.job.files if int(path.stem) >= self.rings]
+        return [own, *(path for path in others if int(path.stem) % self.rings == index)]
+
+    @property
+    def queue(self) -> str:
+        """How the trainer finds the rings."""
+        if not self.job.hosts:
+            return f"rings:{self.prefix}"
+        there = [
+            f"{host.address}:{_FIRST_PORT + int(file.stem) if file else _FIRST_PORT + index}"
+            for index in range(self.rings)
+            for file in self.files_of(index)
+            if (host := self.host_of(index)) is not None
+        ]
+        return f"rings://{','.join(there)}"
 
 
 class Checkpoint(NamedTuple):
@@ -87,15 +159,22 @@ class Checkpoint(NamedTuple):
 
 
 def newest(job: Job) -> Checkpoint | None:
-    """The newest checkpoint whose snapshot is complete."""
-    complete = steps(job.destination, RUN)
+    """The newest checkpoint; one with a snapshot only if that is complete."""
+    complete = steps(job.destination, RUN) if job.way == "snapshot" else {}
     for path in sorted(job.folder.glob("checkpoint-*.json"), reverse=True):
         found = json.loads(path.read_text())
-        if found["attempt"] in complete.get(found["step"], []):
+        if job.way == "files" or found["attempt"] in complete.get(found["step"], []):
             ledger = Counter({int(name): count for name, count in found["ledger"].items()})
             record = ConsumedRecord.from_bytes(base64.b64decode(found["record"]))
             return Checkpoint(found["step"], ledger, record, found["attempt"], frozenset(found["published"]))
     return None
+
+
+def store(job: Job, step: int, ledger: Counter[int], record: bytes, attempt: str, published: Sequence[int]) -> None:
+    """A checkpoint."""
+    kept = base64.b64encode(record).decode()
+    model = {"step": step, "ledger": ledger, "record": kept, "attempt": attempt, "published": published}
+    write_whole(job.folder / f"checkpoint-{step:012d}.json", [json.dumps(model).encode()])
 
 
 def values_of(number: int, size: int) -> np.ndarray[Any, Any]:
@@ -104,73 +183,219 @@ def values_of(number: int, size: int) -> np.ndarray[Any, Any]:
     return rng.integers(0, 256, rng.integers(1, size + 1), np.uint8)
 
 
-def rollout(job: Job, index: int, of: int, prefix: str, say: Any) -> None:
-    """Restore a share of the snapshot, then write the ids that were not published before its cut."""
-    found = newest(job)
-    with SharedRingBuffer.create(SCHEMA, slots=SLOTS, prefix=prefix) as ring:
-        known: set[int] = set()
-        if found is not None:
-            say(f"restoring {index}")
-            with Saved(job.destination, found.step, run=RUN, attempt=found.attempt) as saved:
-                # The ledger may have an id whose writer had not come to note it in the journal.
-                ids = (cast("int", each.ticket.metadata["id"]) for each in saved.payloads)
-                known = {*found.published, *found.ledger, *ids}
-                saved.restore(ring, share=(index, of), consumed=[found.record])
-            say(f"restored {index}")
-        for number in known:
-            job.journal[number] = 1
+@contextlib.contextmanager
+def ring_of(life: Life, index: int, file: Path | None) -> Iterator[SharedRingBuffer]:
+    """One ring of a rollout; on one of several hosts it is served."""
+    job, host = life.job, life.host_of(index)
+    sync: Sync = job.sync if file else "never"
+    if host is None:
+        with SharedRingBuffer.create(SCHEMA, slots=SLOTS, prefix=life.prefix, file=file, sync=sync) as ring:
+            yield ring
+        return
+    port = _FIRST_PORT + (int(file.stem) if file else index)
+    with (
+        open_rings(f"rings:{life.prefix}") as queue,
+        Rollout(
+            SCHEMA,
+            slots=SLOTS,
+            file=file,
+            queue=queue,
+            mode="thread",
+            drain_s=0.0,
+            ring=RingOptions(sync=sync),
+            server=ServerOptions(ports=(port,), addresses=(host.address,)),
+        ) as rollout,
+    ):
+        yield rollout.ring
+
+
+def rollout(life: Life, index: int) -> None:
+    """Have in its rings what is to be there, then write the ids of its share that are not published."""
+    job, of = life.job, life.rings
+    with contextlib.ExitStack() as stack:
+        rings = [stack.enter_context(ring_of(life, index, file)) for file in life.files_of(index)]
+        if job.way == "snapshot":
+            restore(life, index, rings[0])
+        life.say(f"restored {index}")
         job.restored[index] = 1
         for number in range(index, job.payloads, of):
-            if number not in known:
-                ring.write({"id": number, "values": values_of(number, job.size)}, metadata={"id": number})
+            if not job.journal[number]:
+                values = {"id": number, "values": values_of(number, job.size)}
+                rings[0].write(values, metadata={"id": number})
                 job.journal[number] = 1
-        ring.end_data()
+        for ring in rings:
+            ring.end_data()
         while not job.final.exists():
-            time.sleep(0.01)  # trainers look into this ring until then
+            time.sleep(0.01)  # trainers look into these rings until then
 
 
-def trainer(job: Job, rings: int, prefix: str, say: Any) -> None:
-    """Train until the ledger has every id. Takes no snapshot before every share of the last one is restored."""
+def restore(life: Life, index: int, ring: SharedRingBuffer) -> None:
+    """Write a rollout's share of the snapshot into its ring."""
+    job = life.job
+    found = newest(job)
+    if found is None:
+        return
+    life.say(f"restoring {index}")
+    with Saved(job.destination, found.step, run=RUN, attempt=found.attempt) as saved:
+        # The ledger may have an id whose writer had not come to note it in the journal.
+        ids = (cast("int", each.ticket.metadata["id"]) for each in saved.payloads)
+        for number in (*found.published, *found.ledger, *ids):
+            job.journal[number] = 1
+        saved.restore(ring, share=(index, life.rings), consumed=[found.record])
+
+
+def look_into_files(life: Life) -> None:
+    """Note what former lives have published, and did not come to note. No trainer consumes meanwhile."""
+    job = life.job
+    life.say("restoring")
+    for file in job.files:
+        with SharedRingBuffer.create(SCHEMA, slots=SLOTS, prefix=life.prefix, file=file, sync=job.sync) as ring:
+            for each in ring.unread():
+                job.journal[cast("int", each.ticket.metadata["id"])] = 1
+    found = newest(job)
+    for number in found.ledger if found else ():
+        job.journal[number] = 1
+
+
+def learn(job: Job, payloads: Sequence[Any], ledger: Counter[int]) -> None:
+    """The ledger has these, too."""
+    for payload in payloads:
+        number = int(payload["id"])
+        assert np.array_equal(payload["values"], values_of(number, job.size)), f"payload {number} is wrong"
+        ledger[number] += 1
+
+
+def claim_next(trainer: Trainer) -> tuple[FetchedBatch | None, bool]:
+    """The batch that was fetched, and whether another one is on its way now."""
+    batch = trainer.collect_prefetch()
+    claims = trainer.claim_tickets(BATCH, timeout_s=0.05 if batch is None else 0.0)
+    if claims:
+        trainer.start_prefetch(claims)  # held and on its way while the step ends: also at a cut
+    return batch, bool(claims)
+
+
+def train(life: Life) -> None:
+    """Train until the ledger has every id."""
+    job = life.job
     found = newest(job)
     step, ledger, record, _, before = found or Checkpoint(0, Counter(), ConsumedRecord(), "", frozenset())
-    taken: Snapshot | None = None
     with (
-        open_rings(f"rings:{prefix}") as queue,
-        Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
+        open_rings(life.queue) as queue,
+        Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("tcp",) if job.hosts else ("mapped",)) as trainer,
     ):
-        while len(ledger) < job.payloads:
-            batch = trainer.collect_prefetch()
-            claims = trainer.claim_tickets(BATCH, timeout_s=0.05 if batch is None else 0.0)
-            if claims:
-                trainer.start_prefetch(claims)  # held and on its way while the step ends: also at a cut
-            if batch is None:
-                continue
-            for payload in trainer.consume(batch):
-                number = int(payload["id"])
-                assert np.array_equal(payload["values"], values_of(number, job.size)), f"payload {number} is wrong"
-                ledger[number] += 1
-            batch.release()
+        if job.way == "files":
+            beside_files(life, trainer, step, ledger)
+        else:
+            with_snapshots(life, trainer, queue, step, ledger, before)
+    write_whole(job.final, [json.dumps(ledger).encode()])
+
+
+def beside_files(life: Life, trainer: Trainer, step: int, ledger: Counter[int]) -> None:
+    """Accept, learn, checkpoint, consume: several batches in a checkpoint, or what there is."""
+    job = life.job
+    learned: list[FetchedBatch] = []
+    while len(ledger) < job.payloads or learned:
+        batch, more = claim_next(trainer)
+        if batch is not None:
+            learn(job, trainer.accept(batch), ledger)
+            learned.append(batch)
             step += 1
-            if step % EVERY == 0 and all(job.restored[:rings]):
-                if taken is not None:
-                    taken.wait()
-                    say(f"complete {taken.step}")
-                kept = base64.b64encode(trainer.consumed_record().to_bytes()).decode()
-                published = sorted(before | {number for number, is_there in enumerate(job.journal[:]) if is_there})
-                taken = snapshot(queue, job.destination, step, run=RUN)
-                say(f"taken {step}")
-                model = {
-                    "step": step, "ledger": ledger, "record": kept, "attempt": taken.attempt, "published": published,
-                }  # fmt: skip
-                write_whole(job.folder / f"checkpoint-{step:012d}.json", [json.dumps(model).encode()])
-        if taken is not None:
+        if len(learned) == EVERY - 2 or (learned and not more):
+            store(job, step, ledger, trainer.consumed_record().to_bytes(), "", [])
+            life.say(f"taken {step}")
+            for each in learned:
+                trainer.consume(each)
+                each.release()
+            learned.clear()
+            life.say(f"complete {step}")
+
+
+def with_snapshots(
+    life: Life, trainer: Trainer, queue: Any, step: int, ledger: Counter[int], before: frozenset[int]
+) -> None:
+    """Learn, consume, and now and then a snapshot; none before every share of the last one is restored."""
+    job = life.job
+    taken: Snapshot | Parts | None = None
+    while len(ledger) < job.payloads:
+        batch, _ = claim_next(trainer)
+        if batch is None:
+            continue
+        learn(job, trainer.consume(batch), ledger)
+        batch.release()
+        step += 1
+        if step % EVERY == 0 and all(job.restored[: life.rings]):
+            if taken is not None:
+                taken.wait()
+                life.say(f"complete {taken.step}")
+            record = trainer.consumed_record().to_bytes()
+            published = sorted(before | {number for number, is_there in enumerate(job.journal[:]) if is_there})
+            taken = Parts(life, step) if job.hosts else snapshot(queue, job.destination, step, run=RUN)
+            life.say(f"taken {step}")
+            store(job, step, ledger, record, taken.attempt, published)
+    if taken is not None:
+        taken.wait()
+
+
+class Parts:
+    """A snapshot of which each host with rings takes a part."""
+
+    def __init__(self, life: Life, step: int) -> None:
+        self.step, self.attempt = step, new_attempt()
+        self._life = life
+        self._ask(f"{step} {self.attempt}")
+
+    def _ask(self, what: str) -> None:
+        for own, _ in self._life.links:
+            own.sendall(f"{what}\n".encode())
+        for own, _ in self._life.links:
+            assert own.recv(1) == b"."
+
+    def wait(self) -> None:
+        """Until it is complete."""
+        self._ask("wait")
+
+
+def host_with_rings(life: Life, number: int) -> None:
+    """The rollouts of one host, and its part of each snapshot."""
+    job = life.job
+    _, link = life.links[number]
+    asked = link.makefile("r")
+    asked.readline()  # the trainer has looked into the files
+    for index in range(number, life.rings, len(life.links)):
+        forked(partial(rollout, life, index), life.say)
+    taken: Snapshot | None = None
+    for line in asked:
+        if line.strip() == "end":
+            break
+        if line.strip() == "wait":
+            assert taken is not None
             taken.wait()
-        write_whole(job.final, [json.dumps(ledger).encode()])
+        else:
+            step, attempt = line.split()
+            part = number, len(life.links)
+            taken = snapshot(f"rings:{life.prefix}", job.destination, int(step), run=RUN, part=part, attempt=attempt)
+        link.sendall(b".")
+    require_success()
+
+
+def lead(life: Life) -> None:
+    """The trainer; on one host the rollouts as well."""
+    if life.job.way == "files":
+        look_into_files(life)
+    if not life.links:
+        for index in range(life.rings):
+            forked(partial(rollout, life, index), life.say)
+    for own, _ in life.links:
+        own.sendall(b"go\n")
+    train(life)
+    for own, _ in life.links:
+        own.sendall(b"end\n")
+    require_success()
 
 
 # --- its lives ----------------------------------------------------------------------------------------
-def forked(work: Any) -> int:
-    """A process that does the work and exits."""
+def forked(work: Callable[[], None], say: Say) -> int:
+    """A process that does the work and exits; its number. It says why it failed."""
     pid = os.fork()
     if pid:
         return pid
@@ -178,33 +403,56 @@ def forked(work: Any) -> int:
     try:
         work()
         status = 0
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    except BaseException:  # where it was about to be killed the harness does not listen any more
+        with contextlib.suppress(OSError):
+            say(f"failed {traceback.format_exc()[-_LINE_BYTES:]}".replace("\n", " | "))
     finally:
         os._exit(status)
 
 
-def live(job: Job, rings: int, prefix: str, out: int) -> int:
-    """Start a life as a process group of its own; its number."""
+def wait_for_children() -> list[int]:
+    """All of them have ended: their statuses."""
+    statuses = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            statuses.append(os.waitpid(-1, 0)[1])
+    return statuses
 
-    def say(what: str) -> None:
-        os.write(out, f"{what}\n".encode())
 
-    def lead() -> None:
-        os.setpgid(0, 0)
-        children = [forked(lambda at=at: rollout(job, at, rings, prefix, say)) for at in range(rings)]
-        try:
-            trainer(job, rings, prefix, say)
-        except BaseException:
-            traceback.print_exc()
-            os.killpg(0, signal.SIGKILL)
-        if any(os.waitpid(child, 0)[1] for child in children):
-            raise RuntimeError("a rollout failed")
+def require_success() -> None:
+    """All children have ended well."""
+    if any(wait_for_children()):
+        raise RuntimeError("a process failed")
 
-    pid = forked(lead)
-    with contextlib.suppress(OSError):  # both do it: whichever is first, it is a group before it is killed
-        os.setpgid(pid, pid)
-    return pid
+
+def born(life: Life) -> list[int]:
+    """The first processes of a life: on one host one, which leads a process group; else one for each host."""
+    job = life.job
+    if not job.hosts:
+
+        def alone() -> None:
+            os.setpgid(0, 0)
+            lead(life)
+
+        pid = forked(alone, life.say)
+        with contextlib.suppress(OSError):  # both do it: whichever is first, it is a group before it is killed
+            os.setpgid(pid, pid)
+        return [pid]
+
+    def there(number: int) -> None:
+        job.hosts[number].enter()
+        forked(partial(lead, life) if number == 0 else partial(host_with_rings, life, number - 1), life.say)
+        os._exit(any(wait_for_children()))
+
+    return [forked(partial(there, number), life.say) for number in range(len(job.hosts))]
+
+
+def kill(job: Job, pids: Sequence[int], rng: random.Random) -> None:
+    """The whole job."""
+    if not job.hosts:
+        os.killpg(pids[0], signal.SIGKILL)
+    for host in rng.sample(job.hosts, len(job.hosts)):
+        host.kill()
 
 
 class Plan(NamedTuple):
@@ -215,54 +463,43 @@ class Plan(NamedTuple):
     delay_s: float
 
 
-def plan_of(rng: random.Random, life: int, only: str) -> Plan:
-    """At a random instant, at a cut, while a snapshot is uploaded, or while the life restores.
+def plan_of(rng: random.Random, life: int, only: str, hosts: int) -> Plan:
+    """At a random instant, at a cut or checkpoint, while a snapshot is uploaded, or while the life restores.
 
-    ``only``: at these events; the first life is killed behind a snapshot, so that there is one to restore.
+    ``only``: at these events; the first life is killed behind a checkpoint, so that there is one to restore.
     """
     kind = rng.choice(["", "taken", "taken", "complete", *(["restoring", "restored"] if life else [])])
     if only:
         kind = only if life else "complete"
-    most = {"": 0.5, "taken": 0.02, "complete": 0.02, "restoring": 0.01, "restored": 0.05}[kind]
+    most = {"": 0.5 if hosts == 1 else 4.0, "taken": 0.02, "complete": 0.02, "restoring": 0.01, "restored": 0.05}[kind]
     count = rng.randint(1, 4) if kind in ("taken", "complete") and not only else 1
     return Plan(kind, count, rng.random() * most)
 
 
-def run_life(job: Job, rings: int, kill: Plan | None) -> str:
+def run_life(job: Job, rings: int, plan: Plan | None, rng: random.Random) -> str:
     """How it ended: "killed", "ended", or what went wrong."""
     prefix = f"ledger-{secrets.token_hex(6)}-"
-    job.journal[:], job.restored[:] = bytes(job.payloads), bytes(_MOST_RINGS)
+    job.restored[:] = bytes(_MOST_RINGS)
+    if job.way == "snapshot":
+        job.journal[:] = bytes(job.payloads)
     job.final.unlink(missing_ok=True)  # of a life that was killed behind its end: this one goes on from a checkpoint
     reading, writing = os.pipe()
-    pid = live(job, rings, prefix, writing)
-    os.close(writing)
-    seen = 0
-    kill_at = time.monotonic() + kill.delay_s if kill is not None and not kill.event else float("inf")
-    give_up = time.monotonic() + _LIFE_S
-    text = b""
-    ended = ""
-    while not ended:
-        now = time.monotonic()
-        if now >= kill_at:
-            ended = "killed"
-        elif now >= give_up:
-            ended = f"stuck for {_LIFE_S:g} s"
-        elif select.select([reading], [], [], max(min(kill_at, give_up) - now, 0.0))[0]:
-            data = os.read(reading, 1 << 16)
-            if not data:
-                ended = "ended"
-            *lines, text = (text + data).split(b"\n")
-            for line in lines:
-                seen += kill is not None and bool(kill.event) and line.startswith(kill.event.encode())
-            if kill is not None and kill.event and seen >= kill.nth and kill_at == float("inf"):
-                kill_at = time.monotonic() + kill.delay_s
-    os.close(reading)
-    if ended != "ended":
-        os.killpg(pid, signal.SIGKILL)
-    statuses = []
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            statuses.append(os.waitpid(-1, 0)[1])
+    with contextlib.ExitStack() as stack:
+        for host in job.hosts:
+            stack.callback(host.close)
+            host.start()
+        links = [socket.socketpair() for _ in job.hosts[1:]]
+        for link in links:
+            for end in link:
+                stack.callback(end.close)
+        pids = born(Life(job, rings, prefix, partial(said, writing), links))
+        os.close(writing)
+        ended = watched(reading, plan)
+        os.close(reading)
+        if ended != "ended":
+            kill(job, pids, rng)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    wait_for_children()  # of those that were killed, and what is left of hosts
     if not remove_dead(prefix):
         return "segments in use remain"
     if ended == "ended" and any(statuses):
@@ -270,21 +507,58 @@ def run_life(job: Job, rings: int, kill: Plan | None) -> str:
     return ended
 
 
-def run_seed(seed: int, folder: Path, payloads: int, size: int, kills: int, only: str) -> dict[str, Any]:
+def said(writing: int, what: str) -> None:
+    """Tell the harness."""
+    os.write(writing, f"{what}\n".encode())
+
+
+def watched(reading: int, plan: Plan | None) -> str:
+    """Until a life has ended or is to be killed."""
+    seen = 0
+    kill_at = time.monotonic() + plan.delay_s if plan is not None and not plan.event else float("inf")
+    give_up = time.monotonic() + _LIFE_S
+    text = b""
+    while True:
+        now = time.monotonic()
+        if now >= kill_at:
+            return "killed"
+        if now >= give_up:
+            return f"stuck for {_LIFE_S:g} s"
+        if not select.select([reading], [], [], max(min(kill_at, give_up) - now, 0.0))[0]:
+            continue
+        data = os.read(reading, 1 << 16)
+        if not data:
+            return "ended"
+        *lines, text = (text + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"failed"):
+                return line.decode()
+            seen += plan is not None and bool(plan.event) and line.startswith(plan.event.encode())
+        if plan is not None and plan.event and seen >= plan.nth and kill_at == float("inf"):
+            kill_at = time.monotonic() + plan.delay_s
+
+
+def run_seed(seed: int, folder: Path, chosen: argparse.Namespace, hosts: Sequence[Host]) -> dict[str, Any]:
     """One job; what became of it."""
     rng = random.Random(seed)
-    job = Job(folder, payloads, size, mmap.mmap(-1, payloads), mmap.mmap(-1, _MOST_RINGS))
+    payloads = chosen.payloads
+    job = Job(
+        folder, payloads, chosen.size, chosen.way, rng.choice(("never", "never", "publish")), hosts,
+        mmap.mmap(-1, payloads), mmap.mmap(-1, _MOST_RINGS),
+    )  # fmt: skip
     Path(job.destination).mkdir(parents=True)
-    lives, planned = 0, kills if only else rng.randint(1, kills)
+    lives, planned = 0, chosen.kills if chosen.only else rng.randint(1, chosen.kills)
     how: Counter[str] = Counter()
     problem = ""
+    rings = []
     while not problem:
-        kill = plan_of(rng, lives, only) if lives < planned else None
-        ended = run_life(job, rng.randint(1, _MOST_RINGS), kill)
+        plan = plan_of(rng, lives, chosen.only, chosen.hosts) if lives < planned else None
+        rings.append(rng.randint(1, _MOST_RINGS))
+        ended = run_life(job, rings[-1], plan, rng)
         lives += 1
-        if ended == "killed" and kill is not None:
-            how[kill.event or "instant"] += 1
-        elif ended == "ended":
+        if ended == "killed" and plan is not None:
+            how[plan.event or "instant"] += 1
+        elif ended == "ended" and job.final.exists():
             break
         else:
             problem = f"life {lives}: {ended}"
@@ -296,32 +570,49 @@ def run_seed(seed: int, folder: Path, payloads: int, size: int, kills: int, only
     lost = [number for number in range(payloads) if not ledger[number]]
     twice = [number for number, count in ledger.items() if count > 1 or number >= payloads]
     return {
-        "seed": seed, "lives": lives, "kills": dict(how), "lost": 0 if problem else len(lost), "twice": len(twice),
-        "problem": problem, "passed": not (problem or lost or twice),
+        "seed": seed, "lives": lives, "rings": rings, "kills": dict(how), "lost": 0 if problem else len(lost),
+        "twice": len(twice), "problem": problem, "passed": not (problem or lost or twice),
     }  # fmt: skip
 
 
 # --- what it costs ------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def filled(size: int, count: int, prefix: str) -> Iterator[SharedRingBuffer]:
-    """A ring of this many payloads."""
+def empty(size: int, count: int, prefix: str, **where: Any) -> Iterator[tuple[SharedRingBuffer, dict[str, Any]]]:
+    """A ring for this many payloads, and one of them."""
     schema = Schema.of(values=("uint8", size))
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    with SharedRingBuffer.create(schema, slots=count, prefix=prefix) as ring:
-        ring.write_many([{"values": values}] * count)
-        yield ring
+    with SharedRingBuffer.create(schema, slots=count, prefix=prefix, **where) as ring:
+        yield ring, {"values": values}
+
+
+def through(size: int, count: int, prefix: str, **where: Any) -> float:
+    """Bytes a second, 32 payloads at a time, from write to consumed, for the second time through all slots."""
+    with empty(size, count, prefix, **where) as (ring, payload):
+        began = 0.0
+        for _ in range(2):
+            began = time.monotonic()
+            for done in range(0, count, 32):
+                ring.write_many([payload] * min(32, count - done))
+                ring.consume(ring.claim(32))
+        return size * count / (time.monotonic() - began)
 
 
 def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
-    """A row for each size: pause, bytes a second beside a plain write of the same bytes, time to the first batch."""
+    """A row for each size.
+
+    The pause of a snapshot, its bytes a second beside a plain write of the same bytes, the time to the first batch; and
+    bytes a second through rings in files, with each ``sync``, beside one in /dev/shm.
+    """
     rows = []
     for size, count in ((4 << 10, 4096), (64 << 10, 1024), (1 << 20, 128), (16 << 20, 16)):
         pauses, processor, rates, plain, firsts = [], [], [], [], []
+        kept: dict[str, list[float]] = {"never": [], "publish": []}
         for number in range(repeats):
             root = folder / f"{size}-{number}"
             root.mkdir()
             prefix = f"costs-{secrets.token_hex(4)}-"
-            with filled(size, count, prefix) as ring:
+            with empty(size, count, prefix) as (ring, payload):
+                ring.write_many([payload] * count)
                 began, cpu = time.monotonic(), time.thread_time()
                 taken = snapshot(f"rings:{prefix}", str(root), number)
                 pauses.append(time.monotonic() - began)
@@ -341,6 +632,9 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
                 saved.restore(ring)
                 assert len(ring.claim(32)) == min(32, count)
                 firsts.append(time.monotonic() - began)
+            memory = through(size, count, prefix)
+            for sync, found in kept.items():
+                found.append(through(size, count, prefix, file=root / sync, sync=sync) / memory)
             shutil.rmtree(root)
         rows.append(
             {
@@ -348,9 +642,22 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
                 "pause_ms_most": 1e3 * max(pauses), "pause_cpu_ms": 1e3 * statistics.median(processor),
                 "snapshot_gb_per_s": statistics.median(rates),
                 "plain_write_gb_per_s": statistics.median(plain), "first_batch_s": statistics.median(firsts),
+                **{f"file_{sync}_beside_memory": statistics.median(found) for sync, found in kept.items()},
             }
         )  # fmt: skip
     return rows
+
+
+def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows, and what they are together."""
+    kills: Counter[str] = Counter()
+    for row in rows:
+        kills.update(row.get("kills", {}))
+    return {
+        "rows": rows, "seeds": len(rows), "failed": sum(not row.get("passed", True) for row in rows),
+        "lost": sum(row.get("lost", 0) for row in rows), "twice": sum(row.get("twice", 0) for row in rows),
+        "kills": dict(kills),
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -358,6 +665,8 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seeds", type=int, default=20)
     options.add_argument("--first", type=int, default=1, help="the first seed")
+    options.add_argument("--way", default="snapshot", choices=("snapshot", "files"))
+    options.add_argument("--hosts", type=int, default=1, choices=(1, 4))
     options.add_argument("--payloads", type=int, default=600)
     options.add_argument("--size", type=int, default=4000, help="bytes of the largest payload, at most 40 000")
     options.add_argument("--kills", type=int, default=3, help="lives that are killed, at most")
@@ -370,6 +679,16 @@ def main() -> int:
     options.add_argument("--folder", type=Path, help="of checkpoints; default: a temporary one")
     options.add_argument("--json", default=None)
     chosen = options.parse_args()
+    logging.basicConfig(level="ERROR")  # each take-over is a warning
+    if chosen.hosts > 1:
+        try:
+            isolation.enter()
+            if reason := why_not():
+                raise isolation.Refused(reason)
+        except isolation.Refused as error:
+            print(f"there can be no hosts here: {error}", file=sys.stderr)
+            return _SKIPPED
+        make_bridge()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what is orphaned by a kill is waited for here
     rows: list[dict[str, Any]] = []
     begun = time.monotonic()
@@ -379,27 +698,26 @@ def main() -> int:
         for seed in () if chosen.costs else range(chosen.first, chosen.first + chosen.seeds):
             if time.monotonic() - begun > chosen.seconds:
                 break
-            rows.append(
-                run_seed(seed, Path(folder) / str(seed), chosen.payloads, chosen.size, chosen.kills, chosen.only)
-            )
+            made = range(chosen.hosts) if chosen.hosts > 1 else ()
+            hosts = [Host(number, Path(folder), random.Random(seed * 8 + number)) for number in made]
+            rows.append(run_seed(seed, Path(folder) / str(seed), chosen, hosts))
             shutil.rmtree(Path(folder) / str(seed), ignore_errors=not rows[-1]["passed"])
             if not rows[-1]["passed"]:
                 print(rows[-1], file=sys.stderr, flush=True)
-    failed = [] if chosen.costs else [row for row in rows if not row["passed"]]
-    kills: Counter[str] = Counter()
-    for row in rows:
-        kills.update(row.get("kills", {}))
-    report = {"rows": rows, "seeds": len(rows), "failed": len(failed), "kills": dict(kills)}
+            if chosen.json not in (None, "-"):  # each time, for a run that is stopped
+                Path(chosen.json).write_text(json.dumps(report_of(rows)))
+    report = report_of(rows)
     if chosen.json == "-":
         print(json.dumps(report))
     elif chosen.costs:
         for row in rows:
             print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
     else:
-        print(f"{len(rows)} seeds, {sum(kills.values())} kills ({dict(kills)}), {len(failed)} failed")
+        counts = ", ".join(f"{report[what]} {what}" for what in ("seeds", "lost", "twice", "failed"))
+        print(f"{chosen.way}, {chosen.hosts} hosts: {counts}; {sum(report['kills'].values())} kills {report['kills']}")
     if chosen.json not in (None, "-"):
         Path(chosen.json).write_text(json.dumps(report))
-    return 1 if failed else 0
+    return 1 if report["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from transport.errors import RankError, SchemaError, TicketError
 from transport.schema import MAX_BYTES, MAX_TENSORS, Layout, Placement, Schema
 
 VERSION: Final = 1
-MAX_ENCODED_BYTES: Final = _ring.NOTE_CAPACITY  # a slot keeps its ticket beside the payload
+_ORIGIN_BYTES: Final = 80  # of its name and value, which a restored payload has besides
+MAX_ENCODED_BYTES: Final = _ring.NOTE_CAPACITY - _ORIGIN_BYTES  # a slot keeps its ticket beside the payload
 MAX_METADATA_BYTES: Final = 1024
-MAX_JSON_BYTES: Final = 16 * MAX_ENCODED_BYTES  # names and escapes make JSON longer, but not by more
+MAX_JSON_BYTES: Final = 16 * _ring.NOTE_CAPACITY  # names and escapes make JSON longer, but not by more
 MAX_ADDRESSES: Final = 16
 ORIGIN: Final = "transport.origin"  # in the metadata of a restored payload: the id that it had first
 NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload
@@ -40,7 +41,6 @@ _MAGIC: Final = b"TK"
 _PREFIX: Final = _MAGIC + bytes((VERSION,))
 _HEX_16_BYTES: Final = re.compile(r"[0-9a-f]{32}")
 _ORIGIN: Final = re.compile(r"([0-9a-f]{32})/(\d{1,10})/(\d{1,10})")
-_ORIGIN_BYTES: Final = 80  # of its name and value
 _SLOT_LIMIT: Final = 1 << 30  # slot and generation have 30 bits in the ring
 _U64_LIMIT: Final = 1 << 64
 
@@ -215,16 +215,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # --- encodings -----------------------------------------------------------------------------
     def encode(self) -> bytes:
-        """MessagePack, at most 2048 bytes. TicketError, naming the largest field, when it would be more."""
+        """MessagePack, at most 1968 bytes, or 2048 with the id of a restored payload.
+
+        TicketError, naming the largest field, when it would be more.
+        """
         row = _fields_of(self)
         if self.schema is not None:
             row = (*row[:_SCHEMA_AT], self.schema.encode(), *row[_SCHEMA_AT + 1 :])
         data = _PREFIX + _encode(row)
-        if len(data) > MAX_ENCODED_BYTES:
+        most = MAX_ENCODED_BYTES + _room(self.metadata)
+        if len(data) > most:
             fields = dict(zip(_Row.__struct_fields__, row, strict=True))
             largest = max(fields, key=lambda name: len(_encode(fields[name])))
             raise TicketError(
-                f"the encoded ticket has {len(data)} bytes, the limit is {MAX_ENCODED_BYTES}; "
+                f"the encoded ticket has {len(data)} bytes, the limit is {most}; "
                 f"the largest field is {largest} with {len(_encode(fields[largest]))}"
             )
         return data
@@ -243,7 +247,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The ticket that `encode` made these bytes of. TicketError for anything else."""
         if not isinstance(data, bytes):
             raise TicketError(f"a {type(data).__name__} is not a ticket; give the bytes of encode()")
-        if len(data) > MAX_ENCODED_BYTES or len(data) < 3 or data[:2] != _MAGIC:
+        if len(data) > _ring.NOTE_CAPACITY or len(data) < 3 or data[:2] != _MAGIC:
             raise TicketError(f"these {len(data)} bytes are not a ticket")
         _check_version(data[2])
         try:
@@ -370,12 +374,17 @@ def _plain(metadata: Mapping[str, Any]) -> Metadata:
         size = len(_encode(plain))
     except (TypeError, ValueError, OverflowError) as error:  # an int above 64 bits, half a surrogate pair
         raise TicketError(f"the metadata cannot be encoded: {error}") from error
-    most = MAX_METADATA_BYTES + (_ORIGIN_BYTES if ORIGIN in plain else 0)
+    most = MAX_METADATA_BYTES + _room(plain)
     if size > most or not all(isinstance(name, str) for name in plain):
         raise TicketError(
             f"metadata: expected str names and at most {MAX_METADATA_BYTES} encoded bytes, got {size} bytes"
         )
     return plain
+
+
+def _room(metadata: Metadata) -> int:
+    """Bytes beyond the limits."""
+    return _ORIGIN_BYTES if ORIGIN in metadata else 0
 
 
 def _origin(text: object) -> tuple[str, int, int] | None:

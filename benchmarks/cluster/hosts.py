@@ -8,6 +8,7 @@ with that every process of it ends, and its namespaces with them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import select
@@ -32,6 +33,7 @@ _PATIENCE_S = 20.0
 _HERE = Path(__file__).parent
 _RTMGRP_LINK = 1
 _NETLINK_BYTES = 1 << 16
+_libc = ctypes.CDLL(None, use_errno=True)
 
 # $1 host name, $2 boot id, $3 … init. UCX looks for interfaces in /sys.
 _ENTER = """
@@ -112,6 +114,7 @@ class Host:
     def start(self) -> None:
         """Make it, with its link."""
         self.lives += 1
+        self._pid = 0
         identity = self._folder / f"{self.name}.{self.lives}.boot_id"
         identity.write_text(f"{uuid.UUID(int=self._choose.getrandbits(128), version=4)}\n")
         kinds = ["--net", "--mount", "--ipc", "--uts", "--pid"]
@@ -165,6 +168,15 @@ class Host:
                 env=dict(environment),
                 start_new_session=True,
             )
+
+    def enter(self) -> None:
+        """Have the processes that this one forks from now on be the host's. It has one thread."""
+        kinds = ["net", "ipc", "uts", "pid"] + ["time"] * _has_time_namespaces() + ["mnt"]
+        files = [os.open(f"/proc/{self._pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]
+        for kind, file in zip(kinds, files, strict=True):
+            if _libc.setns(file, 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to the {kind} of {self.name}")
+            os.close(file)
 
     def network(self, *words: object) -> None:
         """A command in its network."""
@@ -226,14 +238,19 @@ class Host:
         self.swallow()
         self.close()
 
+    def kill(self) -> None:
+        """End every process of it; `close` removes what is left."""
+        if self._holder is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid or self._holder.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End it, and wait until its link is gone. Idempotent."""
         if self._holder is None:
             return
         if self._carrier is not None:
             self.carry()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid or self._holder.pid, signal.SIGKILL)
+        self.kill()
         self._holder.wait()
         for pipe in (self._holder.stdout, self._holder.stderr):
             if pipe is not None:

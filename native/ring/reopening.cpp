@@ -13,10 +13,14 @@
 //   FREE              FREE: it was consumed, or never published
 //
 // A payload that was consumed can be READY again after a loss of power. Its generation has not changed then, so the
-// trainer's record (ConsumedRecord) refuses it. No generation that a reader may have seen is given to another payload:
-// the sync before READY has written it.
+// trainer's record (ConsumedRecord) refuses it. The word of a slot can be an older one, and no generation that a reader
+// may have seen is given to another payload: a writer gives out only those up to `Header::granted`, which is on disk
+// before the first of them is, and each writer begins above what it finds there.
 #include <algorithm>
 #include <array>
+#include <cerrno>
+
+#include <sys/mman.h>
 
 #include "common/checksum.hpp"
 #include "common/error.hpp"
@@ -25,6 +29,36 @@
 #include "ring/ring.hpp"
 
 namespace transport {
+
+namespace {
+// Generations of each slot between two syncs of the header. A slot that was taken less often than others skips some.
+constexpr std::uint32_t kGrant = 1 << 14;
+}  // namespace
+
+std::uint32_t Ring::least_generation() {
+  if (!segment_.place.file) return 0;
+  if (granted_.load(std::memory_order_relaxed) == 0) grant();
+  return std::max(1u, (granted_.load(std::memory_order_relaxed) - kGrant + 1) & Word::kGenerationMask);
+}
+
+void Ring::grant() {
+  const std::uint32_t granted = header().granted.fetch_add(kGrant, std::memory_order_relaxed) + kGrant;
+  if (msync(segment_.mapping->control(), kHeaderBytes, MS_SYNC) != 0) fail_errno(errno, "msync", segment_.place.shown);
+  granted_.store(granted, std::memory_order_relaxed);
+}
+
+// Nobody has seen the generation of a slot that is WRITING.
+Lease Ring::granted(const Lease& taken) {
+  if (!segment_.place.file || !slot_word::later(taken.generation, granted_.load(std::memory_order_relaxed)))
+    return taken;
+  try {
+    grant();
+  } catch (...) {
+    abort(taken.slot, taken.generation);
+    throw;
+  }
+  return taken;
+}
 
 std::uint64_t Ring::seal_of(std::uint64_t slot, std::uint32_t generation) const {
   constexpr std::size_t kFields = 9;

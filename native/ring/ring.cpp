@@ -47,15 +47,16 @@ NoteWords& Ring::note_words(std::uint64_t slot) const {
 
 std::optional<Lease> Ring::try_take() {
   require_owner();
+  const std::uint32_t least = least_generation();
   for (bool rebuilt = false;; rebuilt = true) {
     while (const auto slot = hints_.claim()) {
       FAULT_POINT("take.hinted");
       const Change changed =
-          change(control(*slot).word, [this](Word old) { return slot_word::take(old, static_cast<unsigned>(me_)); });
+          change(control(*slot).word, [&](Word old) { return slot_word::take(old, static_cast<unsigned>(me_), least); });
       if (!changed) continue;  // a stale hint
       FAULT_POINT("take.taken");
       row().count(Counter::takes);
-      return Lease{static_cast<std::uint32_t>(*slot), changed.after.generation()};
+      return granted({static_cast<std::uint32_t>(*slot), changed.after.generation()});
     }
     if (rebuilt) return std::nullopt;
     offer_free_slots();
@@ -70,6 +71,7 @@ void Ring::offer_free_slots() {
 
 std::optional<Lease> Ring::try_overwrite() {
   require_owner();
+  const std::uint32_t least = least_generation();
   for (;;) {
     std::optional<std::uint64_t> oldest;
     Word oldest_word;
@@ -86,13 +88,13 @@ std::optional<Lease> Ring::try_overwrite() {
     }
     if (!oldest) return std::nullopt;
     const Change changed = change(control(*oldest).word, [&](Word old) {
-      return old == oldest_word ? slot_word::overwrite(old, static_cast<unsigned>(me_), oldest_readers)
+      return old == oldest_word ? slot_word::overwrite(old, static_cast<unsigned>(me_), oldest_readers, least)
                                 : slot_word::refuse(Refusal::stale);
     });
     if (!changed) continue;  // pinned, consumed or overwritten meanwhile: look for the oldest again
     FAULT_POINT("overwrite.taken");
     row().count(Counter::overwrites);
-    return Lease{static_cast<std::uint32_t>(*oldest), changed.after.generation()};
+    return granted({static_cast<std::uint32_t>(*oldest), changed.after.generation()});
   }
 }
 

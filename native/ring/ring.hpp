@@ -288,6 +288,9 @@ class Ring {
   bool whole(std::uint64_t slot, std::uint32_t generation) const;
   void reopen();
   void check_slots();
+  std::uint32_t least_generation();  // that may be given out; 0: any
+  void grant();
+  Lease granted(const Lease& taken);
 
   void offer_free_slots();
   void freed(std::uint64_t slot);
@@ -305,6 +308,7 @@ class Ring {
   Segment segment_;
   int me_ = -1;
   unsigned torn_ = 0;
+  std::atomic<std::uint32_t> granted_ = 0;  // of a file: on disk, as the last generation that we may give out
   // Either a user sees that the ring is closed, or close() sees the user: both sequentially consistent.
   std::atomic<bool> closed_ = false;
   mutable std::atomic<unsigned> users_ = 0;

@@ -31,7 +31,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 8;
+inline constexpr std::uint32_t kLayoutVersion = 9;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
@@ -68,6 +68,7 @@ struct Header {
   Identity identity;
   std::uint64_t identity_checksum;
   std::atomic<Kept> kept;  // as the last writer asked for
+  std::atomic<std::uint32_t> granted;  // of a file: no generation above it was ever given out (reopening.cpp)
   alignas(64) EventWord freed;      // advanced whenever a slot becomes FREE
   alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING, or can be claimed again
   alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over

@@ -109,9 +109,16 @@ constexpr std::uint16_t born_done(unsigned readers) {
   return static_cast<std::uint16_t>(unsigned{Word::kAll} << readers);
 }
 
-// 0 is skipped at the wrap: it means "never taken".
-constexpr std::uint32_t next_generation(Word old) {
+// Around the circle, since generations wrap: whether `a` came later than `b`.
+constexpr bool later(std::uint32_t a, std::uint32_t b) {
+  const std::uint32_t distance = (a - b) & Word::kGenerationMask;
+  return distance != 0 && distance <= Word::kGenerationMask / 2;
+}
+
+// 0 is skipped at the wrap: it means "never taken". `least`: the first one that may be given (reopening.cpp); 0: any.
+constexpr std::uint32_t next_generation(Word old, std::uint32_t least) {
   const std::uint32_t next = (old.generation() + 1) & Word::kGenerationMask;
+  if (least != 0 && later(least, next)) return least;
   return next == 0 ? 1 : next;
 }
 
@@ -122,17 +129,17 @@ constexpr Step settled(std::uint32_t generation, std::uint16_t done, std::uint16
   return {Word::of(generation, state, done, pins)};
 }
 
-constexpr Step take(Word old, unsigned me) {
+constexpr Step take(Word old, unsigned me, std::uint32_t least = 0) {
   if (old.state() != State::free) return refuse(Refusal::state);
-  return {Word::of(next_generation(old), State::writing, 0, bit(me))};
+  return {Word::of(next_generation(old, least), State::writing, 0, bit(me))};
 }
 
-constexpr Step overwrite(Word old, unsigned me, unsigned readers) {
+constexpr Step overwrite(Word old, unsigned me, unsigned readers, std::uint32_t least = 0) {
   if (old.state() == State::reading) return refuse(Refusal::pinned);
   if (old.state() != State::ready) return refuse(Refusal::state);
   if (old.pins() != 0) return refuse(Refusal::pinned);
   if (old.done() != born_done(readers)) return refuse(Refusal::done);
-  return {Word::of(next_generation(old), State::writing, 0, bit(me))};
+  return {Word::of(next_generation(old, least), State::writing, 0, bit(me))};
 }
 
 constexpr bool writing_mine(Word old, std::uint64_t generation, unsigned me) {

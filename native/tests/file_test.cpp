@@ -1,8 +1,10 @@
 // Rings in files: all their processes are killed at each passing of each fault point, and the next one goes on.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include <sys/mman.h>
 
@@ -30,6 +32,12 @@ struct FileGuard {
   }
   std::string name, folder, file;
 };
+
+std::size_t control_bytes(const Ring& ring) {
+  Geometry geometry;
+  CHECK(Geometry::compute(ring.identity().slot_count, kCapacity, ring.identity().page_bytes, geometry));
+  return geometry.payload_offset;
+}
 
 // The values of what is unread; each once.
 std::set<std::uint64_t> unread(const Ring& ring) {
@@ -170,6 +178,36 @@ TEST(a_payload_that_is_not_as_it_was_published_is_freed_and_counted) {
     const auto ring = guard.ring();
     CHECK(ring->taken_over() && ring->torn() == 1 && unread(*ring) == std::set<std::uint64_t>{7});
     check_survivors(*ring);
+  }
+}
+
+// The word is as an older page has it: of a slot that is free, or whose payload is unread.
+TEST(no_generation_of_a_file_is_given_out_twice_after_a_loss_of_power) {
+  constexpr unsigned kTakes = 40'000;  // of one slot: more than a writer gives out between two syncs
+  for (const State old : {State::free, State::ready}) {
+    const FileGuard guard("file-generations");
+    std::uint32_t last = 0;
+    {
+      const auto ring = guard.ring(1);
+      auto* const header = reinterpret_cast<Header*>(ring->mapping()->control());
+      CHECK(publish_text(*ring, *ring->try_take(), 1, 1));
+      const std::vector<std::byte> whole(ring->mapping()->control(), ring->mapping()->control() + control_bytes(*ring));
+      CHECK(ring->discard(0, 1));
+      for (unsigned take = 0; take < kTakes; ++take) {
+        const auto lease = ring->try_take();
+        CHECK(slot_word::later(lease->generation, last) && !slot_word::later(lease->generation, header->granted.load()));
+        last = lease->generation;
+        CHECK(ring->abort(0, last));
+      }
+      std::memcpy(ring->mapping()->control() + kHeaderBytes, whole.data() + kHeaderBytes, whole.size() - kHeaderBytes);
+      if (old == State::free) CHECK(ring->discard(0, 1));
+    }
+    const auto ring = guard.ring(1);
+    CHECK(ring->torn() == 0 && ring->info(0).state == old);
+    if (old == State::ready) CHECK(ring->discard(0, 1));
+    const auto lease = ring->try_take();
+    CHECK(slot_word::later(lease->generation, last));
+    CHECK(ring->abort(0, lease->generation));
   }
 }
 

@@ -37,6 +37,15 @@ TEST(generations_wrap_and_skip_zero) {
   allowed(take(Word::of(Word::kGenerationMask, State::free, 0, 0), me), Word::of(1, State::writing, 0, mine));
 }
 
+TEST(a_slot_that_is_behind_what_may_be_given_out_skips_to_it) {
+  allowed(take(free_(), me, g + 1), Word::of(g + 1, State::writing, 0, mine));
+  allowed(take(free_(), me, 900), Word::of(900, State::writing, 0, mine));
+  allowed(take(free_(), me, 2), Word::of(g + 1, State::writing, 0, mine));
+  allowed(overwrite(ready(), me, 2, 900), Word::of(900, State::writing, 0, mine));
+  allowed(take(Word::of(Word::kGenerationMask - 3, State::free, 0, 0), me, 5), Word::of(5, State::writing, 0, mine));
+  allowed(take(free_(), me, Word::kGenerationMask - 3), Word::of(g + 1, State::writing, 0, mine));
+}
+
 TEST(overwrite_takes_a_payload_that_nobody_consumed_or_pins) {
   allowed(overwrite(ready(), me, 2), Word::of(g + 1, State::writing, 0, mine));
   allowed(overwrite(ready(0), me, 16), Word::of(g + 1, State::writing, 0, mine));

@@ -24,8 +24,10 @@ from ring_files import SCHEMA, forget, links_to, payload, take_all
 
 from transport import SharedRingBuffer
 from transport.packer.consumed_record import ConsumedRecord
+from transport.ring.buffer import Sync
 
 _PAGE = 4096
+_HEADER = 2 * _PAGE
 _SLOTS = 4
 
 
@@ -169,10 +171,31 @@ def lives(file: Path, seed: int, sync: str, environment: dict[str, str], synced:
     return life, [*first, *after, file.read_bytes()]
 
 
-def mixed(versions: list[bytes], chosen: random.Random) -> bytes:
-    """A page of each version, by chance."""
-    pages = range(0, len(versions[0]), _PAGE)
-    return b"".join(chosen.choice(versions)[at : at + _PAGE] for at in pages)
+def mixed(versions: list[bytes], headers: list[bytes], chosen: random.Random) -> bytes:
+    """A page of each version, by chance. The header is synced by itself, and is one of these."""
+    pages = range(_HEADER, len(versions[0]), _PAGE)
+    return chosen.choice(headers)[:_HEADER] + b"".join(chosen.choice(versions)[at : at + _PAGE] for at in pages)
+
+
+def left(file: Path, life: Life, sync: Sync) -> list[int]:
+    """What a trainer with the record of a life gets from a file that a loss of power left.
+
+    Nothing that the record has comes again, and it accepts all that is written from then on.
+    """
+    record = ConsumedRecord.from_bytes(life.record.to_bytes())
+    with SharedRingBuffer.create(SCHEMA, slots=_SLOTS, file=file, sync=sync) as ring:
+        found = take_all(ring, record)  # compares the bytes
+        assert len(set(found)) == len(found)
+        assert set(found) <= life.begun - life.recorded
+        later = [max(life.begun, default=0) + number for number in range(1, 2 * _SLOTS + 1)]
+        accepted = []
+        for half in (later[:_SLOTS], later[_SLOTS:]):
+            ring.write_many(map(payload, half))
+            accepted += take_all(ring, record)
+        assert accepted == later, "no number of a slot is used again"
+    forget(file)
+    file.unlink()
+    return found
 
 
 @needs_compiler
@@ -184,37 +207,23 @@ def test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_pow
     life, versions = lives(file, seed, "publish", environment, synced)
     forget(file)
     chosen = random.Random(seed)
-    for each in range(20):
-        left = tmp_path / f"left-{each}"
-        left.write_bytes(mixed(versions, chosen))
-        record = ConsumedRecord.from_bytes(life.record.to_bytes())
-        with SharedRingBuffer.create(SCHEMA, slots=_SLOTS, file=left, sync="publish") as ring:
-            found = take_all(ring, record)
-            assert len(set(found)) == len(found)
-            assert life.written - life.recorded - set(found) == set(), "lost"
-            assert set(found) <= life.begun - life.recorded
-            later = [max(life.begun, default=0) + number for number in range(1, 2 * _SLOTS + 1)]
-            accepted = []
-            for half in (later[:_SLOTS], later[_SLOTS:]):
-                ring.write_many(map(payload, half))
-                accepted += take_all(ring, record)
-            assert accepted == later, "no number of a slot is used again"
-        forget(left)
-        left.unlink()
+    for _ in range(20):
+        file.write_bytes(mixed(versions, versions, chosen))
+        assert life.written - life.recorded - set(left(file, life, "publish")) == set(), "lost"
 
 
-@pytest.mark.nightly(keep=2)
-@pytest.mark.parametrize("seed", range(10))
-def test_without_a_sync_what_is_left_after_a_loss_of_power_is_as_it_was_published(seed: int, tmp_path: Path) -> None:
-    file = tmp_path / "ring"
-    life, versions = lives(file, seed, "never", {}, tmp_path / "none")
+@needs_compiler
+@pytest.mark.nightly(keep=4)
+@pytest.mark.parametrize("seed", range(40))
+def test_without_a_sync_nothing_that_was_recorded_comes_again_and_nothing_new_is_refused(
+    seed: int, tmp_path: Path
+) -> None:
+    file, synced = tmp_path / "ring", tmp_path / "synced"
+    environment = preloaded("synced", tmp_path) | {"SYNCED_PAGES": str(synced)}
+    life, versions = lives(file, seed, "never", environment, tmp_path / "none")
     forget(file)
+    headers = [synced.read_bytes(), versions[-1]] if synced.exists() else versions
     chosen = random.Random(seed)
-    for each in range(20):
-        left = tmp_path / f"left-{each}"
-        left.write_bytes(mixed(versions, chosen))
-        with SharedRingBuffer.create(SCHEMA, slots=_SLOTS, file=left) as ring:
-            found = take_all(ring, ConsumedRecord())  # compares the bytes
-            assert len(set(found)) == len(found) and set(found) <= life.begun
-        forget(left)
-        left.unlink()
+    for _ in range(20):
+        file.write_bytes(mixed(versions, headers, chosen))
+        left(file, life, "never")

@@ -132,6 +132,7 @@ TESTS: dict[str, dict[str, list[str]]] = {
             "test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed",
             "test_a_ring_in_a_file_whose_processes_were_all_killed_is_served_again",
         ],
+        "guarantees/test_restart.py": ["test_a_job_killed_whole_goes_on_over_files_and_on_several_hosts"],
     },
     "their host starts again": {
         "guarantees/test_files.py": ["test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed"],
@@ -140,7 +141,9 @@ TESTS: dict[str, dict[str, list[str]]] = {
         "guarantees/test_files.py": ["test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_power"],
     },
     "their host loses its power, without": {
-        "guarantees/test_files.py": ["test_without_a_sync_what_is_left_after_a_loss_of_power_is_as_it_was_published"],
+        "guarantees/test_files.py": [
+            "test_without_a_sync_nothing_that_was_recorded_comes_again_and_nothing_new_is_refused"
+        ],
     },
     "a host dies, or is out of reach": {
         "guarantees/test_hosts.py": [

@@ -80,8 +80,6 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
             assert len(accepted) == 2
             assert trainer.accept(batch) == accepted
             stored = trainer.consumed_record().to_bytes()
-            with pytest.raises(UsageError, match="accepted"):
-                trainer.abandon(batch)
             del accepted
             batch.release()
         assert rollout.ring_statistics().ready == 2  # its end gave the claims back
@@ -94,6 +92,30 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
             with pytest.raises(UsageError, match="already consumed"):
                 again.accept(batch)
             batch.release()
+        assert rollout.ring_statistics().free == 4
+
+
+@pytest.mark.ucx
+def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_RUN", f"abandoned-{os.getpid()}")
+    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, Trainer(schemas=[SCHEMA]) as trainer:
+        rollout.write_many_to_buffer([VALUES, VALUES])
+        for again in (False, True):
+            trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=20))
+            batch = trainer.collect_prefetch(timeout=20)
+            assert batch is not None
+            assert len(trainer.accept(batch)) == 2
+            record = trainer.consumed_record()
+            assert len(record) == 2
+            if not again:
+                trainer.abandon(batch, "the step failed")
+                assert len(trainer.consumed_record()) == 0
+                assert len(record) == 2  # a checkpoint's own
+        assert len(trainer.consume(batch)) == 2
+        assert trainer.consumed_record().to_bytes() == record.to_bytes()
+        statistics = trainer.ucxx_statistics()
+        assert (statistics.consumed, statistics.duplicates) == (2, 0)
+        batch.release()
         assert rollout.ring_statistics().free == 4
 
 

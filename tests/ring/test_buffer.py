@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -615,6 +616,24 @@ def test_leases_that_outlive_their_ring_say_that_it_is_closed() -> None:
     with pytest.raises(ClosedError):
         writing.publish()
     assert bytes(reading.view) == noise(100).tobytes()  # memory that is lent stays mapped
+
+
+def test_a_lease_is_released_while_another_thread_closes_its_ring() -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=1000) as writer, ThreadPoolExecutor(2) as threads:
+        ticket = writer.write_raw(noise(100))
+        together = threading.Barrier(2)
+        for _ in range(200):
+            reader = SharedRingBuffer.attach(writer.name, role="reader")
+            lease = reader.read_raw(ticket)
+
+            def at_once(call: Callable[[], object]) -> None:
+                together.wait(60)
+                call()
+
+            list(threads.map(at_once, (reader.close, lease.release)))
+            assert not lease.release()
+            del lease, reader
+        assert states(writer) == (1, 0)
 
 
 def test_a_forked_child_cannot_use_the_ring_and_its_end_changes_nothing() -> None:

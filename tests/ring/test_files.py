@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,47 @@ def test_the_commands_show_the_file_and_reclaim_removes_the_name_alone(file: Pat
     assert links_to(file) == []
     with made(file) as ring:
         assert take_all(ring, ConsumedRecord()) == [0, 1, 2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_file_of_another_user_is_refused_and_left_as_it_is() -> None:
+    child = """
+import os, sys
+from pathlib import Path
+from ring_files import SCHEMA, payload
+from transport import Rollout, SharedRingBuffer
+from transport.errors import SharedMemoryError
+theirs, own = map(Path, sys.argv[1:])
+values = payload(1)
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for make in (Rollout, SharedRingBuffer.create):
+    try:
+        make(SCHEMA, slots=4, file=theirs)
+    except SharedMemoryError as error:
+        print(error, flush=True)
+with SharedRingBuffer.create(SCHEMA, slots=4, file=own) as ring:
+    ring.write(values)
+    print(ring.name, flush=True)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        mine, theirs = Path(folder, "mine"), Path(folder, "theirs")
+        with made(mine) as ring:
+            ring.write(payload(0))
+        forget(mine)
+        with Child(child, mine, theirs) as another:
+            for _ in range(2):
+                assert "Permission denied" in another.line()
+            name = another.line()
+            assert another.wait() == 0
+        with pytest.raises(SharedMemoryError, match="belongs to user 65534"):
+            made(theirs)
+        with pytest.raises(SharedMemoryError, match="belongs to user 65534"):
+            SharedRingBuffer.attach(name, SCHEMA, role="reader")
+        with made(mine) as ring:
+            assert take_all(ring, ConsumedRecord()) == [0]
+        for file in (mine, theirs):
+            forget(file)
 
 
 def test_the_name_of_a_file_that_was_deleted_is_reclaimed(file: Path, shown: Callable[..., Any]) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from helpers import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +32,14 @@ from transport.errors import (
     RingFullError,
     SchemaError,
     SnapshotError,
+    TicketError,
     UploadCancelledError,
     UsageError,
 )
 from transport.packer.consumed_record import ConsumedRecord
+from transport.queue import open_queue
 from transport.snapshots import Manifest, Saved, Snapshot, prune, restore, snapshot, steps, taking
+from transport.ticket import MAX_ENCODED_BYTES, Ticket
 
 SCHEMA = Schema.of(number=("int64",), values=("float32", UpTo(500)), name=("text", UpTo(40)))
 OTHER = Schema.of(number=("int64",), reward=("float32",))
@@ -350,6 +356,31 @@ def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) 
         snapshot(queue, str(place), 1)
 
 
+def test_a_part_that_fails_leaves_those_of_the_other_hosts_and_can_be_taken_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Folder):
+        def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
+            raise DestinationError("the disk of this host")
+
+    attempt = secrets.token_hex(8)
+    with SharedRingBuffer.create(SCHEMA, slots=4) as mine, SharedRingBuffer.create(SCHEMA, slots=4) as theirs:
+        written(mine, [0])
+        written(theirs, [1])
+        with RingQueue([theirs]) as queue:
+            snapshot(queue, str(place), 4, part=(1, 2), attempt=attempt).wait(60)
+        with RingQueue([mine]) as queue:
+            with monkeypatch.context() as broken:
+                broken.setattr(taking, "open_destination", lambda url: Failing(place))
+                with pytest.raises(DestinationError):
+                    snapshot(queue, str(place), 4, part=(0, 2), attempt=attempt).wait(60)
+            assert steps(str(place)) == {}
+            assert snapshot(queue, str(place), 4, part=(0, 2), attempt=attempt).wait(60).payloads == 2
+    with SharedRingBuffer.create(SCHEMA, slots=4) as ring:
+        restore(str(place), 4, ring)
+        assert sorted(content(ring)) == [0, 1]
+
+
 # --- what is refused ----------------------------------------------------------------------------------
 def files_of(place: Path) -> dict[str, Path]:
     [manifest] = place.rglob("manifest.json")
@@ -403,6 +434,21 @@ def test_snapshots_of_another_run_step_or_format_are_refused(ring: SharedRingBuf
         manifest.write_bytes(msgspec.json.encode({"format": 2, "created": 1.0, "new": {}}))
         with pytest.raises(UsageError, match="format 2"):
             restore(str(place), 5, second, run="mine")
+        assert second.unread() == []
+
+
+@pytest.mark.parametrize("which", ["data", "index"])
+def test_a_manifest_without_checksums_is_refused(ring: SharedRingBuffer, prefix: str, place: Path, which: str) -> None:
+    written(ring, range(6))
+    saved_of(ring, place)
+    ring.close()
+    manifest = files_of(place)["manifest"]
+    found = msgspec.json.decode(manifest.read_bytes())
+    found["rings"][0][which]["blocks"] = []
+    manifest.write_bytes(msgspec.json.encode(found))
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        with pytest.raises(CheckpointDamagedError, match="without its checksums"):
+            restore(str(place), 1, second)
         assert second.unread() == []
 
 
@@ -558,6 +604,32 @@ def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefi
             assert sorted(found) == list(range(5))
 
 
+@pytest.mark.ucx
+def test_a_small_rollout_restores_as_trainers_make_room_unless_its_queue_lies_beside_it(
+    prefix: str, place: Path, queue_url: str
+) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as ring:
+        written(ring, range(8))
+        saved_of(ring, place)
+    with open_queue(queue_url) as queue, Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout:
+        with pytest.raises(RingFullError, match="all of them at once"):
+            restore(str(place), 1, rollout)
+        assert rollout.ring.unread() == [] and queue.depth().unfinished == 0
+    with (
+        open_rings(f"rings:{prefix}") as queue,
+        Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
+        ThreadPoolExecutor(1) as thread,
+        open_rings(f"rings:{prefix}") as reading,
+    ):
+        done = thread.submit(restore, str(place), 1, rollout)
+        found: list[int] = []
+        while len(found) < 8:
+            for claim in reading.claim(4, consumer="trainer", timeout_s=60):
+                found.append(int(Ticket.decode(claim.data).metadata["number"]))  # type: ignore[arg-type]
+                assert reading.ack(claim)
+        assert found == list(range(8)) and len(done.result(60).tickets) == 8
+
+
 def test_two_snapshots_at_once_and_a_third_by_the_same_process_are_each_complete(
     ring: SharedRingBuffer, place: Path
 ) -> None:
@@ -566,6 +638,103 @@ def test_two_snapshots_at_once_and_a_third_by_the_same_process_are_each_complete
         taken: list[Snapshot] = [snapshot(queue, str(place), step) for step in (1, 2, 3)]
         assert [each.wait(60).payloads for each in taken] == [4, 4, 4]
     assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 8
+
+
+def test_threads_snapshot_and_restore_at_once(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
+    written(ring, range(8))
+    together = threading.Barrier(2)
+
+    def take(step: int) -> int:
+        together.wait(60)
+        return snapshot(f"rings:{prefix}", str(place), step).wait(60).payloads
+
+    def put(number: int) -> list[int]:
+        with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as new:
+            together.wait(60)
+            restore(str(place), 1 + number, new, share=(number, 2))
+            return content(new)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(take, (1, 2))) == [8, 8]
+        assert len(ring.consume(ring.claim(8))) == 8 and ring.statistics().free == 8
+        ring.close()
+        assert [number for found in threads.map(put, (0, 1)) for number in found] == list(range(8))
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from transport import Schema, SharedRingBuffer
+from transport.cooldown.destinations.folder import Folder
+from transport.errors import ClosedError
+from transport.snapshots import restore, snapshot, taking
+
+place, prefix = sys.argv[1:]
+schema = Schema.of(number=("int64",))
+hold, let = os.pipe()
+reading, writing = os.pipe()
+
+class Held(Folder):
+    def write(self, path, size, pieces):
+        os.write(writing, b"x")
+        os.read(hold, 1)
+        return super().write(path, size, pieces)
+
+ring = SharedRingBuffer.create(schema, slots=4, prefix=prefix)
+ring.write_many([{"number": number} for number in range(4)])
+taking.open_destination = lambda url: Held(Path(place))
+taken = snapshot(f"rings:{prefix}", place, 1)
+os.read(reading, 1)  # its upload is under way
+child = os.fork()
+if child == 0:
+    status = 1
+    try:
+        try:
+            taken.wait(0)
+        except ClosedError:
+            status = 2
+        taking.open_destination = lambda url: Folder(Path(place))
+        assert snapshot(f"rings:{prefix}", place, 2).wait(60).payloads == 4
+        status = 3
+    finally:
+        os._exit(status)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+os.close(let)
+assert taken.wait(60).payloads == 4
+assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
+ring.close()
+for step in (1, 2):
+    with SharedRingBuffer.create(schema, slots=4, prefix=prefix) as new:
+        restore(place, step, new)
+        assert [int(claim.arrays()["number"]) for claim in new.claim(4)] == [0, 1, 2, 3]
+print("done", flush=True)
+"""
+
+
+def test_a_forked_process_takes_snapshots_of_its_own(prefix: str, place: Path) -> None:
+    with Child(FORKED, place, prefix) as child:
+        assert child.line() == "done"
+        assert child.wait() == 0
+
+
+def test_a_payload_with_the_longest_ticket_is_restored(prefix: str, place: Path) -> None:
+    long: dict[str, Any] = {"text": "x" * 900}
+    given = {f"t{number:02}": np.zeros(1, np.uint8) for number in range(16)}
+
+    def longest(ring: SharedRingBuffer) -> Ticket:
+        """With names that are as long as a ticket has room for."""
+        for length in range(60, 0, -1):
+            with contextlib.suppress(TicketError):
+                return ring.write({f"{name}{'n' * length}": each for name, each in given.items()}, metadata=long)
+        raise AssertionError
+
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=prefix) as ring:
+        ticket = longest(ring)
+        assert len(ticket.encode()) > MAX_ENCODED_BYTES - 20
+        saved_of(ring, place)
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096, prefix=prefix) as ring:
+        [back] = restore(str(place), 1, ring).tickets
+        assert back.origin == ticket.identity and len(ring.claim(1)) == 1
 
 
 def test_a_record_of_another_trainer_is_asked_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from transport.client.payload import ReceivedPayload
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import RingOptions
-from transport.packer.prefetch import FetchedBatch
 from transport.packer.ready import Rollout, Trainer
 from transport.queue import open_queue
 from transport.schema import Schema, UpTo
@@ -80,15 +80,12 @@ def roll_out(folder: Path, run: str, boot: int, count: int, sync: str, number: i
             os.write(log, f"w{name}\n".encode())
 
 
-def learned(batch: FetchedBatch, record: ConsumedRecord) -> list[int]:
-    """The numbers of what the model has not learned from before."""
-    numbers = []
-    for payload in batch.payloads:
+def learned(payloads: list[ReceivedPayload]) -> list[int]:
+    """Their numbers."""
+    for payload in payloads:
         number = int(payload["number"])
         assert np.array_equal(payload["data"], content(number)), f"other bytes than those of {number}"
-        if record.accept(*payload.ticket.identity, 0):
-            numbers.append(number)
-    return numbers
+    return [int(payload["number"]) for payload in payloads]
 
 
 def train(folder: Path, run: str) -> None:
@@ -108,9 +105,8 @@ def train(folder: Path, run: str) -> None:
             del claims
             batch = trainer.collect_prefetch()
             assert batch is not None
-            record = trainer.consumed_record()
-            ledger += learned(batch, record)
-            stored = {"ledger": ledger, "record": record.to_bytes().hex()}
+            ledger += learned(trainer.accept(batch))
+            stored = {"ledger": ledger, "record": trainer.consumed_record().to_bytes().hex()}
             (folder / "next.json").write_text(json.dumps(stored))
             (folder / "next.json").replace(folder / "checkpoint.json")
             trainer.consume(batch)

@@ -1,5 +1,5 @@
 // Preloaded into a writer: what fdatasync has put on disk is copied to the file that SYNCED_COPY names, which a test
-// takes for what a loss of power leaves. While the file SYNCED_BROKEN exists, the disk cannot write.
+// takes for what a loss of power leaves, and the pages of the last msync to the file that SYNCED_PAGES names. While the file SYNCED_BROKEN exists, the disk cannot write.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -22,6 +22,18 @@ static int copied(int descriptor, const char* path) {
     at += count;
   }
   return close(to) == 0 ? rename(next, path) : -1;
+}
+
+int msync(void* begin, size_t length, int how) {
+  int (*const theirs)(void*, size_t, int) = (int (*)(void*, size_t, int))dlsym(RTLD_NEXT, "msync");
+  const char* const pages = getenv("SYNCED_PAGES");
+  if (theirs(begin, length, how) != 0) return -1;
+  if (pages == NULL) return 0;
+  char next[4096];
+  snprintf(next, sizeof next, "%s.next", pages);
+  const int to = open(next, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  if (to < 0 || write(to, begin, length) != (ssize_t)length || close(to) != 0 || rename(next, pages) != 0) abort();
+  return 0;
 }
 
 int fdatasync(int descriptor) {

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import FetchedBatch
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.ready import Rollout, Trainer
@@ -64,13 +65,20 @@ class ToldTrainer:
         segment: str = "",
         group: str = "",
         rank: int = 0,
+        consumed: str = "",
     ) -> None:
-        """``segment``: claim from this ring alone. ``store``: of a directory, or of the ``group`` of two ranks."""
+        """``segment``: claim from this ring alone. ``store``: of a directory, or of the ``group`` of two ranks.
+
+        ``consumed``: what `record` answered to a former trainer.
+        """
         self.queue = RingQueue([SharedRingBuffer.attach(segment, role="reader")]) if segment else open_queue(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store and not group else None
         if group:
             self.queue = GroupQueue(self.queue, open_store(store), group, rank, 2, patience_s=LONG_S)
-        self.packer = Trainer(schemas=[SCHEMA], queue=self.queue, rank=rank, client=ClientOptions(directory=directory))
+        record = ConsumedRecord.from_bytes(bytes.fromhex(consumed)) if consumed else None
+        self.packer = Trainer(
+            schemas=[SCHEMA], queue=self.queue, rank=rank, client=ClientOptions(directory=directory), consumed=record
+        )
         self.claims: list[Claim] = []
         self.batches: list[FetchedBatch] = []
         self.messages: list[str] = []
@@ -96,6 +104,19 @@ class ToldTrainer:
     def errors(self) -> list[str]:
         """What the reads of the last batch raised."""
         return [type(item.error).__name__ for item in self.batches[-1].items if item.error is not None]
+
+    def accept(self) -> list[int]:
+        """Accept what was collected; the numbers of what is to be trained on."""
+        return sorted(int(each["number"]) for batch in self.batches for each in self.packer.accept(batch))
+
+    def abandon(self) -> None:
+        """Give up what was collected."""
+        while self.batches:
+            self.packer.abandon(self.batches.pop())
+
+    def record(self) -> str:
+        """For a checkpoint."""
+        return self.packer.consumed_record().to_bytes().hex()
 
     def consume(self) -> list[int]:
         """Consume what was collected, or is in question; the numbers of what was accepted."""

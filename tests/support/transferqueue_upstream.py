@@ -6,6 +6,7 @@ TQ_TEST_BACKEND=PayloadTransport python -m pytest -p transferqueue_upstream test
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from transport.adapters import transferqueue_plugin
 
@@ -22,3 +23,5 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         getattr(module, "BACKEND_CONFIGS", {})["PayloadTransport"] = CONFIG
+        if hasattr(module, "_TQ_CONFIG"):  # of the tests of checkpoints, which are for SimpleStorage alone
+            module._TQ_CONFIG = OmegaConf.create(CONFIG)

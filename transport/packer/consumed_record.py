@@ -79,6 +79,13 @@ class ConsumedRecord:
         """Whether this payload is the last consumed one of its slot, and so certainly a duplicate, not only older."""
         return self._rings.get(ring, {}).get((slot, rank)) == generation
 
+    def copy(self) -> ConsumedRecord:
+        """Another one with the same content."""
+        copy = ConsumedRecord()
+        copy._most_rings = self._most_rings
+        copy._rings = OrderedDict((ring, dict(slots)) for ring, slots in self._rings.items())
+        return copy
+
     def to_bytes(self) -> bytes:
         """The record as MessagePack, for a checkpoint."""
         rings = [

@@ -155,15 +155,14 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         return self._packer.queue.finished(self._expected_rollouts)
 
     def accept(self, batch: FetchedBatch) -> list[ReceivedPayload]:
-        """The payloads of a batch to train on before it is consumed, each once. `consumed_record` has them then.
+        """The payloads of a batch to train on before it is consumed, each once. `consumed_record` has them from now on.
 
         For checkpoints: accept, learn, store weights and record, and only then `consume`. A trainer that is killed
-        before the checkpoint is stored gets the payloads again; one that is killed behind it drops them. There is no
-        way back: where learning fails, start this trainer again from its last checkpoint.
+        before the checkpoint is stored gets the payloads again; one that is killed behind it drops them. `abandon`
+        takes them out of the record again: only for weights that have not learned from them.
         """
         if batch.consumed:
             raise UsageError("this batch was already consumed")
-        batch.accepted = True
         return self._packer.accept([item for item in batch.items if item.payload is not None])
 
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
@@ -179,6 +178,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer.claims.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
         trainable, unsure = packer.settle(batch.in_question if batch.consumed else first)
+        kept = set(map(id, unsure))
+        packer.learned([item for item in batch.items if id(item) not in kept])
         packer.forget(batch)
         batch.in_question, batch.consumed = unsure, True  # last, so that a call that raised can be repeated
         return trainable
@@ -187,11 +188,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
         packer = self._packer
         reason.encode()  # before anything is given up
-        if batch.accepted and not batch.consumed:
-            raise UsageError(
-                "abandon(): this batch was accepted, and the record drops it when it comes again: consume it, or start "
-                "this trainer again from its last checkpoint"
-            )
+        packer.unlearned(batch.items)
         batch.consumed, batch.in_question = True, []
         packer.forget(batch)
         batch.release()
@@ -278,5 +275,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         return self._packer.metrics_port
 
     def consumed_record(self) -> ConsumedRecord:
-        """The record of consumed payloads; store its `to_bytes()` in checkpoints for exactly-once across a restart."""
-        return self._packer.record
+        """What was consumed, and what was accepted and is consumed later: a copy of the record, as it is now.
+
+        Store its `to_bytes()` in checkpoints for exactly-once across a restart.
+        """
+        return self._packer.record_with_accepted()

@@ -111,6 +111,7 @@ class FetchedItem:
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
     fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not asked yet
+    accepted: bool = field(default=False, init=False, repr=False)  # and neither consumed nor abandoned
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
 
 
@@ -130,7 +131,6 @@ class FetchedBatch:
     seconds: float = 0.0
     reported: bool = field(default=False, repr=False)  # the queue knows what failed
     consumed: bool = field(default=False, repr=False)
-    accepted: bool = field(default=False, repr=False)  # the record has it
     in_question: list[FetchedItem] = field(default_factory=list, repr=False)  # `consume(batch)` again asks for them
 
     def __len__(self) -> int:

@@ -35,6 +35,7 @@ from transport.store.directory import Directory
 from transport.ticket import Ticket
 
 TicketLike = Ticket | Claim | bytes | str
+Delivery = tuple[str, int, int, int]  # a payload's id, and a rank
 Fetcher = Callable[[Sequence[TicketLike], Deadline], Coroutine[Any, Any, FetchedBatch]]
 
 
@@ -82,6 +83,7 @@ class PackerSession:
         self.collected: weakref.WeakValueDictionary[Identity, FetchedItem] = weakref.WeakValueDictionary()
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
         self.alone: FetchedItem | None = None  # of no batch; `get_policy_input` has not returned it yet
+        self._accepted: set[Delivery] = set()  # of batches that are neither consumed nor abandoned
         self.renewer = thread.submit(claims.keep_leases())
         self.warming: Job[None] | None = None
         self.batches = 0
@@ -156,11 +158,12 @@ class PackerSession:
         call returns the same.
         """
         accepted, unsure = self.claims.settle(items)
-        self._judge([*accepted, *unsure])  # what is unsure, too: later payloads of its slots may be recorded before it
+        # What is unsure, too: later payloads of its slots may be recorded before it.
+        self.consumed += self._judge([*accepted, *unsure])
         trainable = []
         for item in accepted:
             assert item.payload is not None
-            self.record.accept(*item.ticket.origin, self.rank_of(item))
+            self.record.accept(*self._delivery(item))
             if item.fresh:
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload
@@ -168,22 +171,54 @@ class PackerSession:
         return trainable, unsure
 
     def accept(self, items: Sequence[FetchedItem]) -> list[ReceivedPayload]:
-        """Record items that are consumed later; returns the payloads to train on. Asked again, it returns the same."""
+        """The payloads to train on before they are consumed. Asked again, it returns the same."""
         self._judge(items)
-        for item in items:
-            self.record.accept(*item.ticket.origin, self.rank_of(item))
-        return [item.payload for item in items if item.fresh and item.payload is not None]
+        fresh = [item for item in items if item.fresh]
+        for item in fresh:
+            self._accepted.add(self._delivery(item))
+            item.accepted = True
+        return [item.payload for item in fresh if item.payload is not None]
 
-    def _judge(self, items: Sequence[FetchedItem]) -> None:
-        """Decide, once for each item, whether it is to be trained on."""
-        seen = set()
+    def learned(self, items: Sequence[FetchedItem]) -> None:
+        """Record what was accepted of a batch that is consumed, also where another trainer has its claim by now."""
         for item in items:
-            identity = (*item.ticket.origin, self.rank_of(item))
+            if item.accepted:
+                self.record.accept(*self._delivery(item))
+                self._withdraw(item)
+                self.consumed += 1
+
+    def unlearned(self, items: Sequence[FetchedItem]) -> None:
+        """What was accepted of these comes again, and is trained on then."""
+        for item in items:
+            if item.accepted:
+                self._withdraw(item)
+
+    def record_with_accepted(self) -> ConsumedRecord:
+        """A copy of the record, with what was accepted and is not consumed yet."""
+        record = self.record.copy()
+        for delivery in self._accepted:
+            record.accept(*delivery)
+        return record
+
+    def _delivery(self, item: FetchedItem) -> Delivery:
+        return (*item.ticket.origin, self.rank_of(item))
+
+    def _withdraw(self, item: FetchedItem) -> None:
+        self._accepted.discard(self._delivery(item))
+        item.accepted = False
+
+    def _judge(self, items: Sequence[FetchedItem]) -> int:
+        """Decide, once for each item, whether it is to be trained on. For how many that is so now."""
+        seen = set(self._accepted)
+        fresh = 0
+        for item in items:
+            delivery = self._delivery(item)
             if item.fresh is None:
-                item.fresh = identity not in seen and not self.record.contains(*identity)
+                item.fresh = delivery not in seen and not self.record.contains(*delivery)
                 self.claims.counts["duplicates"] += not item.fresh
-                self.consumed += item.fresh
-            seen.add(identity)
+                fresh += item.fresh
+            seen.add(delivery)
+        return fresh
 
     def collect(self, timeout_s: float | None) -> FetchedBatch | None:
         """The prefetched batch; None: nothing was started. TimeoutError: it is not complete."""

@@ -14,7 +14,6 @@ from typing import Any, Final, Self
 
 from transport.client.payload import ReceivedPayload
 from transport.errors import TransportError
-from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.queue.base import Claim, TicketQueue
 
@@ -94,12 +93,8 @@ class BatchStream:
 
     def record_with(self, batch: FetchedBatch) -> bytes:
         """For a checkpoint of a model that has learned from the batch, which is `used` later: the record with it."""
-        session = self._packer._packer
-        record = ConsumedRecord.from_bytes(session.record.to_bytes(), session.settings)
-        for item in batch.items:
-            if item.payload is not None:
-                record.accept(*item.ticket.origin, session.rank_of(item))
-        return record.to_bytes()
+        self._packer.accept(batch)
+        return self._packer.consumed_record().to_bytes()
 
     def close(self) -> None:
         """Give unused payloads back, and end. Idempotent."""

@@ -22,7 +22,7 @@ from transport.devices.arrays import DeviceTensor
 from transport.errors import InternalError, PayloadTooLargeError, RankError, RingFullError, UsageError
 from transport.ring.packing import Casting, describe, describe_exact, flat
 from transport.schema import Schema
-from transport.ticket import Ticket, encoded_metadata, host_identity
+from transport.ticket import MAX_ENCODED_BYTES, Ticket, encoded_metadata, host_identity
 
 _FOR_EVER_S: Final = 1e9  # 30 years
 _NO_METADATA = msgspec.msgpack.encode({})
@@ -113,9 +113,9 @@ class Batch:
                 f"a payload of {size} bytes does not fit a slot of {self._native.slot_capacity}: "
                 "make the ring with a larger slot_bytes"
             )
-        if note > _ring.NOTE_CAPACITY:
+        if note > MAX_ENCODED_BYTES:
             raise UsageError(
-                f"a ticket of up to {note} bytes does not fit the {_ring.NOTE_CAPACITY} that a slot has for it: "
+                f"a ticket of up to {note} bytes does not fit the {MAX_ENCODED_BYTES} that a slot has for it: "
                 "less metadata, fewer addresses, or a ring with a schema"
             )
 

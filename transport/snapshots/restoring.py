@@ -233,7 +233,8 @@ class Saved:
             if due and (each.ticket.deadline is None or each.ticket.deadline > now):
                 mine.append((each, due))
         # A queue beside the rings learns of them when all are written: no trainer makes room before.
-        all_at_once = ring.overflow == "overwrite" or (isinstance(into, Writing) and into._ucxx_queue is not None)
+        beside = isinstance(into, Writing) and into._ucxx_publisher is not None
+        all_at_once = ring.overflow == "overwrite" or beside
         if all_at_once and len(mine) > ring.statistics().free:
             raise RingFullError(
                 f"{len(mine)} payloads are to be restored, and this ring cannot hold all of them at once: make it with "
@@ -243,8 +244,8 @@ class Saved:
             self._check(each, ring)
         self.verify([each for each, _ in mine], progress)
         tickets = self._written(mine, ring, timeout_s)
-        if isinstance(into, Writing):
-            into.reconcile()  # a queue beside the rings learns of them
+        if isinstance(into, Writing) and beside:
+            into.reconcile()
         size = sum(ticket.size for ticket in tickets)
         return Restored(self.manifest, tickets, size, known, expired, len(wanted) - len(fitting))
 

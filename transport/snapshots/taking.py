@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.records import check_name
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.upload import Stream, copied, removed_on_failure
-from transport.errors import RingNotFoundError, SnapshotError, UsageError
+from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
 from transport.ring.buffer import HeldPayload, SharedRingBuffer
 from transport.ring.leases import ReadLease
 from transport.ring.mapping import attached_reader
@@ -51,6 +52,7 @@ class Snapshot:
         self.pause_s = cut.pause_s
         self._upload = upload
         self._stop = stop
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         state = "complete" if self.done() else "under way"
@@ -67,7 +69,10 @@ class Snapshot:
             TimeoutError: it has not ended after ``timeout_s``, and goes on.
             DestinationError: the destination failed, is full or is gone. There is no snapshot of this attempt.
             SnapshotError: parts of other hosts are missing. UploadCancelledError: it was cancelled.
+            ClosedError: this process was forked from the one that uploads it.
         """
+        if os.getpid() != self._process:
+            raise ClosedError(f"{self!r}: the process that took it uploads it, and this one is a fork of it")
         try:
             return self._upload.result(timeout_s)
         except TimeoutError:

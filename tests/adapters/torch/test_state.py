@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import secrets
@@ -27,6 +28,7 @@ from transport.errors import UsageError
 from transport.packer.options import RingOptions
 from transport.packer.ready import Rollout
 from transport.queue import open_queue
+from transport.snapshots import restore, snapshot
 
 pytestmark = pytest.mark.ucx
 
@@ -112,3 +114,36 @@ def test_the_state_of_worker_processes_is_refused(rollout: Rollout) -> None:
     with pytest.raises(UsageError, match="num_workers=0"):
         dataset.state_dict()
     loop.close()
+
+
+def test_the_state_knows_restored_payloads_by_the_ids_that_they_had_first(tmp_path: Path) -> None:
+    url = f"rings:origin-{secrets.token_hex(4)}-"
+
+    def rollout_of(steps: int) -> Rollout:
+        made = Rollout(torch_loop.SCHEMA, slots=8, queue=stack.enter_context(open_queue(url)), mode="thread", drain_s=0)
+        for step in range(1, steps + 1):
+            made.write_to_buffer({"tokens": np.arange(step, dtype=np.int32), "step": step})
+        return stack.enter_context(made)
+
+    def dataset() -> TicketDataset:
+        return TicketDataset(url, batch_size=4, fill_s=0.0, idle_s=0.5, schemas=[torch_loop.SCHEMA], wire=("mapped",))
+
+    def learned(batch: object) -> list[int]:
+        return [int(sample.tensors["step"]) for sample in batch]  # type: ignore[attr-defined]
+
+    with contextlib.ExitStack() as stack:
+        rollout_of(8)
+        snapshot(url, str(tmp_path), 1).wait(60)
+    with contextlib.ExitStack() as stack:
+        restore(str(tmp_path), 1, rollout_of(0))
+        loop, first = dataset(), []
+        for batch in loop:
+            first = learned(batch)
+            state = loop.state_dict()
+            break
+    with contextlib.ExitStack() as stack:  # none of the former rings is there any more
+        restore(str(tmp_path), 1, rollout_of(0))
+        loop = dataset()
+        loop.load_state_dict(state)
+        rest = [step for batch in loop for step in learned(batch)]
+    assert len(first) == 4 and sorted(first + rest) == [*range(1, 9)]
