@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
-import requests
 from helpers import Child, eventually
 
 with warnings.catch_warnings():  # of the framework and of what it imports
@@ -142,9 +142,10 @@ def areals_worker(folder: Path, number: int) -> Iterator[Callable[..., Any]]:
             pass
 
         def asked(path: str, **body: Any) -> Any:
-            answer = requests.post(f"http://{found[1]}/{path}", json={"engine_name": "engine", **body}, timeout=60)
-            assert answer.ok, answer.text
-            return deserialize_value(answer.json()["result"])
+            data = json.dumps({"engine_name": "engine", **body}).encode()
+            request = Request(f"http://{found[1]}/{path}", data, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=60) as answer:
+                return deserialize_value(json.load(answer)["result"])
 
         asked("create_engine", engine="my_engine.Engine")
         yield lambda method, *values: asked("call", method=method, args=serialize_value(list(values)))

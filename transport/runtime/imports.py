@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def after_import(name: str, act: Callable[[], object]) -> None:
-    """Call ``act`` once, when this module has been imported: at once where it has been. What it raises, the import raises.
+    """Call ``act`` once, when this module has been imported: at once where it has been. The import raises its errors.
 
     A second call for the same module changes nothing, until it has been imported.
     """
