@@ -217,7 +217,7 @@ def _memory(value: Any, name: str) -> list[Any]:
     at = 0
     for begin, part in pieces_of(value, name).parts:
         array = np.ascontiguousarray(part if isinstance(part, np.ndarray) else to_host(part.value))
-        found += [bytes(begin - at), memoryview(array.reshape(-1).view(np.uint8))]
+        found += [bytes(begin - at), array.reshape(-1).view(np.uint8).data]
         at = begin + array.nbytes
     return found
 
