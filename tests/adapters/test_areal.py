@@ -123,6 +123,9 @@ class Engine(InferenceEngine):
 
     def total(self, batch):
         return float(batch["logits"].sum())
+
+    def destroy(self):
+        pass
 """
 SERVER = """
 import runpy, sys
