@@ -130,12 +130,13 @@ class UCXXProducer(TicketProducer):
 
     @contextlib.contextmanager
     def _with_remedies(self) -> Iterator[None]:
+        ring = self.ring  # UsageError before `setup`, and after `close`
         try:
             yield
         except RingFullError as error:
             waited = "" if self._timeout_s is None else f" for {self._timeout_s:g} s"
             raise RingFullError(
-                f"all {self.ring.slot_count} slots of the ring have been full{waited}: raise max_entries, or, to lose "
+                f"all {ring.slot_count} slots of the ring have been full{waited}: raise max_entries, or, to lose "
                 'unread payloads as cosmos-rl\'s own transport does, call replace_ucxx(overflow="overwrite")'
             ) from error
 
