@@ -1,14 +1,17 @@
-"""Our backend under AReaL's own RTensor: what one process returns, another one localizes and clears."""
+"""Our backend under AReaL's own RTensor, in this process and in workers of AReaL's."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from helpers import Child, eventually
@@ -27,6 +30,7 @@ with warnings.catch_warnings():  # of the framework and of what it imports
 from transport import SharedRingBuffer
 from transport.adapters import areal as adapter
 from transport.errors import StaleSlotError, UsageError
+from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
 
@@ -107,40 +111,71 @@ def test_a_second_backend_in_a_process_is_refused(backend: adapter.RingBackend) 
         adapter.use()
 
 
-WORKER = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
+ENGINE = """
 import torch
-from areal.infra.rpc import rtensor
-from areal.infra.rpc.serialization import serialize_value
-from transport.adapters.areal import use
-backend = use(mode="thread", addresses=("127.0.0.1",))
-remote = rtensor.RTensor.remotize({"logits": torch.arange(1000.0)}, "10.0.0.1:8000")
-print("remote", json.dumps(serialize_value(remote)), flush=True)
-sys.stdin.readline()
-[[(ring, _)]] = backend._rings.values()
-while ring.native.state_counts()[0] < ring.slot_count:
-    ring.native.wait_freed(ring.native.freed_event(), 1.0)
-print("freed true", flush=True)
-backend.close()
+from areal.api import InferenceEngine
+
+class Engine(InferenceEngine):
+    initialized = True
+
+    def logits(self):
+        return {"logits": torch.arange(1000.0)}
+
+    def total(self, batch):
+        return float(batch["logits"].sum())
+
+    def destroy(self):
+        pass
+"""
+SERVER = """
+import runpy, sys
+sys.argv[0] = "rpc_server"
+runpy.run_module("areal.infra.rpc.rpc_server", run_name="__main__")
 """
 
 
-def line(child: Child, name: str) -> Any:
-    """What the child says under this name; AReaL's own log goes to standard output."""
-    while True:
-        first, _, rest = child.line().partition(" ")
-        if first == name:
-            return json.loads(rest)
+@contextlib.contextmanager
+def areals_worker(folder: Path, number: int) -> Iterator[Callable[..., Any]]:
+    """A process of AReaL's own; what calls a method of its engine."""
+    options = {"experiment-name": "test", "trial-name": "test", "role": "actor", "worker-index": number}
+    places = {"host": "127.0.0.1", "nfs-record-root": folder / "names", "fileroot": folder}
+    arguments = [text for name, value in {**options, **places}.items() for text in (f"--{name}", value)]
+    with Child(SERVER, *arguments, env={"PYTHONPATH": str(folder)}) as child:
+        while (found := re.search(r"Starting Guard on (\S+:\d+)", child.line())) is None:
+            pass
+
+        def asked(path: str, **body: Any) -> Any:
+            data = json.dumps({"engine_name": "engine", **body}).encode()
+            request = Request(f"http://{found[1]}/{path}", data, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=60) as answer:
+                return deserialize_value(json.load(answer)["result"])
+
+        asked("create_engine", engine="my_engine.Engine")
+        yield lambda method, *values: asked("call", method=method, args=serialize_value(list(values)))
+        child.process.terminate()
+        assert child.wait() == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # AReaL's import alone takes half a minute where cores are busy
-def test_tensors_of_another_process_are_read_and_freed_there(backend: adapter.RingBackend, tmp_path: Path) -> None:
-    with Child(WORKER) as worker:
-        remote = deserialize_value(line(worker, "remote"))
-        assert torch.equal(rtensor.RTensor.localize(remote)["logits"], torch.arange(1000.0))
-        asyncio.run(rtensor.RTensor.clear_node(ADDRESS, [remote["logits"].shard.shard_id]))
-        worker.tell()
-        assert line(worker, "freed")
-        assert worker.wait() == 0
+def test_areals_workers_that_start_with_the_pages_file_pass_tensors_by_ticket(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "ADAPTERS.md"
+    block = page.read_text(encoding="utf-8").split("\n## AReaL\n")[1].split("```python\n")[1].split("```")[0]
+    tmp_path.joinpath("sitecustomize.py").write_text(block, encoding="utf-8")
+    tmp_path.joinpath("my_engine.py").write_text(ENGINE, encoding="utf-8")
+    with areals_worker(tmp_path, 0) as one, areals_worker(tmp_path, 1) as other:
+        remote = one("logits")
+        shard = remote["logits"].shard
+        assert Ticket.parse(shard.shard_id).size
+        assert other("total", remote) == sum(range(1000))
+        with contextlib.closing(adapter.RingBackend()) as controller:
+            asyncio.run(controller.delete(shard.node_addr, [shard.shard_id]))
+
+            def cleared() -> bool:
+                try:
+                    controller.fetch([shard])
+                except StaleSlotError:
+                    return True
+                return False
+
+            eventually(cleared, "the tensor is freed where it was returned")

@@ -360,6 +360,14 @@ def test_what_does_not_fit_together_is_refused(group: Any) -> None:
         Factory.trainer_init(info, client=object(), source=ModuleSource(training))
 
 
+@pytest.mark.parametrize("models", ["whole"], indirect=True)
+def test_a_trainer_whose_server_cannot_be_reached_leaves_nothing_open(group: Any, monkeypatch: Any) -> None:
+    _, _, client, made = group
+    monkeypatch.setattr(client, "init_weight_transfer_engine", lambda info: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made()
+
+
 def test_vllm_finds_the_backend_by_its_entry_point(monkeypatch: Any, caplog: Any) -> None:
     plugin = load_plugins_by_group("vllm.general_plugins")["payload_transport"]
     monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})

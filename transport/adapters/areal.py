@@ -1,8 +1,8 @@
 """AReaL's tensors between its workers through shared memory and UCX, in place of JSON over HTTP.
 
-    from transport.adapters.areal import use
+    from transport.adapters.areal_plugin import install
 
-    use()  # in the controller, and in a module that every worker imports, such as that of your workflow
+    install()  # in a sitecustomize.py, for the controller and all workers
 
 A tensor that a worker returns stays in a ring of that worker. What AReaL passes on is its ticket, by which any process
 of the job maps it on the same host and reads it over UCX elsewhere, with a checksum. `clear_batches` of AReaL frees it.
@@ -42,7 +42,8 @@ class RingBackend:
         self._options = options
         self._rings: dict[int, list[tuple[SharedRingBuffer, UCXXServer]]] = defaultdict(list)  # by bytes of a slot
         self._lock = threading.Lock()
-        self._client = BlockingClient(ack="manual", **(client or {}))  # several processes may fetch a tensor
+        self._client_options = {"ack": "manual", **(client or {})}  # several processes may fetch a tensor
+        self._connected: BlockingClient | None = None  # most processes of a job that import AReaL fetch nothing
 
     def store(self, tensor: Any) -> str:
         """Copy a tensor into a ring; returns its ticket, as text."""
@@ -77,10 +78,19 @@ class RingBackend:
         with self._lock:
             rings = [each for some in self._rings.values() for each in some]
             self._rings.clear()
+            client, self._connected = self._connected, None
         for ring, server in rings:
             server.close()
             ring.close()
-        self._client.close()
+        if client is not None:
+            client.close()
+
+    @property
+    def _client(self) -> BlockingClient:
+        with self._lock:
+            if self._connected is None:
+                self._connected = BlockingClient(**self._client_options)
+            return self._connected
 
     def _made(self, slot_bytes: int) -> SharedRingBuffer:
         slots = max(1, min(self._ring_bytes // slot_bytes, 1 << 14))
@@ -96,6 +106,8 @@ class RingBackend:
 
 def use(**options: Any) -> RingBackend:
     """Make a `RingBackend` that of AReaL in this process; once, before the first tensor is returned.
+
+    `transport.adapters.areal_plugin` calls it in every process.
 
     Raises:
         MissingDependencyError: AReaL is not installed, or of a release that does not fit.

@@ -169,7 +169,11 @@ class Sender(TrainerWeightTransferEngine[Init]):  # type: ignore[misc]
         made._member = Member(shards, sends=True, **init_info.options)
         if made.is_sender:
             info = {"meeting": init_info.meeting, "shards": init_info.worker_shards}
-            client.init_weight_transfer_engine({**info, "options": init_info.worker_options})
+            try:
+                client.init_weight_transfer_engine({**info, "options": init_info.worker_options})
+            except BaseException:  # an interrupt, too: nobody else could release what was made
+                made.shutdown()
+                raise
             with contextlib.suppress(Exception):  # vLLM refuses it where no session is open
                 client.finish_weight_update()  # of a trainer that was killed in the middle of an update
         return made

@@ -3,7 +3,7 @@
     def shards(model) -> RankShards:                     # yours: which rank this is, what it has or wants
         return RankShards(rank, layout, dict(model.named_parameters()))
 
-    meeting = Meeting("redis://…", "run 7", senders=256, receivers=128)
+    meeting = Meeting(store="redis://…", run="run 7", senders=256, receivers=128)
     with Member(shards(model), sends=True) as member:    # every trainer rank; on receivers sends=False
         meeting.update(member, version)                  # or stage, and later commit
 

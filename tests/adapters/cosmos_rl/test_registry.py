@@ -24,7 +24,6 @@ with warnings.catch_warnings():  # of what cosmos-rl imports
         PayloadContext,
         PayloadTransportRegistry,
         PrefetchDataPackerMixin,
-        get_payload_transfer_mode,
     )
     from cosmos_rl.utils.trajectory import TensorSpec, build_trajectory_schema
 
@@ -182,19 +181,6 @@ def test_a_batch_may_be_fetched_beside_the_one_in_use(context: PayloadContext, p
     packer.consume_payload_batch(following)
     packer.finish_payload_batch()
     eventually(lambda: free(ring(context)), "so is the second")
-
-
-def test_it_can_stand_in_for_cosmos_rls_own() -> None:
-    config = SimpleNamespace(custom={"payload_transfer": "ucxx"})
-    upstreams = PayloadTransportRegistry._registry.get("ucxx")
-    transport = cosmos_rl.register(SPECS, name="ucxx")
-    try:
-        assert get_payload_transfer_mode(config) == "ucxx"
-        assert PayloadTransportRegistry.get("ucxx") is transport
-    finally:
-        PayloadTransportRegistry._registry.pop("ucxx")
-        if upstreams is not None:
-            PayloadTransportRegistry.register(upstreams)
 
 
 def test_a_payload_of_an_unknown_schema_is_skipped_and_stays(context: PayloadContext) -> None:

@@ -56,9 +56,7 @@ def test_the_secret_is_a_text_bytes_or_a_file(tmp_path: Path) -> None:
         assert options_of(**given).secret == b"of the run"
 
 
-def test_arguments_of_the_engine_and_whole_options_pass_through() -> None:
-    whole = EngineOptions(fanout=4)
-    assert ring_arguments({"delta": True, "options": whole}) == {"delta": True, "options": whole}
+def test_arguments_of_the_engine_pass_through() -> None:
     assert ring_arguments({"address": "127.0.0.1"}) == {"address": "127.0.0.1", "options": EngineOptions()}
 
 
@@ -71,7 +69,6 @@ def test_arguments_of_the_engine_and_whole_options_pass_through() -> None:
         ({"rate": "fast"}, "rate"),
         ({"secret": "a", "secret_file": "b"}, "either secret or secret_file"),
         ({"secret_file": "/does/not/exist"}, "secret_file /does/not/exist: No such file"),
-        ({"options": EngineOptions(), "fanout": 2}, "either options="),
     ],
 )
 def test_a_wrong_option_is_named(engine_kwargs: dict[str, Any], message: str) -> None:

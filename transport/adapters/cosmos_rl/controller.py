@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from cosmos_rl.utils.payload_transport import PayloadTransport
 
-from transport.adapters.cosmos_rl.policy import PREFIX, TicketStrategy
+from transport.adapters.cosmos_rl.policy import NAME, PREFIX, TicketStrategy
 from transport.client.blocking import BlockingClient
 from transport.config import configuration
 from transport.errors import TransportError, UsageError
@@ -26,10 +26,10 @@ _DISCARD_S: Final = 2.0  # of the controller's time, for all payloads of one dis
 class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is not there when types are checked
     """The transport that cosmos-rl's workers and its controller call. Made by `register`."""
 
+    name = NAME
     completion_prefix = PREFIX
 
-    def __init__(self, name: str, rank: Callable[[], int] | None, options: Mapping[str, Any]) -> None:
-        self.name = name
+    def __init__(self, rank: Callable[[], int] | None, options: Mapping[str, Any]) -> None:
         self._rank = rank
         self._options = dict(options)
         self.discarding = Discarding(self._options)

@@ -54,22 +54,16 @@ __all__ = [
 ]
 
 
-def register(
-    *schemas: Sequence[Any], name: str = NAME, rank: Callable[[], int] | None = None, **options: Any
-) -> TicketTransport:
-    """Register this transport with cosmos-rl as ``name``. A second call replaces the first.
+def register(*schemas: Sequence[Any], rank: Callable[[], int] | None = None, **options: Any) -> TicketTransport:
+    """Register this transport with cosmos-rl as "payload_transport". A second call replaces the first.
 
     Args:
         schemas: of every `payload_context` of the run, as cosmos-rl's TensorSpecs.
-        name: for ``[custom] payload_transfer``. "ucxx" replaces cosmos-rl's own, and brings the prefetch that cosmos-rl
-            keeps for its own names (``train.prefetch_payloads``), but also its refusal of model-parallel policies.
         rank: returns a policy worker's rank in its model-parallel group; required with such groups. The rollouts'
             `payload_context` then needs ``readers`` of the group's size.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`.
     """
-    if name == "ucxx":
-        importlib.import_module("cosmos_rl.utils.payload_transport.ucxx")  # registers itself, the first time
-    transport = TicketTransport(name, rank, {"schemas": [ring_schema(each) for each in schemas], **options})
+    transport = TicketTransport(rank, {"schemas": [ring_schema(each) for each in schemas], **options})
     PayloadTransportRegistry.register(transport)
     return transport
 

@@ -117,7 +117,9 @@ class TicketProducer(UCXXRolloutMixin):
         }
 
     def metrics(self) -> dict[str, int]:
-        """Counters of the ring, by the names that cosmos-rl logs."""
+        """Counters of the ring, by the names that cosmos-rl logs; none after `close`."""
+        if self._ucxx_ring is None:
+            return {}
         look = self.ring_statistics()
         return {
             "writes_total": self._published,

@@ -7,8 +7,9 @@ up these classes when they are called, so that `replace_ucxx` puts its own in th
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -57,13 +58,16 @@ def replace(choices: Choices) -> UCXXReplacement:
     return transport
 
 
-class UCXXProducer:
-    """Has the place of cosmos-rl's `UCXXPayloadProducer`: made without arguments, then set up by its own."""
+class UCXXProducer(TicketProducer):
+    """Has the place of cosmos-rl's `UCXXPayloadProducer`: made without arguments, then set up by its own.
+
+    Its references look like cosmos-rl's, and its tickets bring the schema, since the job gives the policy none.
+    """
 
     choices: ClassVar[Choices] = Choices()
 
     def __init__(self) -> None:
-        self._within: _DescribingProducer | None = None
+        """Nothing: the ring is made by `setup`."""
 
     def setup(
         self,
@@ -89,11 +93,19 @@ class UCXXProducer:
             UsageError: it was set up before and not closed.
             SchemaError: the schema is too large for the tickets, and `replace_ucxx` was not given it.
         """
-        if self._within is not None:
+        if self._ucxx_ring is not None:
             raise UsageError(f"replica {replica_id}: this producer is set up already; close it first")
         if schema is None:
             schema = build_trajectory_schema({"max_steps": max_steps, "obs_dim": obs_dim, "action_dim": action_dim})
         choices = self.choices
+        of_ring = ring_schema(schema)
+        known = of_ring.fingerprint in (each.fingerprint for each in choices.schemas)
+        if not known and len(of_ring.encode()) > _MOST_SCHEMA_BYTES:
+            raise SchemaError(
+                f"the schema of {len(schema)} tensors does not fit into tickets "
+                f"({len(of_ring.encode())} bytes, at most {_MOST_SCHEMA_BYTES}): give it to replace_ucxx(schema)"
+            )
+        self._inline = None if known else of_ring
         config = config or UCXXBufferConfig(max_entries=_SLOTS)
         listeners = range(max(1, config.n_server_threads))
         options: dict[str, Any] = {
@@ -102,88 +114,31 @@ class UCXXProducer:
             "server": ServerOptions(ports=tuple(port and port + each for each in listeners)),
             **choices.rollout,
         }
-        self._within = _DescribingProducer(schema, choices, options)
-
-    @property
-    def default_layout(self) -> Any:
-        """The layout of `setup`."""
-        return self._ready.default_layout
-
-    @property
-    def ring(self) -> Any:
-        """The ring that `setup` made."""
-        return self._ready.ring
-
-    @property
-    def _ready(self) -> _DescribingProducer:
-        if self._within is None:
-            raise UsageError("this payload producer is closed, or was not set up")
-        return self._within
-
-    def register_layout(self, layout: Any) -> None:
-        """ValueError for another layout than that of `setup`."""
-        self._ready.register_layout(layout)
+        super().__init__(schema, choices.timeout_s, options)
 
     def publish(
         self, trajectory: Mapping[str, Any], *, layout: Any = None, copy_policy: str = "batched"
     ) -> dict[str, Any]:
         """Write one trajectory. Unlike cosmos-rl's, it raises what went wrong, and never returns None."""
-        return self._ready.publish(trajectory, layout=layout, copy_policy=copy_policy)
+        with self._with_remedies():
+            return super().publish(trajectory, layout=layout, copy_policy=copy_policy)
 
     def acquire(self, *, layout: Any = None) -> Any:
         """The slot's own memory, as `TicketProducer.acquire`."""
-        return self._ready.acquire(layout=layout)
-
-    def publish_storage(self, payload: Any, *, ready_event: Any = None) -> dict[str, Any]:
-        """Publish a payload from `acquire`, after ``ready_event``."""
-        return self._ready.publish_storage(payload, ready_event=ready_event)
-
-    def metrics(self) -> dict[str, int]:
-        """Counters of the ring, by the names that cosmos-rl logs; none after `close`."""
-        return {} if self._within is None else self._within.metrics()
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop serving, after waiting at most ``timeout`` seconds for unread payloads. Idempotent."""
-        within, self._within = self._within, None
-        if within is not None:
-            within.close(timeout)
-
-
-class _DescribingProducer(TicketProducer):
-    """Its references look like cosmos-rl's, and its tickets bring the schema, since the job gives the policy none."""
-
-    def __init__(self, specs: Sequence[Any], choices: Choices, options: Mapping[str, Any]) -> None:
-        schema = ring_schema(specs)
-        known = schema.fingerprint in (each.fingerprint for each in choices.schemas)
-        if not known and len(schema.encode()) > _MOST_SCHEMA_BYTES:
-            raise SchemaError(
-                f"the schema of {len(specs)} tensors does not fit into tickets "
-                f"({len(schema.encode())} bytes, at most {_MOST_SCHEMA_BYTES}): give it to replace_ucxx(schema)"
-            )
-        self._inline = None if known else schema
-        self._waits_s = choices.timeout_s
-        super().__init__(specs, choices.timeout_s, options)
-
-    def publish(
-        self, trajectory: Mapping[str, Any], *, layout: Any = None, copy_policy: str = "batched"
-    ) -> dict[str, Any]:
-        try:
-            return super().publish(trajectory, layout=layout, copy_policy=copy_policy)
-        except RingFullError as error:
-            raise self._full() from error
-
-    def acquire(self, *, layout: Any = None) -> Any:
-        try:
+        with self._with_remedies():
             return super().acquire(layout=layout)
-        except RingFullError as error:
-            raise self._full() from error
 
-    def _full(self) -> RingFullError:
-        waited = "" if self._waits_s is None else f" for {self._waits_s:g} s"
-        return RingFullError(
-            f"all {self.ring.slot_count} slots of the ring have been full{waited}: raise max_entries, or, to lose "
-            'unread payloads as cosmos-rl\'s own transport does, call replace_ucxx(overflow="overwrite")'
-        )
+    @contextlib.contextmanager
+    def _with_remedies(self) -> Iterator[None]:
+        ring = self.ring  # UsageError before `setup`, and after `close`
+        try:
+            yield
+        except RingFullError as error:
+            waited = "" if self._timeout_s is None else f" for {self._timeout_s:g} s"
+            raise RingFullError(
+                f"all {ring.slot_count} slots of the ring have been full{waited}: raise max_entries, or, to lose "
+                'unread payloads as cosmos-rl\'s own transport does, call replace_ucxx(overflow="overwrite")'
+            ) from error
 
     def _reference(self, ticket: Ticket, rewards: Any, length: int) -> dict[str, Any]:
         if self._inline is not None:

@@ -25,16 +25,11 @@ def ring_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigurationError, which names the option.
     """
-    unknown = sorted(set(engine_kwargs) - {*KNOWN, "options"})
+    unknown = sorted(set(engine_kwargs) - set(KNOWN))
     if unknown:
         raise ConfigurationError(f"engine_kwargs: no option {', '.join(unknown)}; there are {', '.join(KNOWN)}")
     arguments = {name: value for name, value in engine_kwargs.items() if name in _OF_THE_ENGINE}
     further = {name: _plain(name, value) for name, value in engine_kwargs.items() if name in _OF_YAML}
-    whole = engine_kwargs.get("options")
-    if whole is not None:
-        if further or set(engine_kwargs) & _SECRETS:
-            raise ConfigurationError("engine_kwargs: give either options=EngineOptions(…) or its fields, not both")
-        return {**arguments, "options": whole}
     try:
         options = msgspec.convert(further, EngineOptions, strict=False)
     except msgspec.ValidationError as error:

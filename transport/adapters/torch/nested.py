@@ -76,6 +76,8 @@ class Apart:
                 return kind([self.of(each, *path, at) for at, each in enumerate(value)])
             finally:
                 self._above.discard(id(value))
+        if kind in (set, frozenset):
+            return self._marked(kind.__name__, path, [self.of(each, *path, at) for at, each in enumerate(value)])
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray) and value.dtype.kind in f"O{_TEXTS}{_TIMES}":
@@ -308,6 +310,8 @@ _MADE: Final[Mapping[str, Callable[[Together, Any], Any]]] = {
     "jagged": Together._jagged,
     "array": Together._array,
     "str_": lambda _, value: np.str_(value),
+    "set": lambda _, items: set(items),
+    "frozenset": lambda _, items: frozenset(items),
     "TensorDict": Together._tensordict,
     "NonTensorData": Together._data,
     "NonTensorStack": Together._of_data,

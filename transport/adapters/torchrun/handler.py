@@ -51,7 +51,7 @@ from transport.store.sqlite import SQLiteStore
 
 log = logging.getLogger(__name__)
 
-_BARRIER = getattr(agent_api, "_TERMINAL_STATE_SYNC_ID", "torchelastic/agent/terminal_state")
+_BARRIER = agent_api._TERMINAL_STATE_SYNC_ID
 _TRIES = 3  # rounds in which rank 0 cannot be reached, until this agent gives up
 _CONNECT_S = 30.0
 _AGENT_S = 300.0  # torch's own time limit of a store

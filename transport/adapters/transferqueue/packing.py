@@ -4,7 +4,8 @@ A slot has up to 16 samples, which are the payload's reader ranks: clearing a sa
 by whichever process, and the last one frees the slot. What TransferQueue's controller keeps for a value is `Place`, a
 few bytes that are the same for all fields of a sample.
 
-Values that are not tensors are MessagePack, see values.py. Nothing is pickled.
+Values that are not tensors lie there as values of payloads do (`transport.values`), with the marks of what they were
+(`transport.adapters.torch.nested`) in a column of their own. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 
 from transport import _ring
-from transport.adapters.transferqueue.values import decode, encode
+from transport.adapters.torch.nested import Apart, Together
+from transport.devices.arrays import to_host
 from transport.errors import TicketError
 from transport.ring.attachment import random_name
 from transport.runtime.decoders import hiding
 from transport.ticket import Ticket, host_identity
+from transport.values.decoding import value_of
+from transport.values.encoding import pieces_of
 
 SAMPLES: Final = _ring.MAX_READERS  # of a slot
 PREFIX: Final = "tq-"
 
+_MARKS: Final = ""  # the column of marks; no field has this name
 _VERSION: Final = 1
 _ALIGNMENT: Final = 64
 _PLACE: Final = struct.Struct("<BBBH16s8sIIQQQ")
@@ -119,7 +125,7 @@ class Column(msgspec.Struct, array_like=True):
     """A field's values in a slot.
 
     Attributes:
-        dtype: torch's name for it; "": they are no tensors, and lie there encoded as one list.
+        dtype: torch's name for it; "": they are no tensors, and lie there as one list.
         shapes: of each row's tensor; one that all have, where there is one only.
         at, length: of its bytes, counted from the end of the index.
     """
@@ -176,8 +182,11 @@ def pack(names: Sequence[str], values: Sequence[Any], first: int, rows: int) -> 
     columns: list[Column] = []
     pieces: list[Any] = []
     at = 0
-    for name, value in zip(names, values, strict=True):
-        column, parts = _column(name, value[first : first + rows])
+    apart = Apart()
+    found = [_column(name, value[first : first + rows], apart) for name, value in zip(names, values, strict=True)]
+    if apart.marks:
+        found.append((Column(_MARKS, "", [], 0, 0), _memory(apart.marks, "marks")))
+    for column, parts in found:
         column.at = at
         length = sum(map(len, parts))
         column.length = length
@@ -193,13 +202,24 @@ def pack(names: Sequence[str], values: Sequence[Any], first: int, rows: int) -> 
     return Packed([head, *pieces], len(head) + at, rows)
 
 
-def _column(name: str, values: Any) -> tuple[Column, list[Any]]:
+def _column(name: str, values: Any, apart: Apart) -> tuple[Column, list[Any]]:
     if isinstance(values, torch.Tensor):
         return Column(name, _dtype(values), [tuple(values.shape[1:])], 0, 0), [_bytes(values)]
     if all(map(_is_plain_tensor, values)) and len({each.dtype for each in values}) == 1:
         shapes = [tuple(each.shape) for each in values]
         return Column(name, _dtype(values[0]), shapes, 0, 0), [_bytes(each) for each in values]
-    return Column(name, "", [], 0, 0), [encode(list(values), name)]
+    return Column(name, "", [], 0, 0), _memory(apart.of(list(values), name), name)
+
+
+def _memory(value: Any, name: str) -> list[Any]:
+    """A value's pieces, with the zeros between them. SchemaError, naming the path to it, for what cannot travel."""
+    found: list[Any] = []
+    at = 0
+    for begin, part in pieces_of(value, name).parts:
+        array = np.ascontiguousarray(part if isinstance(part, np.ndarray) else to_host(part.value))
+        found += [bytes(begin - at), array.reshape(-1).view(np.uint8).data]
+        at = begin + array.nbytes
+    return found
 
 
 def _is_plain_tensor(value: Any) -> bool:
@@ -229,6 +249,7 @@ class Unpacked:
         columns = _INDEX.decode(self._data[_HEAD.size : _HEAD.size + length])
         self._at = -(-(_HEAD.size + length) // _ALIGNMENT) * _ALIGNMENT
         self.columns = {column.name: column for column in columns}
+        self._together: Together | None = None
         self._lists: dict[str, list[Any]] = {}
 
     def bytes_of(self, column: Column, row: int, rows: int = 1) -> memoryview:
@@ -248,9 +269,15 @@ class Unpacked:
             return self.tensor(column, row)
         found = self._lists.get(column.name)
         if found is None:
-            data = self._data[self._at + column.at : self._at + column.at + column.length]
-            found = self._lists[column.name] = decode(data)
+            if self._together is None:
+                marks = self.columns.get(_MARKS)
+                self._together = Together([] if marks is None else self._value_of(marks), copy=True)
+            found = self._lists[column.name] = self._together.field(column.name, self._value_of(column))
         return found[row]
+
+    def _value_of(self, column: Column) -> Any:
+        begin = self._at + column.at
+        return value_of(np.frombuffer(self._data[begin : begin + column.length], np.uint8), column.name or "marks")
 
 
 def copy_to(tensor: torch.Tensor, data: memoryview) -> None:
