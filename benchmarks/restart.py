@@ -58,7 +58,8 @@ from transport.runtime.durable import write_whole
 from transport.snapshots import Saved, Snapshot, snapshot, steps
 from transport.snapshots.manifest import new_attempt
 
-sys.path[:0] = [str(Path(__file__).resolve().parent / each) for each in ("cluster", "harness")]
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "harness"))
 
 import isolation
 from hosts import Host, make_bridge, why_not

@@ -14,7 +14,6 @@ from bench_cases import case, report, sample
 from helpers import asynchronous
 
 from transport import SharedRingBuffer
-from transport.bench.plot import pictures
 from transport.bench.processes import Worker, run_group
 from transport.bench.reads.harness import Content, Tally, percentile
 from transport.bench.reads.reader import Reader, Reading
@@ -22,6 +21,7 @@ from transport.bench.reads.writer import Writing
 from transport.bench.result import Row
 from transport.bench.units import parse_size
 from transport.cli import run
+from transport.cli.bench_plot import pictures
 from transport.errors import ChecksumError, LinkError, UsageError
 
 
@@ -147,7 +147,7 @@ DRAW = """
 import sys
 from pathlib import Path
 import msgspec
-from transport.bench.plot import check, draw_reads
+from transport.cli.bench_plot import check, draw_reads
 from transport.bench.result import Report, Row
 report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
 path = Path(sys.argv[1])

@@ -138,7 +138,7 @@ from pathlib import Path
 
 import msgspec
 from transport.bench.job.rows import JobRow
-from transport.bench.plot import draw_job
+from transport.cli.bench_plot import draw_job
 from transport.bench.result import Report
 
 report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)

@@ -73,12 +73,12 @@ def loopback(
     Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
     """
     from transport.bench.machine import machine, settings_of
-    from transport.bench.plot import check, draw_reads
     from transport.bench.reads import session
     from transport.bench.reads.loopback import cases
     from transport.bench.registry import chosen
     from transport.bench.result import Report, table
     from transport.bench.units import parse_sizes
+    from transport.cli.bench_plot import check, draw_reads
 
     if device is not None:
         _check_device(device)
@@ -153,10 +153,10 @@ def fetch(
     Exit status 1, and no figures, when the bytes went over another wire than --wire.
     """
     from transport.bench.machine import machine, settings_of
-    from transport.bench.plot import check, draw_reads
     from transport.bench.reads import remote
     from transport.bench.result import Report, Row, table
     from transport.bench.units import parse_sizes
+    from transport.cli.bench_plot import check, draw_reads
     from transport.doctor import infiniband
 
     host, _, port = server.rpartition(":")

@@ -64,10 +64,10 @@ def job(
     from transport.bench.job import driver, plan
     from transport.bench.job.rows import JobRow, table
     from transport.bench.machine import machine, settings_of
-    from transport.bench.plot import check, draw_job
     from transport.bench.registry import JOB_PEERS, chosen
     from transport.bench.result import OURS, Report
     from transport.bench.units import parse_sizes
+    from transport.cli.bench_plot import check, draw_job
     from transport.runtime.progress import bar_with_time_left
 
     plan.check_names("--wire", wire, plan.WIRES)
