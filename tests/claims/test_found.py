@@ -276,4 +276,7 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
             timer.join()
             with pytest.raises(UsageError, match="topic"):
                 announcer.announce("a/b", 1)
+            with pytest.raises(TypeError):
+                announcer.announce("policy", 10, "text")  # type: ignore[arg-type]
+            assert announcer.announce("policy", 10, b"bytes")
         assert not OnThisHost(f"notices-{prefix}").segments()

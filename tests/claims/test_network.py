@@ -64,6 +64,15 @@ def test_an_end_that_is_repeated_has_the_same_answer_and_another_one_is_refused(
     assert counted(queue) == {COUNTED[first]: 1}
 
 
+def test_an_argument_that_cannot_be_sent_leaves_a_claim_as_it_was(ring: SharedRingBuffer, queue: FoundRings) -> None:
+    ring.write_raw(b"one")
+    [claim] = some(queue, 1)
+    with pytest.raises(Exception, match="NoneType"):
+        queue.discard(claim, None)  # type: ignore[arg-type]
+    assert queue.discard(claim, "reason")
+    assert counted(queue) == {"discarded": 1}
+
+
 def test_a_claim_that_is_given_twice_ends_once(ring: SharedRingBuffer, queue: FoundRings) -> None:
     ring.write_raw(b"one")
     [claim] = some(queue, 1)

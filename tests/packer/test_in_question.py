@@ -123,6 +123,19 @@ def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, 
         packer.consume(batch)
 
 
+def test_what_was_accepted_stays_in_the_record_though_its_consume_is_in_question_and_given_up(
+    host: Host, packer: Packer
+) -> None:
+    write(host, range(2))
+    claims = packer.take(2)
+    host.ends_between(claims)
+    batch = packer.collected(claims)
+    assert len(packer.accept(batch)) == 2
+    assert packer.consume(batch) == []
+    packer.abandon(batch)
+    assert len(packer.consumed_record()) == 2
+
+
 def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(host: Host, packer: Packer) -> None:
     write(host, range(SLOTS))
     claims = packer.take(SLOTS)

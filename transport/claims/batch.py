@@ -169,7 +169,11 @@ class ClaimedRows:
             task.add_done_callback(self.asking.discard)
 
     async def _end(self, positions: Positions, rows: Rows, end: End, again: bool) -> None:
-        codes = await self.connection.end(rows, end, again)
+        try:
+            codes = await self.connection.end(rows, end, again)
+        except Exception:  # an argument that cannot be sent: the claims are as they were
+            self.verdicts[positions] = _IN_QUESTION if again else _OPEN
+            raise
         if any(codes):
             verdicts = {ACCEPTED: int(end.verdict), OUT_OF_REACH: _IN_QUESTION}
             self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]
@@ -188,8 +192,8 @@ class ClaimedRows:
         left = np.arange(len(self.rows))[positions]
         left = left[self.verdicts[left] == _OPEN]
         if len(left):
-            self.verdicts[left] = Verdict.GIVEN_BACK
             self.connection.return_soon(self.rows[left], delay_s, in_vain)
+            self.verdicts[left] = Verdict.GIVEN_BACK
             self._settled(left, len(left), End(Verdict.GIVEN_BACK))
 
     def forget(self) -> None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from transport import _ring
 from transport.errors import PayloadDamagedError, RankError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.schema import UpTo
-from transport.ticket import MAX_ENCODED_BYTES, Ticket
+from transport.ticket import Ticket
 
 FIELD: Final = "parents"
 MAX_PARENTS: Final = 8
-PARENTS: Final = ("value", UpTo(MAX_PARENTS * (MAX_ENCODED_BYTES + 64) + 64))
+PARENTS: Final = ("value", UpTo(MAX_PARENTS * (_ring.NOTE_CAPACITY + 64) + 64))
 """What a schema says of the field."""
 
 

@@ -178,8 +178,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer.claims.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
         trainable, unsure = packer.settle(batch.in_question if batch.consumed else first)
-        kept = set(map(id, unsure))
-        packer.learned([item for item in batch.items if id(item) not in kept])
+        packer.learned(batch.items)  # also what is in question: the caller has said that it learned from it
         packer.forget(batch)
         batch.in_question, batch.consumed = unsure, True  # last, so that a call that raised can be repeated
         return trainable

@@ -75,7 +75,7 @@ class StoreNotices:
             entry = self._store.get(_PREFIX + topic)
             if entry is not None and _said(entry.value).version >= version:
                 return False
-            value = msgspec.msgpack.encode(_Said(version, payload))
+            value = msgspec.msgpack.encode(_Said(version, bytes(memoryview(payload))))
             if self._store.compare_and_set(_PREFIX + topic, value, entry.version if entry else ABSENT) is not None:
                 return True
 
@@ -127,7 +127,7 @@ class RingNotices:
             newest = _newest(ring)
             if newest is not None and newest.version >= version:
                 return False
-            ring.write_raw(msgspec.msgpack.encode(_Said(version, payload)))
+            ring.write_raw(msgspec.msgpack.encode(_Said(version, bytes(memoryview(payload)))))
             return True
 
     @staticmethod

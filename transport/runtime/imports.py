@@ -60,5 +60,5 @@ class _Then(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
+        self._watch.act()  # first: where it fails, so does the import, and the next one tries again
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._watch]
-        self._watch.act()
