@@ -231,8 +231,10 @@ def test_closing_ends_a_supervisor_that_hangs_while_it_is_restarted(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with served() as (ring, server):
         (tmp_path / "now").touch()
+        killed = server._run._process  # type: ignore[union-attr]
         os.kill(parent_of(next(iter(listener_pids(ring).values()))), signal.SIGKILL)
         eventually(lambda: (tmp_path / "blocked").exists() and (tmp_path / "blocked").read_text())
+        eventually(lambda: server._run._process is not killed)  # type: ignore[union-attr]
         restarted = server._run._process  # type: ignore[union-attr]
         assert restarted is not None
         server.close()
