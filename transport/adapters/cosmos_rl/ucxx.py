@@ -33,7 +33,7 @@ from transport.ticket import Ticket
 
 NAME: Final = "ucxx"
 
-# Of a schema within each ticket, which has room for 2048 bytes. cosmos-rl's trajectories take about 200.
+# Of a schema within each ticket, which has room for 1968 bytes. cosmos-rl's trajectories take about 200.
 _MOST_SCHEMA_BYTES: Final = 1200
 _SLOTS: Final = 1000  # what cosmos-rl takes where a job gives no UCXXBufferConfig
 

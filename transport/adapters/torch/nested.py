@@ -240,6 +240,8 @@ class Together:
         return _MADE[node.kind](self, value)
 
     def _tensor(self, value: Any) -> Any:
+        if not hasattr(value, "dtype") or (isinstance(value, np.ndarray) and value.dtype.kind in "OSU"):
+            raise TypeError(f"a {type(value).__name__}, which was no tensor")
         return as_tensor(value, copy=self._copy)
 
     def _nested(self, parts: list[Any]) -> Any:
