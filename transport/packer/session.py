@@ -83,7 +83,7 @@ class PackerSession:
         self.collected: weakref.WeakValueDictionary[Identity, FetchedItem] = weakref.WeakValueDictionary()
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
         self.alone: FetchedItem | None = None  # of no batch; `get_policy_input` has not returned it yet
-        self._accepted: set[Delivery] = set()  # of batches that are neither consumed nor abandoned
+        self._accepted: dict[Delivery, None] = {}  # of batches that are neither consumed nor abandoned, in order
         self.renewer = thread.submit(claims.keep_leases())
         self.warming: Job[None] | None = None
         self.batches = 0
@@ -175,7 +175,7 @@ class PackerSession:
         self._judge(items)
         fresh = [item for item in items if item.fresh]
         for item in fresh:
-            self._accepted.add(self._delivery(item))
+            self._accepted[self._delivery(item)] = None
             item.accepted = True
         return [item.payload for item in fresh if item.payload is not None]
 
@@ -204,7 +204,7 @@ class PackerSession:
         return (*item.ticket.origin, self.rank_of(item))
 
     def _withdraw(self, item: FetchedItem) -> None:
-        self._accepted.discard(self._delivery(item))
+        self._accepted.pop(self._delivery(item), None)
         item.accepted = False
 
     def _judge(self, items: Sequence[FetchedItem]) -> int:

@@ -215,7 +215,8 @@ class RedisConnection:
                 if not self._closed and room.client is client:  # else another thread closed or cut it during the call
                     raise
             finally:
-                if self._closed or room.client is not client:  # what it has connected since is closed by no other call
+                # What it has connected since its client was replaced, or closed, is closed by no other call.
+                if room.client is not client or self._rooms.get(os.getpid()) is not room:
                     client.connection_pool.disconnect()
             room.pause(pause_s * random.uniform(0.5, 1.0))  # closed meanwhile: the next iteration raises ClosedError
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
@@ -341,7 +342,8 @@ class RedisConnection:
                 room.client.publish(self._bell_channel(), "")  # else it looks within _BELL_LOOK_S
             listener.join(_JOIN_S)
         room.client.close()
-        self._rooms.pop(os.getpid(), None)  # last, so that after an interrupt the next call finishes
+        self._rooms.pop(os.getpid(), None)  # behind it, so that after an interrupt the next call finishes
+        room.client.close()  # what a call has connected meanwhile; later ones see that the room is gone
 
     # --- wake-ups ------------------------------------------------------------------------------
     def _bell_channel(self) -> str:
