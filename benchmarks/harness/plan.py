@@ -145,7 +145,7 @@ def patiently(action: Callable[[], Answer], complain: Callable[[str], object]) -
             return action()
         except (QueueError, StoreError) as error:
             complain(str(error))
-            time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S)  # a pace of trying again: a server that is away tells nobody when it is back
 
 
 def words_of(deliveries: Sequence[tuple[Any, Any]]) -> list[str]:
