@@ -137,7 +137,8 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
     client = packer._packer.client
     packer.cleanup_ucxx_packer()
     assert (client._device_reads._staging.bytes, client._device_reads._staging.lent) == (0, 0)
-    assert queue.depth().ready == 4 and worker._ucxx_ring.statistics().reading == 0
+    assert queue.depth().ready == 4
+    eventually(lambda: worker._ucxx_ring.statistics().reading == 0, "the listener has seen that the client is gone")
 
 
 def test_a_device_that_cannot_be_used_is_named_at_set_up(
