@@ -26,6 +26,7 @@ from typing import Annotated, Any, Final, Literal, Union
 import msgspec
 
 from transport.errors import ConfigurationError
+from transport.runtime.logs import LogFormat, LogLevel
 from transport.settings import DEFAULTS, Settings
 from transport.wires import Wire
 
@@ -51,8 +52,8 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
     metrics_bind: str = "127.0.0.1"
     store: str = ""
     run: RunName = ""
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
-    log_format: Literal["text", "json"] = "text"
+    log_level: LogLevel = "WARNING"
+    log_format: LogFormat = "text"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """For repr: every field, the store without its password, which must not appear in a log."""
@@ -131,7 +132,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "metrics_bind": "local address of that port",
     "store": "URL of the store that `transport cooldown` and `transport demo --checkpoint` use; empty: the demo's file",
     "run": "name by which rollouts and trainers of a host without a queue find each other; empty: SLURM's job, or all",
-    "log_level": "DEBUG, INFO, WARNING or ERROR",
+    "log_level": "DEBUG, INFO, WARNING, ERROR or CRITICAL",
     "log_format": "text, or json: an object per line with ticket, port and attempt as fields",
 }
 """What each key bounds or says, for the tables of the documentation."""

@@ -67,7 +67,7 @@ def test_an_end_that_is_repeated_has_the_same_answer_and_another_one_is_refused(
 def test_an_argument_that_cannot_be_sent_leaves_a_claim_as_it_was(ring: SharedRingBuffer, queue: FoundRings) -> None:
     ring.write_raw(b"one")
     [claim] = some(queue, 1)
-    with pytest.raises(Exception, match="NoneType"):
+    with pytest.raises(AttributeError, match="NoneType"):
         queue.discard(claim, None)  # type: ignore[arg-type]
     assert queue.discard(claim, "reason")
     assert counted(queue) == {"discarded": 1}

@@ -299,8 +299,8 @@ async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -
         assert all(isinstance(outcome.error, AuthenticationError) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("arguments", [{"wire": {"pigeon"}}, {"wire": set()}, {"ack": "never"}])
+@pytest.mark.parametrize("arguments", [{"wire": {"pigeon"}}, {"wire": set()}, {"ack": "never"}, {"secret": "text"}])
 @asynchronous
-async def test_unknown_wires_and_modes_are_refused(arguments: Any) -> None:
+async def test_senseless_arguments_are_refused(arguments: Any) -> None:
     with pytest.raises(UsageError):
         UCXXClient(**arguments)

@@ -253,6 +253,7 @@ def test_a_ticket_that_cannot_be_read_ends_its_payload(ring: SharedRingBuffer) -
         ({"layout": "padded", "fill": {"tokens": 1.5}}, UsageError, "fill=1.5 is no value of tokens"),
         ({"layout": "padded", "pad_to": 3}, BatchTooLargeError, "tokens: a payload has 4 entries, more than the 3"),
         ({"layout": "padded", "pad_to": -1}, UsageError, "pad_to=-1"),
+        ({"layout": "padded", "pad_to": 2.5}, TypeError, "float"),
         ({"layout": "list", "out": {}}, UsageError, "out= is for the layouts padded and packed"),
         ({"layout": "packed", "out": {"x": 1}}, SchemaError, "x, which the schema does not have"),
         ({"layout": "packed", "out": {"tokens": np.zeros(3, np.int32)}}, BufferUnsuitableError, "shape"),

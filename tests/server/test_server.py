@@ -112,6 +112,10 @@ def test_starting_twice_is_refused_and_closing_twice_is_not(ring: SharedRingBuff
         {"ports": (-1,)},
         {"ports": (5000, 5000)},
         {"mode": "magic"},
+        {"secret": "text"},
+        {"wires": frozenset({"pigeon"})},
+        {"bind": 5},
+        {"log_level": "LOUD"},
     ],
     ids=str,
 )

@@ -217,6 +217,13 @@ class QueueConformance(QueueSuite):
         assert queue.depth(1) == QueueDepth(ready=1)
         assert len(queue.claim(1, rank=1, consumer="b")) == 1
 
+    def test_a_reason_that_is_not_unicode_is_kept_as_far_as_it_can_be(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a\udc80")  # as names of files have them
+        assert queue.discard(claim, "gone: \udc80.pt")
+        [failure] = queue.failures()
+        assert (failure.consumer[:1], failure.reason[:6], failure.reason[-3:]) == ("a", "gone: ", ".pt")
+
     def test_dead_deliveries_are_claimed_once_more_when_they_are_requeued(self, harness: Harness) -> None:
         queue = harness.open(max_deliveries=3)
         if not self.keeps_dead:

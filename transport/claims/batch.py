@@ -18,8 +18,9 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -60,13 +61,23 @@ class Verdict(enum.IntEnum):
     AGED = 8
 
 
-class End(NamedTuple):
-    """How claims are to end; reason and consumer stand in the ring's log of failures."""
+class End(msgspec.Struct, frozen=True):
+    """How claims are to end; reason and consumer stand in the ring's log of failures.
+
+    What cannot be sent is refused here, before a claim is marked: Python's own error for a wrong type. Halves of
+    surrogate pairs, which UTF-8 does not have and names of files may, are question marks.
+    """
 
     verdict: Verdict
     reason: str = ""
     consumer: str = ""
     delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("reason", "consumer"):
+            text = getattr(self, name).encode("utf-8", "replace").decode()
+            msgspec.structs.force_setattr(self, name, text)
+        msgspec.structs.force_setattr(self, "delay_s", float(self.delay_s))
 
 
 CONSUME: Final = End(Verdict.CONSUMED)
@@ -169,11 +180,7 @@ class ClaimedRows:
             task.add_done_callback(self.asking.discard)
 
     async def _end(self, positions: Positions, rows: Rows, end: End, again: bool) -> None:
-        try:
-            codes = await self.connection.end(rows, end, again)
-        except Exception:  # an argument that cannot be sent: the claims are as they were
-            self.verdicts[positions] = _IN_QUESTION if again else _OPEN
-            raise
+        codes = await self.connection.end(rows, end, again)
         if any(codes):
             verdicts = {ACCEPTED: int(end.verdict), OUT_OF_REACH: _IN_QUESTION}
             self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]

@@ -419,8 +419,7 @@ class ClaimConnection:
     def _end(self, row: Rows, end: End) -> asyncio.Future[Any]:
         """Send the END of one claim; the future of its answer."""
         future = self.loop.create_future()
-        reason, consumer = (text.encode("utf-8", "replace").decode() for text in (end.reason, end.consumer))
-        self.link.native.end(future, row, _ENDINGS[end.verdict], reason, consumer)
+        self.link.native.end(future, row, _ENDINGS[end.verdict], end.reason, end.consumer)
         return self._sent(future, 1)
 
     def _sent(self, future: asyncio.Future[Any], count: int) -> asyncio.Future[Any]:

@@ -19,7 +19,7 @@ from transport.packer.unpublished import reconciled
 from transport.queue.base import QueueAddress
 from transport.queue.redis import open_address
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.logs import LogFormat, handler
+from transport.runtime.logs import LogFormat, LogLevel, handler
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Republishing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     segment: str
     queue: QueueAddress
     grouped: bool = False
-    log_level: str = "WARNING"
+    log_level: LogLevel = "WARNING"
     log_format: LogFormat = "text"
 
 

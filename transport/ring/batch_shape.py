@@ -13,6 +13,7 @@ import numpy as np
 from transport import _ring
 from transport.errors import SchemaError, UsageError
 from transport.ring.parts import field_names
+from transport.runtime.arguments import at_least
 from transport.schema import DTYPES, Schema, TensorSpec
 
 BatchLayout = Literal["list", "padded", "packed"]
@@ -61,8 +62,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"layout={self.layout!r}; choose 'list', 'padded' or 'packed'")
         if self.fields is not None:
             msgspec.structs.force_setattr(self, "fields", field_names(self.fields))
-        if self.pad_to != "longest" and self.pad_to < 0:
-            raise UsageError(f"pad_to={self.pad_to}; give 'longest' or a number of entries")
+        if self.pad_to != "longest":
+            msgspec.structs.force_setattr(self, "pad_to", at_least(0, self.pad_to, "pad_to"))
         if self.layout == "list" and self.out is not None:
             raise UsageError("out= is for the layouts padded and packed; payloads of a list stay where they are")
         if not isinstance(self.memory, str) or self.memory.partition(":")[0] not in _MEMORIES:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transport.config import Configuration
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
 """Fields of a line: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""

@@ -23,7 +23,7 @@ import uvloop
 from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
-from transport.runtime.logs import LogFormat, handler
+from transport.runtime.logs import LogFormat, LogLevel, handler
 from transport.server.lifetime import Lifetime, Phase
 from transport.server.listener import Listener, serve_until
 from transport.server.supervisor_lock import supervised
@@ -52,8 +52,15 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     secret: bytes | None = None
     wires: frozenset[Wire] | None = None
     bind: str = ""
-    log_level: str = "WARNING"
+    log_level: LogLevel = "WARNING"
     log_format: LogFormat = "text"
+
+    def checked(self) -> ListenerConfig:
+        """As a listener process reads it. UsageError: it would refuse a field."""
+        try:
+            return msgspec.json.decode(msgspec.json.encode(self), type=ListenerConfig)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise UsageError(f"a listener cannot be configured so: {error}") from None
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """For repr: every field except the secret, which must not appear in a log."""

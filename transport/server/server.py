@@ -22,14 +22,15 @@ from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
 from transport.runtime.arguments import seconds, several
-from transport.runtime.logs import LogFormat
+from transport.runtime.logs import LogFormat, LogLevel
 from transport.server.after_writer import AfterWriter
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
 from transport.wire.addresses import LOOPBACK, advertised
+from transport.wire.authentication import checked_secret
 from transport.wire.library import library
-from transport.wires import Wire
+from transport.wires import Wire, named_wires
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,12 @@ class UCXXServer:
         wires: frozenset[Wire] | None = None,
         mode: Literal["process", "thread"] = "process",
         linger_s: float | None = None,
-        log_level: str = "WARNING",
+        log_level: LogLevel = "WARNING",
         log_format: LogFormat = "text",
         after_writer: AfterWriter | None = None,
     ) -> None:
         ports = [operator.index(port) for port in ports]
         seconds(linger_s, "linger_s")
-        if secret is not None and not isinstance(secret, bytes):  # JSON, by which listeners get it, would take text
-            raise UsageError("secret: give bytes")
         if addresses is not None:
             addresses = several(addresses, "addresses")
         if mode not in ("process", "thread"):
@@ -106,12 +105,12 @@ class UCXXServer:
             segment=ring.name,
             port=0,
             settings=settings.validate(),
-            secret=secret,
-            wires=wires,
+            secret=checked_secret(secret),
+            wires=None if wires is None else named_wires(wires),
             bind=bind,
             log_level=log_level,
             log_format=log_format,
-        )
+        ).checked()
         self._run: Processes | OneThread | None = None
         self._closing = False
 

@@ -312,6 +312,7 @@ class RedisConnection:
         timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, most_s))
         client: redis.Redis = self._redis.Redis.from_url(
             self._url.url,
+            encoding_errors="replace",  # a name of a file may have halves of surrogate pairs, which UTF-8 does not
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_keepalive=True,

@@ -11,7 +11,16 @@ import hmac
 import secrets
 from typing import Literal
 
+from transport.errors import UsageError
+
 NONCE_BYTES = 16
+
+
+def checked_secret(secret: bytes | None) -> bytes | None:
+    """A shared secret, or None for none. UsageError for anything else: text has several forms as bytes."""
+    if secret is not None and not isinstance(secret, bytes):
+        raise UsageError(f"secret is a {type(secret).__name__}: give bytes")
+    return secret
 
 
 def nonce() -> bytes:

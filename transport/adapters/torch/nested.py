@@ -82,6 +82,8 @@ class Apart:
             return self._tensor(value, path)
         if isinstance(value, np.ndarray) and value.dtype.kind in f"O{_TEXTS}{_TIMES}":
             return self._array(value, path)
+        if kind is bytearray:
+            return self._marked("bytearray", path, bytes(value))
         if kind is np.str_:
             return self._marked("str_", path, str(value))
         if kind in self._names:
@@ -311,6 +313,7 @@ _MADE: Final[Mapping[str, Callable[[Together, Any], Any]]] = {
     "nested": Together._nested,
     "jagged": Together._jagged,
     "array": Together._array,
+    "bytearray": lambda _, value: bytearray(value),
     "str_": lambda _, value: np.str_(value),
     "set": lambda _, items: set(items),
     "frozenset": lambda _, items: frozenset(items),

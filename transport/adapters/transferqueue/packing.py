@@ -4,12 +4,13 @@ A slot has up to 16 samples, which are the payload's reader ranks: clearing a sa
 by whichever process, and the last one frees the slot. What TransferQueue's controller keeps for a value is `Place`, a
 few bytes that are the same for all fields of a sample.
 
-Values that are not tensors lie there as values of payloads do (`transport.values`), with the marks of what they were
-(`transport.adapters.torch.nested`) in a column of their own. Nothing is pickled.
+Values that are not tensors lie there as values of payloads do (`transport.values`), one for each sample, each with the
+marks of what it was (`transport.adapters.torch.nested`) behind it. Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any, Final
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from transport import _ring
-from transport.adapters.torch.nested import Apart, Together
+from transport.adapters.torch.nested import Apart, together
 from transport.devices.arrays import to_host
 from transport.errors import TicketError
 from transport.ring.attachment import random_name
@@ -31,7 +32,6 @@ from transport.values.encoding import pieces_of
 SAMPLES: Final = _ring.MAX_READERS  # of a slot
 PREFIX: Final = "tq-"
 
-_MARKS: Final = ""  # the column of marks; no field has this name
 _VERSION: Final = 1
 _ALIGNMENT: Final = 64
 _PLACE: Final = struct.Struct("<BBBH16s8sIIQQQ")
@@ -125,16 +125,16 @@ class Column(msgspec.Struct, array_like=True):
     """A field's values in a slot.
 
     Attributes:
-        dtype: torch's name for it; "": they are no tensors, and lie there as one list.
-        shapes: of each row's tensor; one that all have, where there is one only.
-        at, length: of its bytes, counted from the end of the index.
+        dtype: torch's name for it; "": they are no tensors.
+        shapes: of each row's tensor; one that all have, where there is one only. Of what is no tensor the bytes that
+            the value takes, and its marks.
+        at: where its bytes begin, counted from the end of the index.
     """
 
     name: str
     dtype: str
     shapes: list[tuple[int, ...]]
     at: int
-    length: int
 
     def shape(self, row: int) -> tuple[int, ...]:
         """Of a row's tensor."""
@@ -150,7 +150,19 @@ class Column(msgspec.Struct, array_like=True):
         return self.at + sum(counts[:row]), self.at + sum(counts)
 
 
+    def value(self, row: int) -> tuple[slice, slice]:
+        """Where the bytes of a row's value and of its marks are."""
+        at = self.at + sum(map(_aligned, itertools.chain.from_iterable(self.shapes[:row])))
+        value, marks = self.shapes[row]
+        behind = at + _aligned(value)
+        return slice(at, at + value), slice(behind, behind + marks)
+
+
 _INDEX: Final = msgspec.msgpack.Decoder(list[Column])
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT
 
 
 def _count(shape: Sequence[int]) -> int:
@@ -182,19 +194,12 @@ def pack(names: Sequence[str], values: Sequence[Any], first: int, rows: int) -> 
     columns: list[Column] = []
     pieces: list[Any] = []
     at = 0
-    apart = Apart()
-    found = [_column(name, value[first : first + rows], apart) for name, value in zip(names, values, strict=True)]
-    if apart.marks:
-        found.append((Column(_MARKS, "", [], 0, 0), _memory(apart.marks, "marks")))
-    for column, parts in found:
+    for name, value in zip(names, values, strict=True):
+        column, parts = _column(name, value[first : first + rows])
         column.at = at
-        length = sum(map(len, parts))
-        column.length = length
-        gap = -length % _ALIGNMENT
-        pieces += parts
-        if gap:
-            pieces.append(bytes(gap))
-        at += length + gap
+        length, gap = _length(parts)
+        pieces += [*parts, gap]
+        at += length + len(gap)
         columns.append(column)
     index = msgspec.msgpack.encode(columns)
     head = _HEAD.pack(len(index)) + index
@@ -202,13 +207,28 @@ def pack(names: Sequence[str], values: Sequence[Any], first: int, rows: int) -> 
     return Packed([head, *pieces], len(head) + at, rows)
 
 
-def _column(name: str, values: Any, apart: Apart) -> tuple[Column, list[Any]]:
+def _length(parts: Sequence[Any]) -> tuple[int, bytes]:
+    """The bytes of these, and the zeros between them and what follows."""
+    length = sum(map(len, parts))
+    return length, bytes(-length % _ALIGNMENT)
+
+
+def _column(name: str, values: Any) -> tuple[Column, list[Any]]:
     if isinstance(values, torch.Tensor):
-        return Column(name, _dtype(values), [tuple(values.shape[1:])], 0, 0), [_bytes(values)]
+        return Column(name, _dtype(values), [tuple(values.shape[1:])], 0), [_bytes(values)]
     if all(map(_is_plain_tensor, values)) and len({each.dtype for each in values}) == 1:
         shapes = [tuple(each.shape) for each in values]
-        return Column(name, _dtype(values[0]), shapes, 0, 0), [_bytes(each) for each in values]
-    return Column(name, "", [], 0, 0), _memory(apart.of(list(values), name), name)
+        return Column(name, _dtype(values[0]), shapes, 0), [_bytes(each) for each in values]
+    shapes: list[tuple[int, ...]] = []
+    pieces: list[Any] = []
+    for row, value in enumerate(values):
+        apart, path = Apart(), f"{name}[{row}]"
+        parts = _memory(apart.of(value, path), path)
+        marks = _memory(apart.marks, path) if apart.marks else []
+        (size, gap), (marked, gap_of_marks) = _length(parts), _length(marks)
+        shapes.append((size, marked))
+        pieces += [*parts, gap, *marks, gap_of_marks]
+    return Column(name, "", shapes, 0), pieces
 
 
 def _memory(value: Any, name: str) -> list[Any]:
@@ -249,8 +269,6 @@ class Unpacked:
         columns = _INDEX.decode(self._data[_HEAD.size : _HEAD.size + length])
         self._at = -(-(_HEAD.size + length) // _ALIGNMENT) * _ALIGNMENT
         self.columns = {column.name: column for column in columns}
-        self._together: Together | None = None
-        self._lists: dict[str, list[Any]] = {}
 
     def bytes_of(self, column: Column, row: int, rows: int = 1) -> memoryview:
         """The bytes of some rows of tensors."""
@@ -267,17 +285,10 @@ class Unpacked:
         """A row's value, which is no tensor, or one that no other row has the dtype of."""
         if column.dtype:
             return self.tensor(column, row)
-        found = self._lists.get(column.name)
-        if found is None:
-            if self._together is None:
-                marks = self.columns.get(_MARKS)
-                self._together = Together([] if marks is None else self._value_of(marks), copy=True)
-            found = self._lists[column.name] = self._together.field(column.name, self._value_of(column))
-        return found[row]
-
-    def _value_of(self, column: Column) -> Any:
-        begin = self._at + column.at
-        return value_of(np.frombuffer(self._data[begin : begin + column.length], np.uint8), column.name or "marks")
+        name = f"{column.name}[{row}]"
+        data = np.frombuffer(self._data[self._at :], np.uint8)
+        value, marks = (data[where] for where in column.value(row))
+        return together(value_of(value, name), value_of(marks, name) if len(marks) else [], name)
 
 
 def copy_to(tensor: torch.Tensor, data: memoryview) -> None:

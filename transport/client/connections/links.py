@@ -29,6 +29,7 @@ from transport.errors import (
 )
 from transport.ring.attachment import found_here, shares_memory
 from transport.settings import Settings
+from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
 from transport.wire.probing import probe
@@ -65,7 +66,7 @@ class Links:
     ) -> None:
         self._settings = settings
         self._wires = wires
-        self._secret = secret
+        self._secret = checked_secret(secret)
         self._for_device_memory = device_memory
         self._worker: Worker | None = None
         self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
