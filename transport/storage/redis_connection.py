@@ -138,6 +138,8 @@ class RedisConnection:
         name, field = self._place()
         first = f"{'' if now_ms is None else now_ms}/{field}"
         every_key = [self.key(name), *map(self.key, keys)]
+        # The name of a file in an error may have halves of surrogate pairs, which UTF-8 does not have.
+        arguments = [each.encode("utf-8", "replace") if isinstance(each, str) else each for each in arguments]
         again = ""
 
         def attempt(client: redis.Redis) -> Any:
@@ -312,7 +314,6 @@ class RedisConnection:
         timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, most_s))
         client: redis.Redis = self._redis.Redis.from_url(
             self._url.url,
-            encoding_errors="replace",  # a name of a file may have halves of surrogate pairs, which UTF-8 does not
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_keepalive=True,

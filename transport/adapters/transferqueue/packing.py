@@ -149,7 +149,6 @@ class Column(msgspec.Struct, array_like=True):
         counts = [_count(shape) * size for shape in self.shapes[: row + rows]]
         return self.at + sum(counts[:row]), self.at + sum(counts)
 
-
     def value(self, row: int) -> tuple[slice, slice]:
         """Where the bytes of a row's value and of its marks are."""
         at = self.at + sum(map(_aligned, itertools.chain.from_iterable(self.shapes[:row])))
@@ -217,8 +216,7 @@ def _column(name: str, values: Any) -> tuple[Column, list[Any]]:
     if isinstance(values, torch.Tensor):
         return Column(name, _dtype(values), [tuple(values.shape[1:])], 0), [_bytes(values)]
     if all(map(_is_plain_tensor, values)) and len({each.dtype for each in values}) == 1:
-        shapes = [tuple(each.shape) for each in values]
-        return Column(name, _dtype(values[0]), shapes, 0), [_bytes(each) for each in values]
+        return Column(name, _dtype(values[0]), [tuple(each.shape) for each in values], 0), [*map(_bytes, values)]
     shapes: list[tuple[int, ...]] = []
     pieces: list[Any] = []
     for row, value in enumerate(values):
