@@ -79,7 +79,7 @@ def test_a_server_that_does_not_say_is_admitted_with_a_warning(
 def test_a_server_that_still_loads_its_file_is_waited_for() -> None:
     import redis
 
-    slowly = ("--key-load-delay", "300", "--loading-process-events-interval-bytes", "1024")
+    slowly = ("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
     with redis_server(*slowly) as server, redis.Redis(port=server.port) as client:
         client.mset({f"other:{number}": "x" * 100 for number in range(1000)})
         client.bgrewriteaof()  # the delay is that of keys in a snapshot, with which a rewritten file begins
@@ -87,15 +87,18 @@ def test_a_server_that_still_loads_its_file_is_waited_for() -> None:
         server.kill()
 
         def open_while_it_loads() -> Entry | None:
-            eventually(lambda: loading(client))
             with open_store(server.place()) as store:
                 assert not loading(client)
                 store.put("a", b"1")
                 return store.get("a")
 
-        found, thread = in_thread(open_while_it_loads)
         server.start()
-        thread.join()
+        assert loading(client)
+        clients = client.info("clients")["connected_clients"]
+        found, opening = in_thread(open_while_it_loads)
+        eventually(lambda: client.info("clients")["connected_clients"] > clients)
+        client.config_set("key-load-delay", 0)
+        opening.join()
         assert [entry.value for entry in found] == [b"1"]
 
 
