@@ -79,7 +79,7 @@ def test_a_server_that_does_not_say_is_admitted_with_a_warning(
 def test_a_server_that_still_loads_its_file_is_waited_for() -> None:
     import redis
 
-    slowly = ("--key-load-delay", "20000", "--loading-process-events-interval-bytes", "1024")
+    slowly = ("--key-load-delay", "4000", "--loading-process-events-interval-bytes", "1024")
     with redis_server(*slowly) as server, redis.Redis(port=server.port) as client:
         client.mset({f"other:{number}": "x" * 100 for number in range(1000)})
         client.bgrewriteaof()  # the delay is that of keys in a snapshot, with which a rewritten file begins
