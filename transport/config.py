@@ -26,7 +26,6 @@ from typing import Annotated, Any, Final, Literal, Union
 import msgspec
 
 from transport.errors import ConfigurationError
-from transport.runtime.logs import LogFormat, LogLevel
 from transport.settings import DEFAULTS, Settings
 from transport.wires import Wire
 
@@ -37,6 +36,8 @@ DEFAULT: Final = "default"
 
 _PASSWORD: Final = re.compile(r"(//[^/?#@:]*:).*@")  # up to the last @, since passwords may have one that is not quoted
 
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 RunName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{0,80}$")]
 

@@ -58,6 +58,9 @@ def test_while_nothing_has_changed_the_places_are_not_made_again(monkeypatch: py
     assert set(places.served(())) == {first.ring}
     now = 60.0
     directory.publish(Serving(ring="2" * 32, host="elsewhere", addresses=("10.0.0.2",), ports=(7001,), epoch=2))
+    places.served(())  # as before, while the directory is read
+    assert places._reading is not None
+    places._reading.join()
     assert set(places.served(())) == {"1" * 32, "2" * 32}
 
 

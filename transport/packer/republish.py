@@ -14,12 +14,13 @@ import time
 
 import msgspec
 
+from transport.config import LogFormat, LogLevel
 from transport.errors import QueueError, QueueUnsuitableError, RingNotFoundError, TransportError
 from transport.packer.unpublished import reconciled
 from transport.queue.base import QueueAddress
 from transport.queue.redis import open_address
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.logs import LogFormat, LogLevel, handler
+from transport.runtime.logs import handler
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from transport.config import Configuration
-
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    from transport.config import Configuration, LogFormat
 
 FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
 """Fields of a line: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""

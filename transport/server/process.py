@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
+from transport.config import LogFormat, LogLevel
 from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
-from transport.runtime.logs import LogFormat, LogLevel, handler
+from transport.runtime.logs import handler
 from transport.server.lifetime import Lifetime, Phase
 from transport.server.listener import Listener, serve_until
 from transport.server.supervisor_lock import supervised

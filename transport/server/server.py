@@ -18,11 +18,11 @@ from typing import Literal, NoReturn, Self
 import msgspec
 
 from transport import _ring
+from transport.config import LogFormat, LogLevel
 from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
 from transport.runtime.arguments import seconds, several
-from transport.runtime.logs import LogFormat, LogLevel
 from transport.server.after_writer import AfterWriter
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
