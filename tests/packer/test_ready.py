@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transport import Rollout, Schema, Trainer, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
+from transport import Rollout, Schema, Ticket, Trainer, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
 from transport.errors import ClosedError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.prefetch import FetchedBatch
@@ -117,6 +118,39 @@ def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monk
         assert (statistics.consumed, statistics.duplicates) == (2, 0)
         batch.release()
         assert rollout.ring_statistics().free == 4
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("end", ["abandoned", "dropped", "consumed"])
+def test_a_payload_that_comes_twice_is_ended_by_the_batch_that_accepted_it(end: str) -> None:
+    def fetched(trainer: Trainer, ticket: Ticket) -> FetchedBatch:
+        trainer.start_prefetch([ticket])
+        batch = trainer.collect_prefetch(timeout=20)
+        assert batch is not None
+        return batch
+
+    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, Trainer(schemas=[SCHEMA]) as trainer:
+        ticket = rollout.write_to_buffer(VALUES)
+        first = fetched(trainer, ticket)
+        assert len(trainer.accept(first)) == 1
+        second, third = fetched(trainer, ticket), fetched(trainer, ticket)
+        assert trainer.accept(third) == []
+        assert trainer.consume(second) == []
+        assert rollout.ring_statistics().consumes == 0
+        assert len(trainer.consumed_record()) == 1
+        if end == "abandoned":
+            trainer.abandon(first)
+        elif end == "dropped":
+            del first
+            gc.collect()
+        else:
+            assert len(trainer.consume(first)) == 1
+        assert len(trainer.consumed_record()) == (end == "consumed")
+        assert len(trainer.consume(third)) == (end != "consumed")
+        assert len(trainer.consumed_record()) == 1
+        assert trainer.ucxx_statistics().consumed == 1
+        second.release()
+        third.release()
 
 
 @pytest.mark.ucx

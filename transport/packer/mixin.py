@@ -159,7 +159,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
 
         For checkpoints: accept, learn, store weights and record, and only then `consume`. A trainer that is killed
         before the checkpoint is stored gets the payloads again; one that is killed behind it drops them. `abandon`
-        takes them out of the record again: only for weights that have not learned from them.
+        takes them out of the record again, and so does dropping the batch: only for weights that have not learned from
+        them.
         """
         if batch.consumed:
             raise UsageError("this batch was already consumed")
@@ -168,7 +169,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.
 
-        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned. Those whose ring
+        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned; nor is what another
+        batch of this trainer has accepted, which keeps its claim for as long as this batch is held. Those whose ring
         went out of reach just then are in ``batch.in_question``: `consume` the batch again later, and it returns those
         that the ring had accepted. They are lost otherwise.
         """

@@ -110,8 +110,7 @@ class FetchedItem:
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
-    fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not asked yet
-    accepted: bool = field(default=False, init=False, repr=False)  # and neither consumed nor abandoned
+    fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not decided yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
 
 

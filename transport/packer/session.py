@@ -83,7 +83,8 @@ class PackerSession:
         self.collected: weakref.WeakValueDictionary[Identity, FetchedItem] = weakref.WeakValueDictionary()
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
         self.alone: FetchedItem | None = None  # of no batch; `get_policy_input` has not returned it yet
-        self._accepted: dict[Delivery, None] = {}  # of batches that are neither consumed nor abandoned, in order
+        # Neither consumed nor abandoned, in order. Weak: an item that is dropped gives up its claim, and comes again.
+        self._accepted: weakref.WeakValueDictionary[Delivery, FetchedItem] = weakref.WeakValueDictionary()
         self.renewer = thread.submit(claims.keep_leases())
         self.warming: Job[None] | None = None
         self.batches = 0
@@ -152,11 +153,15 @@ class PackerSession:
         return came is not None
 
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[ReceivedPayload], list[FetchedItem]]:
-        """Consume: first the queue, then the record, then the rings.
+        """Consume: first the queue, then the record, then the rings. It ends nothing that another item has accepted.
 
-        Returns the payloads to train on, and the items whose ring has not answered; asked again with the same items, a
-        call returns the same.
+        That comes again when its claim ends with its item: as a duplicate, or to be trained on if the other was
+        abandoned. Returns the payloads to train on, and the items whose ring has not answered; asked again with the
+        same items, a call returns the same.
         """
+        taken = dict(self._accepted.items())
+        if taken:
+            items = [item for item in items if taken.get(self._delivery(item), item) is item]
         accepted, unsure = self.claims.settle(items)
         # What is unsure, too: later payloads of its slots may be recorded before it.
         self.consumed += self._judge([*accepted, *unsure])
@@ -175,23 +180,22 @@ class PackerSession:
         self._judge(items)
         fresh = [item for item in items if item.fresh]
         for item in fresh:
-            self._accepted[self._delivery(item)] = None
-            item.accepted = True
+            self._accepted[self._delivery(item)] = item
         return [item.payload for item in fresh if item.payload is not None]
 
     def learned(self, items: Sequence[FetchedItem]) -> None:
         """Record what was accepted of a batch that is consumed, also where another trainer has its claim by now."""
-        for item in items:
-            if item.accepted:
-                self.record.accept(*self._delivery(item))
-                self._withdraw(item)
+        for item in items if self._accepted else ():
+            if self._accepted.get(delivery := self._delivery(item)) is item:
+                self.record.accept(*delivery)
+                del self._accepted[delivery]
                 self.consumed += 1
 
     def unlearned(self, items: Sequence[FetchedItem]) -> None:
         """What was accepted of these comes again, and is trained on then."""
-        for item in items:
-            if item.accepted:
-                self._withdraw(item)
+        for item in items if self._accepted else ():
+            if self._accepted.get(delivery := self._delivery(item)) is item:
+                del self._accepted[delivery]
 
     def record_with_accepted(self) -> ConsumedRecord:
         """A copy of the record, with what was accepted and is not consumed yet."""
@@ -203,17 +207,16 @@ class PackerSession:
     def _delivery(self, item: FetchedItem) -> Delivery:
         return (*item.ticket.origin, self.rank_of(item))
 
-    def _withdraw(self, item: FetchedItem) -> None:
-        self._accepted.pop(self._delivery(item), None)
-        item.accepted = False
-
     def _judge(self, items: Sequence[FetchedItem]) -> int:
-        """Decide, once for each item, whether it is to be trained on. For how many that is so now."""
-        seen = set(self._accepted)
-        fresh = 0
+        """Decide, once for each item, whether it is to be trained on; later for what another item has accepted.
+
+        For how many that is so now.
+        """
+        seen: set[Delivery] = set()
+        taken, fresh = dict(self._accepted.items()), 0
         for item in items:
             delivery = self._delivery(item)
-            if item.fresh is None:
+            if item.fresh is None and taken.get(delivery, item) is item:
                 item.fresh = delivery not in seen and not self.record.contains(*delivery)
                 self.claims.counts["duplicates"] += not item.fresh
                 fresh += item.fresh
