@@ -512,6 +512,22 @@ started.wait()
         assert child.wait() == 0
 
 
+def test_a_loop_that_hangs_does_not_keep_the_process_from_its_exit() -> None:
+    code = """
+import threading, time
+from transport.runtime import loop_thread
+loop_thread._EXIT_S = 0.2
+hangs = threading.Event()
+thread = loop_thread.LoopThread("test loop")
+thread.post(lambda: (hangs.set(), time.sleep(1e6)))
+hangs.wait()
+print("exits", flush=True)
+"""
+    with Child(code) as child:
+        assert child.line() == "exits"
+        assert child.wait() == 0
+
+
 def test_a_forked_child_has_no_loop_and_its_exit_waits_for_none() -> None:
     code = """
 import asyncio, os, sys

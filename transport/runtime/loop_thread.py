@@ -12,6 +12,7 @@ import _thread
 import asyncio
 import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -25,10 +26,12 @@ from typing import Any, Final, Generic, TypeVar
 import uvloop
 
 from transport.errors import ClosedError, UsageError
+from transport.runtime.stacks import Slow
 
 T = TypeVar("T")
 
 _SLICE_S: Final = 0.5  # of a wait: a signal that comes right before the lock blocks is handled behind it
+_EXIT_S: Final = 30.0  # for a loop to end at the process's exit: what lives on loops needs a few seconds at most
 
 
 def gone(pid: int) -> bool:
@@ -271,13 +274,14 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
+        self._name = name
         self._closed = False
         self._own = _Own()
         self.running = self._own.running
         self._thread = threading.Thread(target=_run, args=(self._own,), name=name, daemon=True)
         self._thread.start()
         self._own.made.wait()
-        self._at_exit = AtExit(self.close)
+        self._at_exit = AtExit(self._close_at_exit)
 
     def __del__(self) -> None:
         """Where an interrupt ended the constructor, nobody else ends the thread."""
@@ -353,15 +357,26 @@ class LoopThread:
     def close(self) -> None:
         """Close what lives on the loop, cancel what still runs, wait for it, end the thread.
 
-        Idempotent; nothing where the thread does not run. After an interrupt the next call continues. Raises what a
-        closing raised, when all is closed; UsageError on the loop.
+        Idempotent; nothing where the thread does not run. After an interrupt the next call continues. It waits without
+        a limit: the caller frees what the loop uses, and may only when the loop has ended. Raises what a closing
+        raised, when all is closed; UsageError on the loop.
         """
+        self._close(math.inf)
+
+    def _close_at_exit(self) -> None:
+        """Within a limit: a loop that hangs, as in a callback that does not return, must not keep the process."""
+        self._close(_EXIT_S)
+
+    def _close(self, most_s: float) -> None:
         if gone(self._pid):
             return
         self.may_wait()
         self._closed = True
         self.post(self._own.end)
-        self._own.stopped.wait()
+        slow = Slow(f"the thread {self._name!r}", most_s)
+        while not self._own.stopped.wait(slow.slice_s(_SLICE_S)):
+            if not slow.look("what runs on its loop"):
+                return
         self._thread.join()
         self._at_exit.cancel()
         if self._own.errors:
