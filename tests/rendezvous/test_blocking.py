@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from helpers import eventually
 
-from transport.errors import ClosedError, RunLostError, UsageError
+from transport.errors import UsageError
 from transport.rendezvous import Place, Reason, Role, Rules
 from transport.rendezvous.blocking import BlockingRendezvous
-from transport.rendezvous.member_states import State
 from transport.store import SQLiteStore
 
 RULES = Rules(
@@ -59,39 +58,6 @@ def test_a_run_from_the_first_rank_to_the_end(store: SQLiteStore) -> None:
     member.leave()
 
 
-def test_a_newcomer_and_a_member_that_leaves(store: SQLiteStore) -> None:
-    first = a_member(store)
-    first.join("one:1")
-    second = a_member(store)
-    thread, found = joined(second, "two:1")
-    eventually(lambda: not first.in_round)
-    assert first.join("one:2").size == 2
-    thread.join()
-    assert found[0].rank == 1
-    second.leave()
-    eventually(lambda: not first.in_round)
-    assert first.join("one:3").size == 1
-    assert first.close(Reason.SUCCESS, "enough").message == "enough"
-    first.leave()
-    with pytest.raises(ClosedError):
-        first.join("one:4")
-
-
-def test_a_spare_that_is_not_needed_learns_the_end(store: SQLiteStore) -> None:
-    rules = Rules(least=1, most=1, poll_s=0.1, host_poll_least_s=0.05)
-    first, spare = a_member(store, rules), a_member(store, rules)
-    first.join("one:1")
-    thread, found = joined(spare)
-    eventually(lambda: spare.view.state in (State.SPARE, State.STANDBY))
-    first.done()
-    thread.join()
-    assert found[0].reason is Reason.SUCCESS
-    late = a_member(store, rules)
-    assert late.view.closing.reason is Reason.SUCCESS
-    for each in (first, spare, late):
-        each.leave()
-
-
 def test_work_that_is_done_after_its_round_gives_the_seat_up(store: SQLiteStore) -> None:
     first = a_member(store)
     first.join("one:1")
@@ -105,27 +71,6 @@ def test_work_that_is_done_after_its_round_gives_the_seat_up(store: SQLiteStore)
     assert first.wait_closed().reason is Reason.SUCCESS
     first.leave()
     second.leave()
-
-
-def test_a_store_that_is_lost_ends_the_wait(tmp_path: Path) -> None:
-    with SQLiteStore(tmp_path / "store.sqlite3") as store:
-        member = a_member(store, Rules(least=2, poll_s=0.1))
-        thread_error: list[BaseException] = []
-
-        def join() -> None:
-            try:
-                member.join("one:1")
-            except (RunLostError, ClosedError) as error:
-                thread_error.append(error)
-
-        thread = threading.Thread(target=join)
-        thread.start()
-        eventually(lambda: member.view.state is State.SEATED)
-        for key in list(store.scan("")):
-            store.delete(key)
-        thread.join()
-        assert isinstance(thread_error[0], RunLostError)
-        member.leave()
 
 
 def test_a_forked_child_does_not_give_up_the_seat_of_its_parent(store: SQLiteStore) -> None:

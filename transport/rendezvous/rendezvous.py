@@ -16,13 +16,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
+import socket
+import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from transport.errors import ClosedError, UsageError
+from transport.errors import ClosedError, RunLostError, StoreError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.living import Life, own_name
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
@@ -64,10 +67,12 @@ class Rendezvous:
         where: str = "",
         member: str | None = None,
     ) -> None:
-        self._session = Session(
-            store, run, member or own_name(), rules or Rules(), address=address, where=where, archive=archive
-        )
-        self._life = Life(self._session, store, self._tell)
+        name = member or f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._session = Session(store, run, name, rules or Rules(), address=address, where=where, archive=archive)
+        self._store = store
+        self._stopping = threading.Event()  # the member leaves
+        self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
+        self._failure: Exception | None = None  # that has ended the thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._changed = asyncio.Event()
@@ -93,6 +98,11 @@ class Rendezvous:
         return self._session.view.closing
 
     @property
+    def in_round(self) -> bool:
+        """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
+        return self._session.view.state is State.ACTIVE and self._failure is None
+
+    @property
     def is_host(self) -> bool:
         """Whether this member is the host."""
         return self._session.is_host
@@ -103,18 +113,19 @@ class Rendezvous:
         return self._session.rules.exit_codes.of(self.closing)
 
     # --- what a launcher does ---------------------------------------------------------------------------
-    async def join(self) -> Place | Closing:
+    async def join(self, address: str | None = None) -> Place | Closing:
         """Wait for a rank, without a time limit as standby or hot spare; or for the run's end.
 
         A member that has a rank first waits for the end of its round. After `finish` or `restart`, join again. A rank
-        that came after a `join` was cancelled is what the next one returns.
+        that came after a `join` was cancelled is what the next one returns. ``address`` replaces the address that
+        others reach this member by.
         """
         if not self._joining:
             await self._until(lambda view: view.state is not State.ACTIVE)
         if not self._joining or self._session.view.state is State.AWAY:
             again, self._joining = self._joining, True
             try:
-                await self._call(self._session.join)
+                await self._call(partial(self._session.join, address))
             except UsageError:  # the rank came meanwhile, from the join that was cancelled
                 if not again:
                     raise
@@ -166,7 +177,7 @@ class Rendezvous:
             raise UsageError("this rendezvous was already entered; make a new one")
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._life.thread.start()
+        self._thread.start()
         return self
 
     async def __aexit__(
@@ -184,23 +195,47 @@ class Rendezvous:
             return
         if self._loop is not None:
             check_loop(self._loop, self._pid, "this rendezvous", "leave it in its own")
-        self._life.stopping.set()
+        self._stopping.set()
         if self._loop is not None:
             await asyncio.shield(self._gone())
 
     async def _gone(self) -> None:
         """Wait for the thread and for calls, but not for a store that hangs."""
         rules = self._session.rules
-        ended = in_thread(self._life.thread.join)
+        ended = in_thread(self._thread.join)
         if (await asyncio.wait({ended, *self._calls}, timeout=rules.store_patience_s + rules.lease_s))[1]:
             log.warning("%r left without giving up its leases, which will end: a call does not return", self)
+
+    def _live(self) -> None:
+        """A step, a wait until the round changes, and so on until the member leaves."""
+        session = self._session
+        try:
+            while not self._stopping.is_set():
+                session.step()
+                self._tell()
+                if session.ended:
+                    self._stopping.wait()
+                    break
+                try:
+                    self._store.watch(session.keys.round, session.version, session.wait_s())
+                except StoreError:
+                    self._stopping.wait(session.rules.poll_s)  # the next step handles the error
+            try:
+                session.leave()
+            except StoreError as error:
+                log.debug("%r left without giving up its leases, which will end: %s", session, error)
+        except Exception as error:
+            log.debug("%r failed", session, exc_info=True)
+            self._failure = error
+        finally:
+            self._tell()
 
     def _tell(self) -> None:
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._publish)
         except RuntimeError:  # the loop was closed without `aclose`
-            self._life.stopping.set()
+            self._stopping.set()
 
     # --- on the loop --------------------------------------------------------------------------------------
     def _publish(self) -> None:
@@ -208,15 +243,23 @@ class Rendezvous:
         changed.set()
 
     def _check_entered(self) -> None:
-        if self._life.stopping.is_set() or self._loop is None:
+        if self._stopping.is_set() or self._loop is None:
             raise ClosedError("this rendezvous is not entered, or was left")
         check_loop(self._loop, self._pid, "this rendezvous", "make a member for each loop")
+
+    def _view(self) -> View:
+        if self._failure is not None:
+            raise self._failure
+        view = self._session.view
+        if view.state is State.ENDED and view.closing is None:
+            raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
+        return view
 
     async def _until(self, reached: Callable[[View], bool]) -> View:
         while True:
             changed = self._changed
             self._check_entered()
-            view = self._life.view()
+            view = self._view()
             if reached(view) or view.state is State.ENDED:
                 return view
             with contextlib.suppress(TimeoutError):

@@ -25,7 +25,6 @@ import msgspec
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.clock import ForwardClock
 from transport.rendezvous.closing import close_run, write_archive
 from transport.rendezvous.hosting import Hosting
 from transport.rendezvous.leased import Leased
@@ -65,6 +64,22 @@ class View(NamedTuple):
     closing: Closing | None
     error: Exception | None
     why: str = ""
+
+
+class ForwardClock:
+    """Seconds by ``clock`` without its backward steps, which would extend every time limit. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read = self._now = clock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            read = self._clock()
+            self._now += max(0.0, read - self._read)
+            self._read = read
+            return self._now
 
 
 class Session:
