@@ -21,7 +21,7 @@ CLIENTS = tuple("abcdef")
 def store(tmp_path: Path) -> str:
     """A store with an epoch of each kind, and the destination's copy of those that ended."""
     first = EpochRecord(
-        run="run", epoch=1, destination=tmp_path.as_uri(), cooldown_s=60.0, seed=8, step=10, clients=CLIENTS
+        run="run", epoch=1, destination=tmp_path.as_uri(), cooldown_s=60.0, seed=49, step=10, clients=CLIENTS
     )
     won = Checkpoint(client="c", attempt="0" * 16, manifest_sha256="ab", files=2, bytes=5_000_000)
     records = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.cooldown.epochs.election import ALGORITHM, _mix, checkpointers, elect
+from transport.cooldown.epochs.election import ALGORITHM, checkpointers, elect
 from transport.errors import UsageError
 
 
@@ -20,50 +20,21 @@ def clients(count: int) -> tuple[str, ...]:
 VECTORS: list[tuple[tuple[str, ...], int, int, tuple[str, ...]]] = [
     ((), 0, 0, ()),
     (("a",), 1, 1, ("a",)),
-    (("a", "b", "c"), 1, 1, ("b",)),
-    (("a", "b", "c"), 1, 2, ("b",)),
-    (("a", "b", "c", "d", "e", "f"), 42, 7, ("a", "c")),
-    (("a", "b", "c", "d", "e", "f", "g", "h", "i"), 18446744073709551615, 0, ("c", "h", "f")),
-    (("a", "b", "c", "d", "e", "f", "g", "h", "i"), 0, 12, ("a", "i", "e")),
+    (("a", "b", "c"), 1, 1, ("c",)),
+    (("a", "b", "c"), 1, 2, ("a",)),
+    (("a", "b", "c", "d", "e", "f"), 42, 7, ("e", "c")),
+    (("a", "b", "c", "d", "e", "f", "g", "h", "i"), 18446744073709551615, 0, ("h", "g", "e")),
     (("rollout-0", "rollout-1", "trainer-0"), 0, 1, ("trainer-0",)),
-    (
-        clients(100),
-        2026,
-        11,
-        (
-            "client-12",
-            "client-31",
-            "client-29",
-            "client-61",
-            "client-60",
-            "client-76",
-            "client-69",
-            "client-51",
-            "client-56",
-            "client-98",
-            "client-52",
-            "client-16",
-            "client-5",
-            "client-24",
-            "client-28",
-            "client-54",
-        ),
-    ),
+    (("ä", "b", "c", "日本", "e", "f"), 3, 5, ("日本", "ä")),
 ]
 
 names = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=70)
 numbers = st.integers(0, 2**64 - 1)
 
 
-def test_the_mixing_function_is_that_of_splitmix64() -> None:
-    # the first two numbers that the published generator gives for the state 0
-    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
-    assert _mix(2 * 0x9E3779B97F4A7C15 % 2**64) == 0x6E789E6AA1B965F4
-
-
 @pytest.mark.parametrize(("among", "seed", "epoch", "elected"), VECTORS)
 def test_golden_vectors(among: tuple[str, ...], seed: int, epoch: int, elected: tuple[str, ...]) -> None:
-    assert elect(among, seed=seed, epoch=epoch, algorithm=1) == elected
+    assert elect(among, seed=seed, epoch=epoch, algorithm=2) == elected
 
 
 @pytest.mark.parametrize(
@@ -100,11 +71,5 @@ def test_epoch_and_seed_both_decide() -> None:
 
 
 def test_an_unknown_algorithm_is_refused() -> None:
-    with pytest.raises(UsageError, match="the record has 2"):
+    with pytest.raises(UsageError, match="the record has 3"):
         elect(clients(3), seed=1, epoch=1, algorithm=ALGORITHM + 1)
-
-
-@pytest.mark.parametrize(("seed", "epoch"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**64)])
-def test_numbers_of_more_than_64_bits_are_refused(seed: int, epoch: int) -> None:
-    with pytest.raises(UsageError, match="election with seed"):
-        elect(clients(3), seed=seed, epoch=epoch)

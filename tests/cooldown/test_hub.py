@@ -195,7 +195,7 @@ async def test_a_sharded_checkpoint_is_published_in_one_revision(server: Child, 
     """Its parts are in a branch for each uploader; large files are named again, not sent again."""
     with SQLiteStore(tmp_path / "store.sqlite3") as store:
         job = ShardedRun(tmp_path, store)
-        host = CooldownHost(store, "run", URL, cooldown_s=60, seed=8, clock=job.clock)
+        host = CooldownHost(store, "run", URL, cooldown_s=60, seed=49, clock=job.clock)
         await host.open(7)
         record, *_ = await asyncio.gather(host.cooldown(7, 1, HOSTS), *(job.member(name).cooldown(7) for name in HOSTS))
         assert record.outcome is Outcome.CHECKPOINTED

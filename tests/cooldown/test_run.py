@@ -360,7 +360,7 @@ from transport.store.sqlite import SQLiteStore
 async def main():
     path = Path(sys.argv[1])
     with SQLiteStore(path / "store.sqlite3") as store:
-        host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=8)
+        host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=49)
         await host.open(7)
         leading = asyncio.create_task(host.cooldown(7, 1, tuple("abcdef")))
         while host._ledger.look(7)[0].phase.value != "cooldown":
@@ -456,7 +456,7 @@ async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint
 def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verification(
     cooling: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = EpochRecord(run="run", epoch=7, destination=str(cooling.root), cooldown_s=60.0, seed=8)
+    record = EpochRecord(run="run", epoch=7, destination=str(cooling.root), cooldown_s=60.0, seed=49)
     assert cooling.ledger.open(record)
     coordinator = StoredCoordinator(cooling.ledger, 7)
     coordinator.handle(Begin(1, CLIENTS))
@@ -493,7 +493,7 @@ async def test_a_store_that_is_full_for_a_while_delays_the_checkpoint_only(tmp_p
     path = tmp_path / "store.sqlite3"
     with SQLiteStore(path) as store, Full(path) as full:
         runs = Run(tmp_path, store)
-        host = CooldownHost(full if whose == "coordinator" else store, "run", str(runs.root), cooldown_s=60, seed=8)
+        host = CooldownHost(full if whose == "coordinator" else store, "run", str(runs.root), cooldown_s=60, seed=49)
         await host.open(7)
         full.refused = 3
         taking = CooldownClient(

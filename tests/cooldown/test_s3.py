@@ -184,7 +184,7 @@ def test_parts_that_cannot_be_removed_are_named_in_the_log_without_secrets(
 
 
 def client_host(run: Run) -> CooldownHost:
-    return CooldownHost(run.store, "run", "s3://checkpoints/below", cooldown_s=60.0, seed=8, clock=run.clock)
+    return CooldownHost(run.store, "run", "s3://checkpoints/below", cooldown_s=60.0, seed=49, clock=run.clock)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def other(tmp_path: Path) -> Iterator[Store]:
 
 
 def host_of(store: Store, cooling: Run) -> CooldownHost:
-    return CooldownHost(store, "run", str(cooling.root), cooldown_s=60, seed=8)
+    return CooldownHost(store, "run", str(cooling.root), cooldown_s=60, seed=49)
 
 
 async def cooled(store: Store, cooling: Run, host: CooldownHost, epoch: int) -> EpochRecord:
@@ -137,7 +137,7 @@ async def test_an_unverified_upload_is_restored_only_by_a_manifest_of_its_own(co
 async def test_two_runs_with_one_scratch_folder_upload_what_each_has_saved(cooling: Run) -> None:
     runs = [
         (
-            CooldownHost(cooling.store, run, str(cooling.root), cooldown_s=60, seed=8),
+            CooldownHost(cooling.store, run, str(cooling.root), cooldown_s=60, seed=49),
             [
                 ShardedClient(
                     cooling.store,

@@ -45,7 +45,7 @@ class Run:
         self.clock = Clock()
 
     def host(self, **changed: Any) -> CooldownHost:
-        options = {"cooldown_s": 6.0, "seed": 8, "clock": self.clock, **changed}
+        options = {"cooldown_s": 6.0, "seed": 49, "clock": self.clock, **changed}
         return CooldownHost(self.store, "run", str(self.root), **options)
 
     def client(self, name: str, **changed: Any) -> CooldownClient:

@@ -98,7 +98,7 @@ async def coordinator(path: Path, phase: str, store: SQLiteStore) -> None:
         stopping(owner, call, phase, lambda _, event: type(event).__name__ == "Verified")
     elif owner is not None:
         stopping(owner, call, phase)
-    host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=8)
+    host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=49)
     leading = asyncio.create_task(host.cooldown(7, 30, HOSTS))
     if phase == "members save":
         await until(lambda: any((path / f"saving-{each}").exists() for each in HOSTS))

@@ -17,8 +17,8 @@ from transport.cooldown.epochs.records import (
 )
 
 CLIENTS = tuple("abcdef")
-RECORD = EpochRecord(run="run", epoch=7, destination="file:///d", cooldown_s=60.0, seed=8)
-ELECTED = elect(CLIENTS, seed=8, epoch=7)
+RECORD = EpochRecord(run="run", epoch=7, destination="file:///d", cooldown_s=60.0, seed=49)
+ELECTED = elect(CLIENTS, seed=49, epoch=7)
 
 
 def report(

@@ -11,7 +11,6 @@ import enum
 import hashlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Final
 
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs import manifest as manifests
@@ -25,10 +24,9 @@ from transport.cooldown.epochs.records import (
     upload_folder,
 )
 from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.upload import FILES_AT_ONCE
 from transport.errors import CheckpointDamagedError, DestinationError
 from transport.runtime.blocking_calls import in_parallel
-
-FILES_AT_ONCE: Final = 4
 
 
 class Proof(enum.Enum):

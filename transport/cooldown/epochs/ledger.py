@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
-
-import msgspec
+from typing import Final
 
 from transport.cooldown.epochs.records import (
     EpochRecord,
@@ -141,25 +139,25 @@ class Ledger:
     def put_saved(self, epoch: int, saved: Saved) -> None:
         """Record what a member has saved, once; a second record of the same member changes nothing."""
         key = f"{self._saved_prefix(epoch)}{saved.host}/{saved.member}"
-        decide(self._store, key, msgspec.json.encode(saved))
+        decide(self._store, key, encode(saved))
         self._store.put_many([self._ring_host(epoch, saved.host), Change(self._bell_key(epoch), b"")])
 
     def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
         """What the members have saved, of one host or of all, by member."""
         prefix = self._saved_prefix(epoch) + (f"{host}/" if host is not None else "")
-        found = [_decoded(entry.value, Saved) for entry in self._store.scan(prefix).values()]
+        found = [decode(entry.value, Saved) for entry in self._store.scan(prefix).values()]
         return {each.member: each for each in found}
 
     def put_share(self, epoch: int, share: Share) -> None:
         """Report an uploaded share; a later one of the same client replaces it."""
         key = f"{self._share_prefix(epoch)}{share.host}/{share.number}/{check_name(share.client, 'client')}"
-        changes = [Change(key, msgspec.json.encode(share)), self._ring_host(epoch, share.host)]
+        changes = [Change(key, encode(share)), self._ring_host(epoch, share.host)]
         self._store.put_many([*changes, Change(self._bell_key(epoch), share.client.encode())])
 
     def shares(self, epoch: int, host: str | None = None) -> list[Share]:
         """The uploaded shares, of one host or of all."""
         prefix = self._share_prefix(epoch) + (f"{host}/" if host is not None else "")
-        return [_decoded(entry.value, Share) for entry in self._store.scan(prefix).values()]
+        return [decode(entry.value, Share) for entry in self._store.scan(prefix).values()]
 
     def beat(self, epoch: int, host: str, number: int, moved: int) -> None:
         """Tell the host's members that this share is being uploaded: ``moved`` bytes so far."""
@@ -195,16 +193,6 @@ class Ledger:
 
     def _bell_key(self, epoch: int) -> str:
         return f"{self._prefix}bell/{check_epoch(epoch):012d}"
-
-
-T = TypeVar("T", Saved, Share)
-
-
-def _decoded(data: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
 
 
 def newest_checkpoint(epochs: Mapping[int, EpochRecord], run: str) -> EpochRecord:

@@ -149,10 +149,10 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 ready(Report, EpochRecord)
 
-R = TypeVar("R", Report, EpochRecord)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
-def encode(record: Report | EpochRecord) -> bytes:
+def encode(record: msgspec.Struct) -> bytes:
     """As stored."""
     return msgspec.json.encode(record)
 

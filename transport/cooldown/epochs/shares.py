@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from transport.cooldown.epochs.election import checkpointers, elect
+from transport.cooldown.epochs.election import checkpointers, permuted
 from transport.cooldown.epochs.manifest import File, Manifest, folder_and_file
 from transport.cooldown.epochs.records import SET, EpochRecord
 from transport.runtime.decoders import ready
@@ -82,16 +82,11 @@ def turns(record: EpochRecord, host: str, number: int) -> tuple[str, ...]:
     """Who uploads a share: first the elected member that it belongs to, then, each after a silence, the others."""
     elected = record.elected_of(host)
     others = [name for name in record.members_of(host) if name not in elected]
-    others = list(elect_all(others, record)) + [name for name in elected if name != elected[number]]
+    # In an order that depends on seed and epoch, so that it is not always the same ones that stand in.
+    others = [*permuted(others, seed=record.seed, epoch=record.epoch, algorithm=record.algorithm)]
+    others += [name for name in elected if name != elected[number]]
     turn = number % len(others) if others else 0
     return (elected[number], *others[turn:], *others[:turn])
-
-
-def elect_all(names: Iterable[str], record: EpochRecord) -> tuple[str, ...]:
-    """The names in an order that depends on seed and epoch, so that it is not always the same ones that stand in."""
-    names = sorted(names)
-    first = elect(names, seed=record.seed, epoch=record.epoch, algorithm=record.algorithm)
-    return (*first, *(name for name in names if name not in first))
 
 
 class NameConflict(Exception):
