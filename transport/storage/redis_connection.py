@@ -159,28 +159,6 @@ class RedisConnection:
 
         return self._patiently(attempt)
 
-    def read(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """The answers to these commands, which run as one step of the server. They may run again: none may write."""
-
-        def attempt(client: redis.Redis) -> list[Any]:
-            with client.pipeline(transaction=True) as step:
-                for command in commands:
-                    step.execute_command(*command)  # type: ignore[no-untyped-call]
-                answers: list[Any] = step.execute()
-                return answers
-
-        answers: list[Any] = self._patiently(attempt)
-        return answers
-
-    def words(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None
-    ) -> list[Any]:
-        """The script as a command of `read`; what it writes must be the same whether it runs once or again."""
-        name, field = self._place()
-        every_key = [self.key(name), *map(self.key, keys)]
-        first = f"{'' if now_ms is None else now_ms}/{field}"
-        return ["EVAL", script.text, len(every_key), *every_key, first, *arguments]
-
     def _place(self) -> tuple[str, str]:
         """Hash and field of the next answer. A new hash each minute, so that the ones before expire."""
         minute = int(time.monotonic() * 1000) // REMEMBER_MS

@@ -7,9 +7,6 @@ that was answered with ``appendfsync always``, up to the last second with ``ever
 
 Values and versions are two hashes, so that a counter is the server's own; a sorted set of keys serves `scan`, one of
 lease ends serves their end. A revision of the whole store gives the versions.
-
-Reads of many records are transactions of the server's own commands (redis_reads.py): its scripting language takes four
-times as long to pass on as many strings. Where the server refuses a transaction, they are scripts as well.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from transport.store.base import (
     check_lease,
     check_prefix,
 )
-from transport.store.redis_reads import MANY, RedisReads
 from transport.wire.addresses import address_towards
 
 _WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
@@ -56,7 +52,6 @@ local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
 for _, key in ipairs(ended) do remove(key) end
 if #ended > 0 then redis.call('PUBLISH', channel, '') end
 """
-_END_LEASES = Script(_COMMON + "return #ended")
 _GET_ANY = """
 local function get_many(keys)
     local found = {}
@@ -172,7 +167,6 @@ class RedisStore(Store):
     def __init__(self, url: RedisURL, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock
         self._connection = RedisConnection(url, "store", _WORDS, patience_s=patience_s)
-        self._reads = RedisReads(self._connection, _KEYS, _END_LEASES, self._now_ms)
 
     def __repr__(self) -> str:
         return f"<RedisStore {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
@@ -205,16 +199,11 @@ class RedisStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         """The records in the order of ``keys``, one consistent snapshot."""
-        checked = check_keys(keys)
-        found = self._reads.get_many(checked) if len(checked) > MANY else None
-        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(checked))) if found is None else found
+        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(check_keys(keys))))
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
         """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
-        found = self._reads.scan(check_prefix(prefix))
-        if found is not None:
-            return found
-        answer = self._run(_SCAN, prefix)
+        answer = self._run(_SCAN, check_prefix(prefix))
         assert isinstance(answer, list)
         keys, flat = answer
         return {key.decode(): entry for key, entry in zip(keys, _entries(flat), strict=True) if entry is not None}
