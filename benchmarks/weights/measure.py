@@ -33,7 +33,6 @@ from process_member import ProcessMember
 
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
-from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.manager import Outcome, WeightUpdate
 from transport.weights.plan.steps import Step
 from transport.weights.sharded_replica import ShardedReplica
@@ -223,7 +222,7 @@ async def _measure(case: Case, links: Links, stream_rate: float) -> Row:
         if kind.shards:
             firsts = range(0, case.replicas, case.tp)
             replicas = [ShardedReplica(f"engine {at // case.tp}", ranks[at : at + case.tp]) for at in firsts]
-        manager = WeightUpdate(trainers, replicas, engine=ShardEngine if kind.shards else RingEngine)
+        manager = WeightUpdate(trainers, replicas)
         samples, copies = [], []
         for version in range(case.updates + _WARM):
             if kind.delta and not kind.shards:

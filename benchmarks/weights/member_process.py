@@ -18,7 +18,7 @@ import uvloop
 from process_member import Answer, Request
 
 from transport.errors import UsageError
-from transport.weights.engine import RingEngine, ShardEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.worker import Replica, RolloutWorker, Trainer
@@ -36,8 +36,8 @@ class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The configuration of a member.
 
     made: "module:class" of its `Source` (a trainer) or `RolloutWorker` (a replica), called with ``arguments``.
-    engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them. What is made and has a
-        ``layout`` gets a `ShardEngine` of it; ``in_place`` true: for its ``tensors``.
+    engine: keyword arguments of `WeightsEngine`, and the fields of its `EngineOptions` beside them. What is made may
+        have a ``layout``; ``in_place`` true: for its ``tensors``.
     """
 
     name: str
@@ -58,10 +58,7 @@ def make(config: MemberConfig) -> Trainer | Replica:
         named["progress"] = made.progress
     if named.pop("in_place", False):
         named["in_place"] = made.tensors
-    if hasattr(made, "layout"):
-        shards = ShardEngine(config.name, made.layout, **named)
-        return Replica(shards, made) if isinstance(made, RolloutWorker) else Trainer(shards, made)
-    engine = RingEngine(config.name, **named)
+    engine = WeightsEngine(config.name, getattr(made, "layout", None), **named)
     if isinstance(made, RolloutWorker):
         return Replica(engine, made)
     if not hasattr(made, "weights"):

@@ -19,7 +19,7 @@ from weights_engines import build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport.errors import UsageError
-from transport.weights.engine import RingEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.transfer.held import ShardHeld
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
@@ -32,7 +32,7 @@ pytestmark = [
 every_library = pytest.mark.parametrize("library", ["cupy", "torch"])
 
 
-async def received(made: list[RingEngine], version: int, weights: Any) -> list[ShardHeld]:
+async def received(made: list[WeightsEngine], version: int, weights: Any) -> list[ShardHeld]:
     """What the replicas hold; the group is left by `finalize`."""
     await build(made)
     _, *held = await asyncio.gather(

@@ -310,7 +310,7 @@ def a_manager() -> Iterator[Updates]:
     worker = Worker()
 
     async def make() -> tuple[WeightUpdate, Trainer, Replica]:
-        trainer = Trainer(engine("trainer"), Source())
+        trainer = Trainer(engine("trainer", delta=True), Source())
         replica = Replica(engine("replica", host="another", wires=frozenset({"tcp"})), worker)
         return WeightUpdate([trainer], [replica]), trainer, replica
 

@@ -1,6 +1,6 @@
 """The first trainer of tests/adapters/test_sglang.py as a process of its own. It needs no SGLang.
 
-Arguments as JSON: fields of `Meeting`, options of `ShardEngine`. Each line of its input is a version, which it makes
+Arguments as JSON: fields of `Meeting`, options of `WeightsEngine`. Each line of its input is a version, which it makes
 and sends. The calls of SGLang's engine are the parent's: "call stage" and "call commit" ask for one, and any line of
 input answers. "sent" ends a version.
 """

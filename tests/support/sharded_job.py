@@ -8,7 +8,7 @@ from typing import Any
 
 from shard_members import Serving, Shards, checksum_of
 
-from transport.weights.engine import ShardEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
 from transport.weights.sharded_replica import ShardedReplica
@@ -27,7 +27,7 @@ class Job:
         self.trainers = []
         for rank in range(trainers):
             source = Shards(rank, trainers)
-            engine = ShardEngine(
+            engine = WeightsEngine(
                 f"trainer {rank}",
                 source.layout,
                 bucket_bytes=BUCKET,
@@ -42,7 +42,7 @@ class Job:
             ranks = []
             for rank, host in enumerate(hosts):
                 worker = Serving(rank, len(hosts), "in_place" if in_place else "mapped")
-                engine = ShardEngine(
+                engine = WeightsEngine(
                     f"server {number}.{rank}",
                     worker.layout,
                     bucket_bytes=BUCKET,
@@ -53,7 +53,7 @@ class Job:
                 )
                 ranks.append(Replica(engine, worker))
             self.replicas.append(ShardedReplica(f"server {number}", ranks))
-        self.manager = WeightUpdate(self.trainers, self.replicas, engine=ShardEngine)
+        self.manager = WeightUpdate(self.trainers, self.replicas)
 
     @property
     def ranks(self) -> list[Replica]:

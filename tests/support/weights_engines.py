@@ -9,23 +9,24 @@ from typing import Any
 
 from weights_members import version_of
 
-from transport.weights.engine import RingEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
+from transport.weights.sharding.roles import build_topology
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
 BUCKET = 16384
 TOTAL = VersionLayout.of(specs_of(version_of(0))).total
 
 
-def engine(name: str, **options: Any) -> RingEngine:
-    """Fields of `EngineOptions` stand beside the arguments of `RingEngine`."""
+def engine(name: str, **options: Any) -> WeightsEngine:
+    """Fields of `EngineOptions` stand beside the arguments of `WeightsEngine`."""
     further = {key: options.pop(key) for key in EngineOptions.__struct_fields__ if key in options}
     arguments = {"bucket_bytes": BUCKET, "address": "127.0.0.1", **options}
-    return RingEngine(name, **arguments, options=EngineOptions(**further))
+    return WeightsEngine(name, **arguments, options=EngineOptions(**further))
 
 
 @contextlib.asynccontextmanager
-async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[RingEngine]]:
+async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[WeightsEngine]]:
     """A trainer, and a replica for each letter; those of one letter share a host."""
     made = [engine("trainer", **trainer)]
     made += [engine(f"replica {at}", host=host, wires=frozenset({"tcp"})) for at, host in enumerate(hosts)]
@@ -36,15 +37,15 @@ async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[RingEngine]]
             await each.close()
 
 
-async def build(made: list[RingEngine]) -> None:
+async def build(made: list[WeightsEngine]) -> None:
+    """Connect them; the first one sends."""
     metadata = [await each.prepare() for each in made]
-    actor, rollout = RingEngine.build_topology(1, len(made) - 1, metadata)
-    arguments = [{key: values[at] for key, values in actor.items()} for at in range(1)]
-    arguments += [{key: values[at] for key, values in rollout.items()} for at in range(len(made) - 1)]
-    await asyncio.gather(*(each.init_process_group(**row) for each, row in zip(made, arguments, strict=True)))
+    actor, rollout = build_topology(1, len(made) - 1, metadata)
+    roles = [*actor["roles"], *rollout["roles"]]
+    await asyncio.gather(*(each.init_process_group(roles=role) for each, role in zip(made, roles, strict=True)))
 
 
-async def transfer(made: list[RingEngine], version: int, weights: dict[str, Any] | None = None) -> int:
+async def transfer(made: list[WeightsEngine], version: int, weights: dict[str, Any] | None = None) -> int:
     """Send a version to all; the checksum of the tensors that each of them holds then."""
     await build(made)
     sent = weights or version_of(version)

@@ -22,7 +22,7 @@ from transport.errors import (
     UsageError,
     WeightsChecksumError,
 )
-from transport.weights.engine import RingEngine, ShardEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.versions.copies import Held
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -40,7 +40,7 @@ def copied(cupy: Any, kind: str) -> int:
     return sum(size for each, size, _ in cupy.fake.copies if each == kind)
 
 
-async def held_by(made: list[RingEngine], version: int, weights: dict[str, Any]) -> list[Held]:
+async def held_by(made: list[WeightsEngine], version: int, weights: dict[str, Any]) -> list[Held]:
     """What the replicas hold, the group not yet left."""
     await build(made)
     _, *held = await asyncio.gather(
@@ -306,18 +306,13 @@ def test_pinned_memory_is_looked_through_again_only_when_a_copy_without_a_mark_h
 async def test_shards_go_out_of_device_memory_and_into_it(cupy: Any) -> None:
     source = shard_members.Shards(0, 1)
     worker = shard_members.Serving(0, 1)
-    sender = ShardEngine("t", source.layout, bucket_bytes=4096, address="127.0.0.1")
-    receiver = ShardEngine("r", worker.layout, bucket_bytes=4096, address="127.0.0.1", device="cupy")
+    sender = WeightsEngine("t", source.layout, bucket_bytes=4096, address="127.0.0.1")
+    receiver = WeightsEngine("r", worker.layout, bucket_bytes=4096, address="127.0.0.1", device="cupy")
     try:
         for version in (1, 2):
             host = dict(source.weights(version))
             weights = {name: value if name == "down" else cupy.on_device(value) for name, value in host.items()}
-            metadata = [await each.prepare() for each in (sender, receiver)]
-            actor, rollout = ShardEngine.build_topology(1, 1, metadata)
-            await asyncio.gather(
-                sender.init_process_group(roles=actor["roles"][0]),
-                receiver.init_process_group(roles=rollout["roles"][0]),
-            )
+            await build([sender, receiver])
             _, held = await asyncio.gather(sender.send_weights(weights, version), receiver.receive(version))
             assert held.checksum == shard_members.checksum_of(worker.layout, version)
             arrays = dict(receiver.arrays(held))

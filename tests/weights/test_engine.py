@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 import sys
 import threading
@@ -53,19 +52,6 @@ async def test_a_version_arrives_whole_over_every_shape_of_relays(shape: str) ->
 
 
 @asynchronous
-async def test_a_delta_sends_little_and_gives_the_same_version() -> None:
-    async with engines("aab", delta=True) as made:
-        await transfer(made, 1)
-        before = made[0].statistics().bytes_sent
-        assert await transfer(made, 2) == checksum_of(2)
-        assert 0 < made[0].statistics().bytes_sent - before < TOTAL / 4
-        await transfer(made, 3, version_of(2))  # nothing changed
-        before = made[0].statistics().bytes_sent
-        await transfer(made, 4, version_of(2))
-        assert made[0].statistics().bytes_sent == before
-
-
-@asynchronous
 async def test_a_tensor_larger_than_a_bucket_is_split_and_arrives_contiguous() -> None:
     weights = {"big": np.arange(5 * BUCKET, dtype=np.float32), "small": np.ones(3, np.uint8)}
     async with engines("ab") as made:
@@ -111,18 +97,6 @@ async def test_members_with_another_secret_get_nothing() -> None:
     finally:
         await replica.close()
         await trainer.close()
-
-
-@asynchronous
-async def test_a_wrong_order_of_calls_is_refused() -> None:
-    async with engines("") as (trainer,):
-        await trainer.finalize()
-        with pytest.raises(UsageError, match="call prepare"):
-            await trainer.init_process_group(rank=0)
-        with pytest.raises(UsageError, match="call init_process_group"):
-            await trainer.send_weights(iter(()), 1)
-        with pytest.raises(UsageError, match="call init_process_group"):
-            await trainer.receive(1)
 
 
 @pytest.mark.parametrize("options", [{"bucket_bytes": 100}, {"bucket_bytes": 8193}, {"in_flight": 0}, {"rate": 0.0}])
@@ -205,30 +179,6 @@ class Source:
         yield from version_of(version).items()
 
 
-@asynchronous
-async def test_a_delta_that_arrives_wrong_is_sent_again_whole() -> None:
-    async with engines("aab", delta=True) as made:
-        replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
-        manager = WeightUpdate([Trainer(made[0], Source())], replicas)  # type: ignore[arg-type]
-        await manager.update(1)
-        base = made[0]._base
-        assert base is not None
-        # the trainer's own copy has what is about to change already, so it sees no change and sends none
-        (stream,) = base._streams
-        head = version_of(2)["head"].reshape(-1).view(np.uint8)
-        rows = BUCKET // version_of(2)["head"][0].nbytes
-        last = head[len(head) // (rows * 384) * (rows * 384) :]
-        stream._memory[stream._starts[-2] :][: len(last)] = last
-        outcome = await manager.update(2)
-        assert not outcome.delta
-        assert manager.statistics().fallbacks == 1
-        assert manager.statistics().deltas == 1
-        assert set(manager.admitted.values()) == {2}
-        for replica in replicas:
-            assert replica.worker.served_checksum() == checksum_of(2)
-            replica.worker.weights.clear()  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("policy", "states"), [("exclude", ["excluded", "serving"]), ("fail_job", ["excluded"] * 2)])
 @asynchronous
 async def test_policies_that_do_not_restore(policy: Any, states: list[str]) -> None:
@@ -271,43 +221,6 @@ async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go
         assert held.checksum == checksum_of(1)
         with pytest.raises((ParentLostError, StaleSlotError)):
             await slow.receive(1)
-
-
-@pytest.mark.slow
-@asynchronous
-async def test_cancelled_at_any_await_every_replica_serves_one_whole_version() -> None:
-    """An update is cancelled after so many turns of the loop, then after longer and longer waits, until it is done."""
-    moments = [(turns, 0.0) for turns in range(1, 24)] + [(0, 0.0005 * 1.25**number) for number in range(30)]
-
-    class Few:
-        def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-            yield from version_of(version % 3).items()
-
-    async with engines("aab", delta=True) as made:
-        replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
-        manager = WeightUpdate([Trainer(made[0], Few())], replicas)  # type: ignore[arg-type]
-        await manager.update(1)
-        for version, (turns, wait_s) in enumerate(moments, 2):
-            updating = asyncio.ensure_future(manager.update(version))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            if wait_s:
-                await asyncio.wait([updating], timeout=wait_s)
-            done = updating.done()
-            updating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await updating
-            for replica in replicas:
-                worker = replica.worker
-                assert isinstance(worker, ReferenceWorker)
-                assert worker.served_checksum() == checksum_of(worker.version % 3)
-                assert manager.admitted[replica.name] == worker.version
-                assert worker.generating
-                assert worker.cache
-            if done:
-                break
-        for replica in replicas:
-            replica.worker.weights.clear()  # type: ignore[attr-defined]
 
 
 @asynchronous

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import asynchronous
 from shard_members import MODEL, local, version_of
-from weights_engines import engine, transfer
+from weights_engines import build, engine, transfer
 
-from transport.weights.engine import RingEngine, ShardEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
@@ -27,20 +26,11 @@ def segments(prefix: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").iterdir() if prefix in path.name]
 
 
-async def ring_engines(prefix: str) -> list[RingEngine]:
-    """A trainer and two replicas on two hosts, of which the first relays; both hold two versions."""
-    made = [engine("t", prefix=prefix, shape="chain")]
-    made += [engine(f"r{host}", host=host, wires=TCP, prefix=prefix) for host in "ab"]
-    for version in (1, 2):
-        await transfer(made, version)
-    return made
-
-
-async def shard_engines(prefix: str) -> list[ShardEngine]:
-    """The same of shards; in the second update nobody has left the group."""
+async def engines(prefix: str) -> list[WeightsEngine]:
+    """Three of three hosts, of which the second relays; two hold two versions, and nobody has left the last group."""
     layout = Layout.of([shards.whole(MODEL["embed"])])
     made = [
-        ShardEngine(
+        WeightsEngine(
             name,
             layout,
             bucket_bytes=4096,
@@ -50,10 +40,7 @@ async def shard_engines(prefix: str) -> list[ShardEngine]:
         for name in ("t", "a", "b")
     ]
     for version in (1, 2):
-        metadata = [await each.prepare() for each in made]
-        actor, rollout = ShardEngine.build_topology(1, 2, metadata)
-        roles = [*actor["roles"], *rollout["roles"]]
-        await asyncio.gather(*(each.init_process_group(roles=role) for each, role in zip(made, roles, strict=True)))
+        await build(made)
         await asyncio.gather(
             made[0].send_weights(local(layout, version_of(version)), version),
             *(each.receive(version) for each in made[1:]),
@@ -61,13 +48,11 @@ async def shard_engines(prefix: str) -> list[ShardEngine]:
     return made
 
 
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("kind", [ring_engines, shard_engines])
 @asynchronous
-async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(kind: Any) -> None:
+async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing() -> None:
     for turns in range(12):
         prefix = f"holdings-{os.getpid()}-{turns}-"
-        made = await kind(prefix)
+        made = await engines(prefix)
         assert segments(prefix)
         held = [(each._client, each._feed) for each in made]
         for each in made:

@@ -28,11 +28,10 @@ from transport.errors import (
     WeightsTimeoutError,
 )
 from transport.weights import Trainer
-from transport.weights.engine import RingEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.plan.steps import Limits
-from transport.weights.sharding.roles import Role, unpack
+from transport.weights.sharding.roles import Role, build_topology, unpack
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
@@ -148,7 +147,7 @@ async def test_a_parent_whose_messages_are_not_taken_is_read_ahead_within_bounds
 async def test_a_group_that_does_not_come_together_names_who_is_missing() -> None:
     async with engines("ab", shape="chain") as made:
         metadata = [await each.prepare() for each in made]
-        arguments = columns(*RingEngine.build_topology(1, 2, metadata))
+        arguments = columns(*build_topology(1, 2, metadata))
     async with engines("ab", shape="chain", join_s=0.2) as made:
         await made[0].prepare()
         with pytest.raises(WeightsTimeoutError, match=r"trainer: .* not complete within 0\.2 s.*missing: replica 0"):
@@ -161,7 +160,7 @@ async def test_a_relay_that_waits_for_its_child_hears_its_parent_and_tells_its_o
     made += [engine(f"replica {at}", host=host, wires=frozenset({"tcp"})) for at, host in enumerate("aab")]
     try:
         metadata = [await each.prepare() for each in made]
-        arguments = columns(*RingEngine.build_topology(1, 3, metadata))
+        arguments = columns(*build_topology(1, 3, metadata))
         parts = [unpack(row["roles"][0], Role).incoming for row in arguments]
         relay = next(at for at, part in enumerate(parts) if part and part[0].wired and part[0].local)
         mapping = next(at for at, part in enumerate(parts) if part and part[0].mapped)

@@ -32,7 +32,7 @@ from transport.errors import (
     WeightsTimeoutError,
 )
 from transport.testing import ResourceSnapshot
-from transport.weights.engine import RingEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.manager import Outcome
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
@@ -236,7 +236,7 @@ def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(share
 
 def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: Any) -> None:
     async def body(group: MemberGroup) -> None:
-        engine = RingEngine("late", **ENGINE, options=EngineOptions(host="host 1"))
+        engine = WeightsEngine("late", **ENGINE, options=EngineOptions(host="host 1"))
         late = Replica(engine, Worker())
         group.manager._on_step = lambda step, _: group.manager.join(late) if step is Step.CONNECT else None
         try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import PATIENCE_S, asynchronous
-from shard_groups import connected
 from shard_members import MODEL, Serving, checksum_of, local, served, version_of
 from sharded_job import BUCKET, job
+from weights_engines import build
 
 from transport.client.client import UCXXClient
 from transport.errors import (
@@ -23,12 +22,13 @@ from transport.errors import (
     WeightsError,
 )
 from transport.schema import DTYPES
-from transport.weights.engine import ShardEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Step
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.parts import PartLanding
@@ -251,14 +251,14 @@ async def test_a_failed_update_before_the_first_byte_spoils_nothing() -> None:
 @asynchronous
 async def test_strided_tensors_are_sent_and_landed_in() -> None:
     spec = MODEL["experts"]
-    sender = ShardEngine("t", Layout.of([shards.whole(spec)]), bucket_bytes=BUCKET, address="127.0.0.1")
+    sender = WeightsEngine("t", Layout.of([shards.whole(spec)]), bucket_bytes=BUCKET, address="127.0.0.1")
     own = np.zeros((24, 48, 4), np.float32).transpose(2, 1, 0)
-    receiver = ShardEngine(
+    receiver = WeightsEngine(
         "s", Layout.of([shards.whole(spec)]), bucket_bytes=BUCKET, address="127.0.0.1", in_place={"experts": own}
     )
     try:
         value = np.asfortranarray(version_of(3)["experts"])
-        await connected([sender], [receiver])
+        await build([sender, receiver])
         await asyncio.gather(sender.send_weights({"experts": value}, 3), receiver.receive(3))
         assert (own == value).all()
     finally:
@@ -267,34 +267,13 @@ async def test_strided_tensors_are_sent_and_landed_in() -> None:
 
 
 @asynchronous
-async def test_cancelled_at_any_await_every_engine_serves_one_whole_version() -> None:
-    async with job(2, ["ab", "ab"]) as made:
-        await made.manager.update(0)
-        version = 0
-        for steps in (1, 3, 6, 10, 20, 40, 60, 80, 120, 200, 300, 400, 600, 900):
-            version += 1
-            update = asyncio.ensure_future(made.manager.update(version))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            update.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await update
-            served_now = [{rank.worker.version for rank in replica.ranks} for replica in made.replicas]
-            assert all(len(each) == 1 for each in served_now)
-            made.serves(*(each.pop() for each in served_now))
-            assert all(rank.worker.generating for rank in made.ranks)
-        await made.manager.update(version + 1)
-        made.serves(version + 1, version + 1)
-
-
-@asynchronous
 async def test_a_rank_that_wants_nothing_has_every_version_at_once() -> None:
     layout = Layout.of([shards.whole(MODEL["norm"])])
     nothing = Layout.of([shards.whole(MODEL["empty"])])
-    sender = ShardEngine("t", layout, address="127.0.0.1")
-    receivers = [ShardEngine("r0", layout, address="127.0.0.1"), ShardEngine("r1", nothing, address="127.0.0.1")]
+    sender = WeightsEngine("t", layout, address="127.0.0.1")
+    receivers = [WeightsEngine("r0", layout, address="127.0.0.1"), WeightsEngine("r1", nothing, address="127.0.0.1")]
     try:
-        await connected([sender], receivers)
+        await build([sender, *receivers])
         proof, *held = await asyncio.gather(
             sender.send_weights(local(layout, version_of(1)), 1), *(each.receive(1) for each in receivers)
         )
@@ -312,9 +291,9 @@ async def test_a_replica_that_cannot_hold_two_versions_is_paused_before_the_tran
     caplog.set_level("INFO")
     async with job(1, ["a", "b"]) as made:
         rank = made.ranks[0]
-        own = ShardEngine("in place", rank.engine.layout, address="127.0.0.1", in_place=rank.worker.tensors)  # type: ignore[attr-defined]
+        own = WeightsEngine("in place", rank.engine.layout, address="127.0.0.1", in_place=rank.worker.tensors)  # type: ignore[attr-defined]
         replica = Replica(own, rank.worker)
-        manager = WeightUpdate(made.trainers, [replica, made.replicas[1]], engine=ShardEngine)  # type: ignore[arg-type, list-item]
+        manager = WeightUpdate(made.trainers, [replica, made.replicas[1]])  # type: ignore[arg-type, list-item]
         try:
             await manager.update(1)
             seen: dict[Step, list[bool]] = {}
@@ -363,10 +342,10 @@ async def test_a_receiver_that_wants_what_no_trainer_has_is_refused_before_anyth
 @asynchronous
 async def test_a_sender_of_another_version_is_refused() -> None:
     layout = Layout.of([shards.whole(MODEL["norm"])])
-    sender = ShardEngine("t", layout, address="127.0.0.1")
-    receiver = ShardEngine("s", layout, address="127.0.0.1")
+    sender = WeightsEngine("t", layout, address="127.0.0.1")
+    receiver = WeightsEngine("s", layout, address="127.0.0.1")
     try:
-        await connected([sender], [receiver])
+        await build([sender, receiver])
         sent, got = await asyncio.gather(
             sender.send_weights(local(layout, version_of(1)), 1), receiver.receive(2), return_exceptions=True
         )
@@ -381,23 +360,21 @@ async def test_a_sender_of_another_version_is_refused() -> None:
 @asynchronous
 async def test_calls_in_a_wrong_order_and_arguments_that_make_no_sense_are_refused() -> None:
     layout = served(0, 1)
-    with pytest.raises(UsageError, match="multiple of 64"):
-        ShardEngine("s", layout, bucket_bytes=100)
     with pytest.raises(SchemaError, match="in_place has no tensor embed"):
-        ShardEngine("s", layout, in_place={})
+        WeightsEngine("s", layout, in_place={})
     frozen = local(layout, version_of(1))
     frozen["qkv"].flags.writeable = False
     with pytest.raises(UsageError, match="qkv: in_place needs tensors that can be written"):
-        ShardEngine("s", layout, in_place=frozen)
+        WeightsEngine("s", layout, in_place=frozen)
     with pytest.raises(SchemaError, match="qkv: in_place has float32"):
-        ShardEngine("s", layout, in_place=frozen | {"qkv": np.zeros((1,), np.float32)})
-    engine = ShardEngine("s", layout, address="127.0.0.1")
+        WeightsEngine("s", layout, in_place=frozen | {"qkv": np.zeros((1,), np.float32)})
+    engine = WeightsEngine("s", layout, address="127.0.0.1")
     for call in (engine.receive(1), engine.send_weights({}, 1), engine.init_process_group(roles=[""])):
         with pytest.raises(UsageError, match="call "):
             await call
     await engine.close()
     with pytest.raises(SchemaError, match="not the description of a member with shards"):
-        ShardEngine.build_topology(1, 1, [{}, {}])
+        build_topology(1, 1, [{}, {}])
 
 
 @asynchronous

@@ -17,13 +17,12 @@ from sharded_job import Job, job
 
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.schema import DTYPES, TensorSpec
-from transport.weights.engine import ShardEngine
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding import shards
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.plan import make_plan
-from transport.weights.sharding.roles import Outgoing
+from transport.weights.sharding.roles import Outgoing, build_topology
 from transport.weights.transfer.changes import ShardBase, apply, encoded_size
 from transport.weights.transfer.parts import PartLanding
 from transport.weights.transfer.sending import gather
@@ -277,7 +276,7 @@ async def test_a_second_version_of_one_group_is_sent_whole() -> None:
         await made.manager.update(V)
         (trainer,), (rank,) = made.trainers, made.ranks
         described = [await trainer.engine.prepare(), await rank.engine.prepare()]
-        of_trainers, of_ranks = ShardEngine.build_topology(1, 1, described)
+        of_trainers, of_ranks = build_topology(1, 1, described)
         assert of_ranks["base"] == [[V, of_ranks["base"][0][1]]]
         async with asyncio.TaskGroup() as group:
             group.create_task(trainer.engine.init_process_group(roles=of_trainers["roles"][0]))

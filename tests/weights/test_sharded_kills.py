@@ -19,7 +19,6 @@ from process_member import ProcessMember
 from shard_members import SPARSE, checksum_of, served
 
 from transport.errors import MemberLostError, WeightsError
-from transport.weights.engine import ShardEngine
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits
@@ -40,7 +39,7 @@ class Group:
         self.trainers = trainers
         self.ranks = ranks
         self.replicas = [ShardedReplica(f"server {at}", ranks[2 * at : 2 * at + 2]) for at in range(2)]
-        self.manager = WeightUpdate(trainers, self.replicas, engine=ShardEngine, limits=LIMITS)
+        self.manager = WeightUpdate(trainers, self.replicas, limits=LIMITS)
 
     def member(self, name: str) -> ProcessMember:
         return next(each for each in (*self.trainers, *self.ranks) if each.name == name)

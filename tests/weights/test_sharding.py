@@ -65,7 +65,6 @@ def check(
         for name, array in wanted.items():
             assert got[name].shape == array.shape
             assert got[name].tobytes() == array.tobytes(), name
-    assert plan.nbytes == sum(part.nbytes for part in plan.parts)
     return plan
 
 
@@ -172,7 +171,7 @@ def test_neighbouring_slices_are_one() -> None:
         Piece("w", (12, 4), (at, 0), (4, 4), (at, 0)) for at in (0, 4, 8)
     ))])  # fmt: skip
     plan = make_plan([thirds], [Layout.of([shards.whole(spec)])])
-    assert plan.slices == 1
+    assert [len(stream.slices) for part in plan.parts for stream in part.streams] == [1]
 
 
 @pytest.mark.parametrize(

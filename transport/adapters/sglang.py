@@ -52,7 +52,7 @@ def address(meeting: Meeting, shards: str, version: int, phase: Phase, **options
 
     Args:
         shards: "module:function" that exists in SGLang's workers.
-        options: of `ShardEngine` there.
+        options: of `WeightsEngine` there.
     """
     version = operator.index(version)
     try:

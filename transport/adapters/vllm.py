@@ -43,7 +43,7 @@ BACKEND = "payload_transport"
 
 @dataclass
 class WorkerInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's are not there when types are checked
-    """For `init_weight_transfer_engine`: fields of `Meeting`, the function, and options of `ShardEngine`."""
+    """For `init_weight_transfer_engine`: fields of `Meeting`, the function, and options of `WeightsEngine`."""
 
     meeting: dict[str, Any] = field(repr=False)  # the URL of its store may contain a password
     shards: str = ""

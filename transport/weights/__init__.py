@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transport.weights.engine import EngineStatistics, RingEngine
+    from transport.weights.engine import EngineStatistics, WeightsEngine
     from transport.weights.manager import Outcome, WeightsStatistics, WeightUpdate
     from transport.weights.offers import Offer, Taker, offer
     from transport.weights.options import EngineOptions
@@ -23,7 +23,7 @@ _HOMES = {
     "Outcome": "manager",
     "ReferenceWorker": "worker",
     "Replica": "worker",
-    "RingEngine": "engine",
+    "WeightsEngine": "engine",
     "RolloutWorker": "worker",
     "Source": "worker",
     "Taker": "offers",
@@ -44,7 +44,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "Replica",
     "RolloutWorker",
     "ReferenceWorker",
-    "RingEngine",
+    "WeightsEngine",
     "EngineOptions",
     "EngineStatistics",
     "Admission",

@@ -1,11 +1,11 @@
-"""ShardEngine: weights of which every trainer rank sends its shards, and every receiver gets those it wants.
+"""WeightsEngine: weights of which every trainer rank sends its shards, and every receiver gets those it wants.
 
-    trainer = ShardEngine("trainer 0", layout)                 # what this rank has
-    server = ShardEngine("server 0", layout)                   # what this rank wants
+    trainer = WeightsEngine("trainer 0", layout)               # what this rank has
+    server = WeightsEngine("server 0", layout)                 # what this rank wants
 
 No rank has the model. `build_topology` computes the plan from the layouts, once as long as they stay. A rank that
-sends and one that receives are the same class. Without a layout (`RingEngine`) the first trainer's rank sends the whole
-model, whatever its tensors are, as one part that all receivers want. Memory: a sender has `in_flight` buckets; a
+sends and one that receives are the same class. Without a layout the first trainer's rank sends the whole model,
+whatever its tensors are, as one part that all receivers want. Memory: a sender has `in_flight` buckets; a
 receiver two versions of what it lands, `in_flight` buckets for arrivals, and as many if it relays; with ``in_place`` no
 version.
 """
@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +30,7 @@ from transport.ticket import host_identity
 from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Metadata, Proof, Weights
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.roles import Role, ShardDescription, completed, describe, pack, roles, unpack
+from transport.weights.sharding.roles import Role, ShardDescription, completed, pack, unpack
 from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.changes import ShardBase
@@ -47,10 +46,8 @@ from transport.weights.versions.layout import specs_of
 from transport.weights.versions.tensors import on_host, tensor_of
 from transport.wire.addresses import advertised
 
-BUCKET_BYTES = 32 << 20
-IN_FLIGHT = 8
-_WHOLE_BUCKET_BYTES = 256 << 20  # of whole models
-_WHOLE_IN_FLIGHT = 2
+_BUCKET_BYTES, _IN_FLIGHT = 32 << 20, 8
+_WHOLE_BUCKET_BYTES, _WHOLE_IN_FLIGHT = 256 << 20, 2  # of whole models
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
 _OPTIONS = EngineOptions()
@@ -82,7 +79,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: dict[str, int]
 
 
-class ShardEngine:
+class WeightsEngine:
     """One rank's side of updates, with the method names of verl's checkpoint engines.
 
     Belongs to the loop of its first use; `close` releases everything: each step of an end is taken whatever the others
@@ -92,8 +89,9 @@ class ShardEngine:
         name: unique among all ranks.
         layout: of the tensors that this rank has (a trainer's) or wants. None, of all ranks or of no one: the whole
             model, which the first trainer sends.
-        bucket_bytes, in_flight: largest size and number of buckets. All ranks use the smallest size that one of them
-            has, or less: a 64th of the largest part for each hop, but 256 KiB at least.
+        bucket_bytes, in_flight: largest size and number of buckets; default: 32 MiB and 8, without a layout 256 MiB
+            and 2. All ranks use the smallest size that one of them has, or less: with layouts a 64th of the largest
+            part for each hop, but 256 KiB at least.
         address: to listen on; default: the address of this host's default route.
         in_place: the engine's own tensors by name, in host memory: versions land in them, and in no slot. An update
             that fails after its first byte has spoilt them: `spoilt` is true until the next version is complete.
@@ -113,10 +111,10 @@ class ShardEngine:
     def __init__(
         self,
         name: str,
-        layout: Layout | None,
+        layout: Layout | None = None,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
-        in_flight: int = IN_FLIGHT,
+        bucket_bytes: int | None = None,
+        in_flight: int | None = None,
         address: str | None = None,
         in_place: Mapping[str, Any] | None = None,
         device: str | None = None,
@@ -127,6 +125,10 @@ class ShardEngine:
     ) -> None:
         if layout is not None:
             layout.check()
+        if bucket_bytes is None:
+            bucket_bytes = _WHOLE_BUCKET_BYTES if layout is None else _BUCKET_BYTES
+        if in_flight is None:
+            in_flight = _WHOLE_IN_FLIGHT if layout is None else _IN_FLIGHT
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
             raise UsageError(
                 f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64, {_LEAST_BUCKET} or more, "
@@ -241,36 +243,6 @@ class ShardEngine:
             fanout=self._options.fanout,
         )
         return {"ranks": [msgspec.to_builtins(described)], "in_place": self.in_place}
-
-    @classmethod
-    def build_topology(
-        cls, actor_n: int, rollout_n: int, metadata: list[Metadata]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """A role for each rank, from the plan of all layouts.
-
-        A member's metadata may list several ranks (``{"ranks": […]}``, as `ShardedReplica` has them); its argument
-        ``roles`` then has as many. Metadata with ``"version": -1`` beside the ranks asks for a whole version.
-        ``base`` is the version that changes are based on, or None.
-        """
-        if len(metadata) != actor_n + rollout_n or actor_n < 1:
-            raise UsageError(
-                f"{len(metadata)} descriptions for {actor_n} trainers and {rollout_n} replicas: "
-                "give one of each member, trainers first"
-            )
-        members = describe(metadata)
-        sides = members[:actor_n], members[actor_n:]
-        senders, receivers = ([rank for member in side for rank in member] for side in sides)
-        whole = any(each.get("version") == -1 for each in metadata)
-        found = roles(senders, receivers, secrets.randbits(63), whole=whole)
-        base = found[0][0].base
-        arguments: list[dict[str, list[Any]]] = []
-        for side, of_side in zip(sides, found, strict=True):
-            left: Iterator[Role] = iter(of_side)
-            packed = [[pack(next(left)) for _ in member] for member in side]
-            arguments.append(
-                {"roles": packed, "base": [None if base is None else [base.version, base.checksum]] * len(side)}
-            )
-        return arguments[0], arguments[1]
 
     async def init_process_group(self, **arguments: Any) -> None:
         """Connect to the ranks that this one pulls from, and wait for those that pull from it; these hear of a failure.
@@ -475,49 +447,3 @@ class ShardEngine:
         if self._device is None:
             return held.arrays().items()
         return held.on_device(*self._device, self._bucket_bytes)
-
-
-class RingEngine(ShardEngine):
-    """A `ShardEngine` without a layout: the first trainer sends its whole model, all replicas want all of it.
-
-    Args:
-        name: unique in the group.
-        bucket_bytes, in_flight: size and number of the buckets; every sender has memory for so many.
-        delta: keep a copy of the last version, and send only the changes if every replica has that version.
-        specs: the tensors of `send_weights`, if known before the first version; otherwise the first version is held in
-            memory until its iterator ends.
-        address: to listen on; default: the address of this host's default route.
-        in_place, device, progress, options: as of `ShardEngine`.
-
-    Raises:
-        UsageError: invalid sizes, or a missing device.
-        MissingDependencyError: ``device`` without CuPy, torch or CUDA.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        bucket_bytes: int = _WHOLE_BUCKET_BYTES,
-        in_flight: int = _WHOLE_IN_FLIGHT,
-        delta: bool = False,
-        specs: Sequence[TensorSpec] | None = None,
-        address: str | None = None,
-        in_place: Mapping[str, Any] | None = None,
-        device: str | None = None,
-        progress: Progress = silent,
-        options: EngineOptions = _OPTIONS,
-    ) -> None:
-        super().__init__(
-            name,
-            None,
-            bucket_bytes=bucket_bytes,
-            in_flight=in_flight,
-            delta=delta,
-            specs=specs,
-            address=address,
-            in_place=in_place,
-            device=device,
-            progress=progress,
-            options=options,
-        )

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
-from transport.weights.engine import RingEngine, ShardEngine
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
@@ -76,7 +75,6 @@ class WeightUpdate:
         *,
         policy: Policy = "restore",
         limits: Limits | None = None,
-        engine: type[ShardEngine] = RingEngine,
         on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
         if policy not in POLICIES:
@@ -85,7 +83,6 @@ class WeightUpdate:
         self._replicas: dict[str, ReplicaMember] = {}
         self._policy: Policy = policy
         self._limits = limits or Limits()
-        self._engine = engine
         self._on_step = on_step
         self._admissions: dict[str, Admission] = {}
         self._proven: dict[str, Proof | None] = {}  # the last proof of each replica
@@ -199,7 +196,6 @@ class WeightUpdate:
             version,
             policy=self._policy,
             limits=self._limits,
-            engine=self._engine,
             on_step=self._on_step,
             whole=whole,
             old=self._proven,

@@ -45,10 +45,11 @@ from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Store
 from transport.store.decision import decide, decided, wait_decided
 from transport.store.open import open_store
-from transport.weights.engine import ShardEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor
+from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.threads import ended, in_thread
 
 _LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
@@ -123,7 +124,7 @@ class Member:
         in_place: versions land in ``rank.tensors``.
         load: called with the tensors of a version by name, views of what has landed; default: `copied_into` the rank's.
             It may be called again with the version before.
-        options: of `ShardEngine`.
+        options: of `WeightsEngine`.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Member:
         self.name = f"{'sender' if sends else 'receiver'} {rank.rank}"
         if in_place:
             options["in_place"] = rank.tensors
-        self.engine = ShardEngine(self.name, rank.layout, **options)
+        self.engine = WeightsEngine(self.name, rank.layout, **options)
         self._load = load or (lambda arrays: copied_into(self.tensors, arrays))
         self._loaded: Any = None  # the version that is loaded; None: what was there before; or _MIXED
         self._begun: tuple[int, Future[None]] | None = None  # by `Meeting.begin`: the version that is staged
@@ -465,7 +466,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         here = [_Here(attempt.name, "", msgspec.Raw(metadata))]
         here += [self._here(store, key, attempt, until, failed) for key in self._keys("here")[1:]]
         metadatas = [msgspec.json.decode(each.metadata) for each in here]
-        actor, rollout = ShardEngine.build_topology(self.senders, self.receivers, metadatas)
+        actor, rollout = build_topology(self.senders, self.receivers, metadatas)
         found = [*actor["roles"], *rollout["roles"]]
         for key, each, role in zip(self._keys(attempt.name, "role"), here, found, strict=True):
             self._put(store, key, _Given(each.nonce, msgspec.Raw(msgspec.json.encode(role))))

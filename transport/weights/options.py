@@ -12,7 +12,7 @@ from transport.wires import Wire
 
 @hiding("secret")
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a `RingEngine`; the same for all members but ``host``, ``wires`` and ``rate``, which may differ.
+    """Of a `WeightsEngine`; the same for all members but ``host``, ``wires`` and ``rate``, which may differ.
 
     Attributes:
         shape, fanout: of the relays; the trainer's count.

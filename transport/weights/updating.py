@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, WeightsTimeoutError
 from transport.weights.plan.admission import Event
@@ -23,10 +23,8 @@ from transport.weights.plan.steps import (
     known_alone,
     verdicts,
 )
+from transport.weights.sharding.roles import build_topology
 from transport.weights.worker import check
-
-if TYPE_CHECKING:
-    from transport.weights.engine import ShardEngine
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +101,6 @@ class Run:
         *,
         policy: Policy,
         limits: Limits,
-        engine: type[ShardEngine],
         on_step: Callable[[Step, tuple[str, ...]], None],
         whole: bool,
         old: Mapping[str, Proof | None],
@@ -120,7 +117,6 @@ class Run:
         self._version = version
         self._policy: Policy = policy
         self._limits = limits
-        self._engine = engine
         self._on_step = on_step
         self._whole = whole
         self._old = dict(old)
@@ -332,7 +328,7 @@ class Run:
             metadata = [self._metadata[name] for name in (*trainers, *replicas)]
             if self._whole:
                 metadata = [{**each, "version": -1} for each in metadata]
-            actor, rollout = self._engine.build_topology(len(trainers), len(replicas), metadata)
+            actor, rollout = build_topology(len(trainers), len(replicas), metadata)
             for names, columns in ((trainers, actor), (replicas, rollout)):
                 for at, name in enumerate(names):
                     self._arguments[name] = {key: values[at] for key, values in columns.items()}

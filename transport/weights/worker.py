@@ -26,7 +26,7 @@ from transport.weights.transfer.threads import in_thread, settled
 from transport.weights.versions.layout import weights_checksum
 
 if TYPE_CHECKING:
-    from transport.weights.engine import ShardEngine
+    from transport.weights.engine import WeightsEngine
     from transport.weights.transfer.held import ShardHeld
 
 
@@ -152,7 +152,7 @@ class Replica:
     With ``in_place`` of the engine `RolloutWorker.load` gets the engine's own tensors, already changed.
     """
 
-    def __init__(self, engine: ShardEngine, worker: RolloutWorker) -> None:
+    def __init__(self, engine: WeightsEngine, worker: RolloutWorker) -> None:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
@@ -176,11 +176,11 @@ class Replica:
 
     # --- the engine's part -------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
-        """See `ShardEngine`."""
+        """See `WeightsEngine`."""
         return await self.engine.prepare()
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None:
-        """See `ShardEngine`."""
+        """See `WeightsEngine`."""
         await self.engine.init_process_group(**arguments)
 
     async def land(self, version: int) -> Proof:
@@ -292,7 +292,7 @@ class Source(Protocol):
 class Trainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 
-    def __init__(self, engine: ShardEngine, source: Source) -> None:
+    def __init__(self, engine: WeightsEngine, source: Source) -> None:
         self.engine = engine
         self.name = engine.name
         self.source = source
@@ -300,7 +300,7 @@ class Trainer:
         self.finalize = engine.finalize
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None:
-        """See `ShardEngine`."""
+        """See `WeightsEngine`."""
         await self.engine.init_process_group(**arguments)
 
     async def send_weights(self, version: int) -> Proof | None:

@@ -18,8 +18,9 @@ from transport.devices.arrays import kind_of
 from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 from transport.runtime.loop_thread import LoopThread
-from transport.weights.engine import RingEngine
+from transport.weights.engine import WeightsEngine
 from transport.weights.plan.steps import Metadata, Weights
+from transport.weights.sharding.roles import build_topology
 from transport.weights.versions.tensors import tensor_of
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class CheckpointAdapter:
         bucket_size: bytes.
         is_master: as verl gives it; `build_topology` decides which trainer sends.
         tensors: type of the yielded values: "torch" tensors in host memory, views of the received version, or "numpy".
-        options: of `RingEngine`, and the fields of `EngineOptions` beside them, as YAML has them
+        options: of `WeightsEngine`, and the fields of `EngineOptions` beside them, as YAML has them
             (`transport.adapters.engines.options`). With ``device="torch"`` CUDA tensors are yielded, on the stream that
             is current in the thread that takes them.
     """
@@ -54,7 +55,7 @@ class CheckpointAdapter:
         arguments.setdefault(
             "name", f"{'actor' if is_master else 'worker'} {id(self):x} {np.random.default_rng().bytes(4).hex()}"
         )
-        self._engine = RingEngine(bucket_bytes=-(-bucket_size // 64) * 64, **arguments)
+        self._engine = WeightsEngine(bucket_bytes=-(-bucket_size // 64) * 64, **arguments)
         self._loop = LoopThread("transport weights")
         self._loop.closes(self._engine.close)
         self._loading = False  # the consumer has taken a part of a version, and not all of it
@@ -63,22 +64,22 @@ class CheckpointAdapter:
 
     # --- called without await ---------------------------------------------------------------------------------------
     def prepare(self) -> Metadata:
-        """See `ShardEngine`."""
+        """See `WeightsEngine`."""
         return self._loop.run(self._engine.prepare())
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """See `ShardEngine`."""
-        return RingEngine.build_topology(actor_wg_world_size, rollout_world_size, metadata)
+        """See `transport.weights.sharding.roles.build_topology`."""
+        return build_topology(actor_wg_world_size, rollout_world_size, metadata)
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """See `ShardEngine`."""
+        """See `WeightsEngine`."""
         self._loop.run(self._engine.init_process_group(**kwargs))
 
     def finalize(self) -> None:
-        """See `ShardEngine`."""
+        """See `WeightsEngine`."""
         self._loop.run(self._engine.finalize())
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ KNOWN = sorted({*_OF_THE_ENGINE, *_OF_YAML, *_SECRETS, "tensors"})
 
 
 def ring_arguments(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `RingEngine`, of flat options.
+    """Arguments of `WeightsEngine`, of flat options.
 
     Fields of `EngineOptions` stand beside the engine's own arguments. ``wires`` may be a list or a comma-separated
     text, numbers may be texts (YAML reads 1e9 as one), ``secret`` may be a text; ``secret_file`` is read.

@@ -71,16 +71,6 @@ class ShardPlan(NamedTuple):
     receivers: int
     parts: tuple[Part, ...]
 
-    @property
-    def slices(self) -> int:
-        """Slices of all streams."""
-        return sum(len(stream.slices) for part in self.parts for stream in part.streams)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that leave the senders, all together."""
-        return sum(stream.nbytes for part in self.parts for stream in part.streams)
-
     def sent(self) -> list[int]:
         """Bytes that each sender sends."""
         found = [0] * self.senders

@@ -1,4 +1,4 @@
-"""What each rank does in one update: from the descriptions of all ranks and the plan. Pure.
+"""What each rank does in one update: from the descriptions of all ranks and the plan. No I/O.
 
 Receivers of a part are ordered as `topology.hops` orders replicas: one of each host lands the part, the others of the
 host map it, the landings relay it to each other. A relay always stands before its children in one order of all
@@ -8,6 +8,7 @@ receivers, so that no two of them can wait for each other.
 from __future__ import annotations
 
 import base64
+import secrets
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -317,6 +318,36 @@ def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription, nbyte
     if any(each.in_place for each in receivers):
         hops = [Hop(parent=hop.parent, mapped=False) for hop in hops]
     return hops
+
+
+def build_topology(
+    actor_n: int, rollout_n: int, metadata: Sequence[Any]
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """The arguments of `WeightsEngine.init_process_group` for each trainer and each replica, by name.
+
+    A member's metadata, from its `prepare`, may list several ranks (``{"ranks": […]}``, as `ShardedReplica` has them);
+    its argument ``roles`` then has as many. Metadata with ``"version": -1`` beside the ranks asks for a whole version.
+    ``base`` is the version that changes are based on, or None. UsageError, SchemaError.
+    """
+    if len(metadata) != actor_n + rollout_n or actor_n < 1:
+        raise UsageError(
+            f"{len(metadata)} descriptions for {actor_n} trainers and {rollout_n} replicas: "
+            "give one of each member, trainers first"
+        )
+    members = describe(metadata)
+    sides = members[:actor_n], members[actor_n:]
+    senders, receivers = ([rank for member in side for rank in member] for side in sides)
+    whole = any(each.get("version") == -1 for each in metadata)
+    found = roles(senders, receivers, secrets.randbits(63), whole=whole)
+    base = found[0][0].base
+    arguments: list[dict[str, list[Any]]] = []
+    for side, of_side in zip(sides, found, strict=True):
+        left = iter(of_side)
+        packed = [[pack(next(left)) for _ in member] for member in side]
+        arguments.append(
+            {"roles": packed, "base": [None if base is None else [base.version, base.checksum]] * len(side)}
+        )
+    return arguments[0], arguments[1]
 
 
 def describe(metadata: Sequence[Any]) -> list[list[ShardDescription]]:

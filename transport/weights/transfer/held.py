@@ -29,7 +29,7 @@ class ShardHeld:
         self.proof = proof
         self._parts = list(parts)
         self._own = own
-        self._checksum = 0
+        self.checksum = 0
 
     def __repr__(self) -> str:
         return f"<ShardHeld {self.proof}, {self.layout.nbytes} bytes{'' if self._own is None else ', in place'}>"
@@ -58,16 +58,11 @@ class ShardHeld:
 
     def hash(self) -> None:
         """Compute `checksum`, once, when the version is complete. Blocks."""
-        self._checksum = self._parts[0].checksum if self._is_one_part else weights_checksum(self.arrays())
+        self.checksum = self._parts[0].checksum if self._is_one_part else weights_checksum(self.arrays())
 
     @property
     def _is_one_part(self) -> bool:
         return len(self._parts) == 1 and self._parts[0].layout.specs == self.layout.specs
-
-    @property
-    def checksum(self) -> int:
-        """See the class."""
-        return self._checksum
 
     def settle(self) -> None:
         """Wait until copies to a device are done. Blocks."""
