@@ -45,14 +45,6 @@ async def test_calls() -> None:
             assert client.statistics().links_in_use == 0
 
 
-def test_a_blocking_client_refuses_the_same() -> None:
-    with serving(slots=2) as (ring, _), BlockingClient(wire={"tcp"}) as client:
-        ticket = ring.write_raw(b"x")
-        with pytest.raises(UsageError):
-            list(client.read_many([ticket], timeout=math.nan))
-        assert ring.statistics().consumes == 0
-
-
 def test_what_belongs_to_one_process_says_so_when_it_is_pickled() -> None:
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring, BlockingClient(wire={"mapped"}) as client:
         for thing, words in (

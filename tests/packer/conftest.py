@@ -1,5 +1,30 @@
-"""A ticket queue for these tests, on a real Redis server."""
+"""Both sides of a ticket queue on a real Redis server."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from packers import SCHEMA, Packer, Worker
 from ticket_queues import queue, queue_url, redis
 
+from transport.packer.options import ServerOptions
+from transport.queue import RedisQueue
+
 __all__ = ["queue", "queue_url", "redis"]
+
+
+@pytest.fixture
+def worker(queue: RedisQueue) -> Iterator[Worker]:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
+    yield worker
+    worker.cleanup_ucxx()
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
+    yield packer
+    packer.cleanup_ucxx_packer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,22 +33,6 @@ class BasePacker:
 
 class MixedPacker(UCXXDataPackerMixin, BasePacker):
     """As a user writes it."""
-
-
-@pytest.fixture
-def worker(queue: RedisQueue) -> Iterator[Worker]:
-    worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
-    yield worker
-    worker.cleanup_ucxx()
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
-    yield packer
-    packer.cleanup_ucxx_packer()
 
 
 @pytest.mark.ucx

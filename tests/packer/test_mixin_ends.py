@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -15,25 +15,8 @@ from transport.client.payload import ReadOutcome
 from transport.errors import (
     ClosedError,
 )
-from transport.packer.options import ServerOptions
 from transport.packer.rollout import queued
 from transport.queue import RedisQueue
-
-
-@pytest.fixture
-def worker(queue: RedisQueue) -> Iterator[Worker]:
-    worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
-    yield worker
-    worker.cleanup_ucxx()
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
-    yield packer
-    packer.cleanup_ucxx_packer()
 
 
 def test_before_setup_and_after_cleanup_every_call_says_what_to_do() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
-import pytest
-from packers import FAST, SCHEMA, Packer, replace_client, ticket_of
+from packers import FAST, Packer, replace_client, ticket_of
 
 from transport.client.payload import ReadOutcome
 from transport.client.retry import Deadline
@@ -19,16 +18,7 @@ from transport.errors import (
     TransportError,
 )
 from transport.packer.mixin import FetchedBatch
-from transport.queue import RedisQueue
 from transport.ticket import Ticket
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
-    yield packer
-    packer.cleanup_ucxx_packer()
 
 
 class ScriptedClient:

@@ -242,26 +242,6 @@ class RingConformance(QueueConformance):
     has_notices = False
 
 
-class Both:
-    """Places of rings that are mapped, and of rings that are only reached over the network, by prefix."""
-
-    directory = None
-
-    def __init__(self, mapped: str, served: str) -> None:
-        self.prefix = mapped
-        self._mapped, self._served = OnThisHost(mapped), OnThisHost(served)
-
-    def segments(self) -> Any:
-        return self._mapped.segments()
-
-    def served(self, mapped: Any) -> Any:
-        return self._served.served(mapped)
-
-    def close(self) -> None:
-        self._mapped.close()
-        self._served.close()
-
-
 def some(queue: TicketQueue, count: int) -> list[Claim]:
     """So many claims, as they come."""
     claims: list[Claim] = []

@@ -31,10 +31,6 @@ def pad(samples: list[Sample]) -> tuple[Any, list[int]]:
     return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), [sample.metadata["step"] for sample in samples]
 
 
-def failing(samples: list[Sample]) -> Any:
-    raise ZeroDivisionError(f"{len(samples)} samples")
-
-
 def refusal(loader: Any) -> str:
     try:
         next(iter(loader))
