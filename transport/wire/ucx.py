@@ -81,7 +81,7 @@ class Worker:
         self._descriptor: int = self.engine.descriptor
         self._scheduled = False
         self.endpoints: set[Endpoint] = set()
-        self.loop.add_reader(self._descriptor, self._readable)
+        self.loop.add_reader(self._descriptor, self.drive)
 
     def __repr__(self) -> str:
         return f"<Worker {len(self.endpoints)} endpoints, {self.engine.requests} requests posted>"
@@ -98,7 +98,13 @@ class Worker:
             self._scheduled = True
             self.loop.call_soon(self._drive)
 
-    def _readable(self) -> None:
+    def sent(self) -> None:
+        """`kick`, where the descriptor does not tell what becomes of what was posted. For answers that may take long."""
+        if not self.engine.armed:
+            self.kick()
+
+    def drive(self) -> None:
+        """Make progress now. For what the loop calls when a descriptor is readable."""
         if not self._scheduled:  # else _drive runs soon, after the callbacks of the last results, which may post more
             self._drive()
 
@@ -109,9 +115,8 @@ class Worker:
         events = self.engine.drive(SPIN_S)
         if self._joining:
             self._look(True)
-        if events is not None:
-            self._tell(events)
-            self.kick()  # the callbacks of these results run first and may post more
+        self._tell(events)
+        self.sent()  # the callbacks of these results run first and may post more
 
     def _tell(self, events: list[tuple[Any, Any]]) -> None:
         """Deliver results to their futures, or to the callback of a listening port."""
