@@ -115,6 +115,7 @@ class ClaimedRows:
         verdicts: by position; changed on the loop only.
         settled: called on the loop with the positions and the end of claims whose verdict has come.
         given: which payloads are, or were, in the hands of a caller; changed on the loop only.
+        rank: whose they all are.
         place: where the ring is served, by its name among the places of a trainer.
         asking: what asks the ring for the ends of claims.
     """
@@ -129,6 +130,7 @@ class ClaimedRows:
         self.verdicts = np.zeros(len(rows), np.int8)
         self._unanswered = len(rows)  # claims that are open or asked about for the first time
         self.settled: Callable[[ClaimedRows, Positions, End], object] = _nothing
+        self.rank = int(rows["rank"][0]) if len(rows) else 0
         self.given = np.zeros(len(rows), np.bool_)
         self.place = ""
         self._process = os.getpid()
@@ -312,7 +314,6 @@ class TakenBatch:
         claims: of the whole answer; those of this batch begin at position ``first``.
         rows: one row of `TAKEN` for each payload.
         ring: whose payloads they are.
-        nbytes: of all payloads together.
         dropped: payloads that came with wrong bytes and were given back.
     """
 
@@ -338,11 +339,15 @@ class TakenBatch:
         self._offsets = offsets
         self._read = read  # by position: payloads that were not joined to the answer
         self.ring = claims.connection.ring
-        self.nbytes = int(self.rows["length"].sum())
         self._places: list[tuple[int, int]] | None = None  # (begin, end): one element of an array costs more
 
     def __repr__(self) -> str:
         return f"<TakenBatch of {len(self)} payloads, {self.nbytes} bytes, ring {self.ring[:4]}…>"
+
+    @property
+    def nbytes(self) -> int:
+        """Of all payloads together."""
+        return int(sum(self.rows["length"].tolist()))
 
     def __len__(self) -> int:
         return len(self.rows)

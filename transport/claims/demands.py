@@ -130,8 +130,8 @@ class Demands:
 
     def given(self, claims: ClaimedRows, count: int) -> None:
         """So many more payloads are in the hands of a caller: others may come in their place."""
-        if self._connected.get(claims.place) is claims.connection:
-            self._takers.used(claims.place, count)
+        here = self._connected.get(claims.place) is claims.connection
+        if here and self._takers.used(claims.place, count):
             self._turn()
 
     def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
@@ -302,7 +302,7 @@ class Demands:
         """Whether the demand's own limits have ended the answer: another payload may be ready."""
         if len(batch) == 0:
             return batch.dropped >= n
-        self._largest = int(batch.rows["length"].max())
+        self._largest = max(batch.rows["length"].tolist())
         self._size()
         return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > self._most_bytes
 

@@ -99,7 +99,7 @@ class Worker:
             self.loop.call_soon(self._drive)
 
     def sent(self) -> None:
-        """`kick`, where the descriptor does not tell what becomes of what was posted. For answers that may take long."""
+        """`kick`, unless the descriptor tells what becomes of what was posted. For answers that may take long."""
         if not self.engine.armed:
             self.kick()
 
