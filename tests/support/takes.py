@@ -49,8 +49,8 @@ def broken_between(batch: TakenBatch | ClaimConnection, *then: Callable[[], obje
     link = batch if isinstance(batch, ClaimConnection) else link_of(batch)
     expect = link._expect
 
-    def lost(future: Any, limit_s: float, what: str) -> None:
-        expect(future, limit_s, what)
+    def lost(waiter: Any, limit_s: float, what: str) -> None:
+        expect(waiter, limit_s, what)
         if what == "the end of claims":  # a demand may be made meanwhile
             link._expect = expect  # type: ignore[method-assign]
             for each in then:

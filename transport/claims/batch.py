@@ -147,7 +147,7 @@ class ClaimedRows:
         if answered.done():
             return
         now = self.verdicts[positions]
-        asked = []
+        asked: list[asyncio.Future[Codes]] = []
         try:
             if np.count_nonzero(now):
                 some = np.arange(len(self.rows))[positions]

@@ -107,7 +107,7 @@ class ClaimConnection:
         self._closed = False
         self._unsent: deque[tuple[_Ending, slice]] = deque()  # messages that wait until others are answered
         self._unanswered = 0  # claims in FINISH and END messages; `MOST_UNANSWERED` of them stand in the ring
-        self._due: dict[asyncio.Future[Any], tuple[float, float, str]] = {}  # time of the loop, limit in s, for what
+        self._due: dict[_Waiter, tuple[float, float, str]] = {}  # time of the loop, limit in s, for what
         self._look_at = math.inf  # the time of the timer
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -207,9 +207,10 @@ class ClaimConnection:
             raise BatchTooLargeError(
                 f"there is no memory for an answer of {size} bytes; ask for fewer most_bytes"
             ) from None
-        future = self.loop.create_future()
+        taken: asyncio.Future[TakenBatch] = self.loop.create_future()
+        waiter = _Waiter(self._due, partial(self._came, taken, buffer, verify, wanted, schema))
         number = self.link.native.take(
-            future,
+            waiter,
             buffer,
             most=n,
             wait_ms=math.ceil(wait_s * 1000),
@@ -221,9 +222,7 @@ class ClaimConnection:
             verify=verify,
         )
         self.link.worker.sent()
-        self._expect(future, wait_s + self._settings.read_timeout(most_bytes), "a demand")
-        taken: asyncio.Future[TakenBatch] = self.loop.create_future()
-        future.add_done_callback(partial(self._came, taken, buffer, verify, wanted, schema))
+        self._expect(waiter, wait_s + self._settings.read_timeout(most_bytes), "a demand")
         return number, taken
 
     def take_back(self, number: int) -> None:
@@ -238,12 +237,11 @@ class ClaimConnection:
         verify: bool,
         wanted: tuple[str, ...] | None,
         schema: Schema | None,
-        answered: asyncio.Future[Any],
+        outcome: Any,
     ) -> None:
         """The answer to a demand. What has come whole needs no task."""
-        self._due.pop(answered, None)
         try:
-            answer, whole = self._answer(answered, buffer, verify)
+            answer, whole = self._answer(outcome, buffer, verify)
             if wanted is not None:
                 self._task(self._some_fields(answer, wanted, schema), taken)
             elif whole:
@@ -253,13 +251,11 @@ class ClaimConnection:
         except Exception as error:
             taken.set_exception(self._without_memory() if isinstance(error, MemoryError) else error)
 
-    def _answer(self, answered: asyncio.Future[Any], buffer: Any, verify: bool) -> tuple[_Answer, bool]:
+    def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
         """What stands in an answer, and whether every payload came with it."""
-        try:
-            outcome = answered.result()
-        except TransportError:
+        if isinstance(outcome, TransportError):
             self.abort()
-            raise
+            raise outcome
         if isinstance(outcome, int):
             self.abort()
             raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
@@ -389,7 +385,7 @@ class ClaimConnection:
         """Ask the listener, by as many messages as that needs. They leave at once unless the ring has to remember more
         ends than it can: then as others are answered.
         """
-        send: Callable[[asyncio.Future[Any], Rows], object]
+        send: Callable[[_Waiter, Rows], object]
         native, size = self.link.native, frames.MAX_RECORDS
         if end.verdict is _CONSUMED:
             send = partial(native.settle, kind=_FINISH)
@@ -417,17 +413,14 @@ class ClaimConnection:
             if self._unanswered + count > frames.MOST_UNANSWERED:
                 return
             self._unsent.popleft()
-            future = self.loop.create_future()
-            ending.send(future, rows)
+            waiter = _Waiter(self._due, partial(self._answered, ending, places, count))
+            ending.send(waiter, rows)
             self._unanswered += count
-            self._expect(future, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
-            future.add_done_callback(partial(self._answered, ending, places, count))
+            self._expect(waiter, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
             self.link.worker.sent()
 
-    def _answered(self, ending: _Ending, places: slice, count: int, future: asyncio.Future[Any]) -> None:
-        self._due.pop(future, None)
+    def _answered(self, ending: _Ending, places: slice, count: int, outcome: Any) -> None:
         self._unanswered -= count
-        outcome = None if future.exception() is not None else future.result()
         if isinstance(outcome, list):
             ending.codes[places] = outcome
         else:  # none, or one that does not fit
@@ -465,19 +458,25 @@ class ClaimConnection:
 
     async def _outcome(self, future: asyncio.Future[Any], limit_s: float, what: str) -> Any:
         """The future's. When it does not come in time, the connection ends."""
-        self._expect(future, limit_s, what)
+
+        def late(error: TransportError) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        waiter = _Waiter(self._due, late)
+        self._expect(waiter, limit_s, what)
         try:
             return await future
         except TransportError:
             self.abort()
             raise
         finally:
-            self._due.pop(future, None)
+            self._due.pop(waiter, None)
 
-    def _expect(self, future: asyncio.Future[Any], limit_s: float, what: str) -> None:
-        """Have the future fail when it is not done, and taken out of ``_due``, in time."""
+    def _expect(self, waiter: _Waiter, limit_s: float, what: str) -> None:
+        """Have the waiter be told ReadTimeoutError when it is told nothing in time."""
         at = self.loop.time() + limit_s
-        self._due[future] = at, limit_s, what
+        self._due[waiter] = at, limit_s, what
         if at < self._look_at:
             self._look_again(at)
 
@@ -491,11 +490,11 @@ class ClaimConnection:
     def _look(self) -> None:
         """One timer for all: it mostly finds that what it was set for came long ago."""
         now = self.loop.time()
-        for future, (at, limit_s, what) in self._due.items():
-            if at <= now and not future.done():
-                host, port = self.link.port
-                future.set_exception(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
-        self._look_again(min((at for at, _, _ in self._due.values() if at > now), default=math.inf))
+        host, port = self.link.port
+        for waiter, (at, limit_s, what) in list(self._due.items()):
+            if at <= now:
+                waiter(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
+        self._look_again(min((at for at, _, _ in self._due.values()), default=math.inf))
 
     def _task(self, work: Coroutine[Any, Any, T], answered: asyncio.Future[T]) -> None:
         """Have ``answered`` get what ``work`` returns or raises."""
@@ -526,6 +525,18 @@ class _Answer(NamedTuple):
     owned: _ring.OwnedClaims
 
 
+class _Waiter:
+    """Is told once what becomes of a request that is among those that are due: an outcome, or an error."""
+
+    def __init__(self, due: dict[_Waiter, tuple[float, float, str]], then: Callable[[Any], object]) -> None:
+        self._due = due
+        self._then = then
+
+    def __call__(self, outcome: Any) -> None:
+        if self._due.pop(self, None) is not None:
+            self._then(outcome)
+
+
 class _Ending:
     """Claims that are ended with one call, by one or more messages."""
 
@@ -533,7 +544,7 @@ class _Ending:
         self,
         rows: Rows,
         verdict: Verdict,
-        send: Callable[[asyncio.Future[Any], Rows], object],
+        send: Callable[[_Waiter, Rows], object],
         answered: asyncio.Future[Codes],
     ) -> None:
         self.rows = rows

@@ -118,19 +118,23 @@ class Worker:
         self._tell(events)
         self.sent()  # the callbacks of these results run first and may post more
 
-    def _tell(self, events: list[tuple[Any, Any]]) -> None:
-        """Deliver results to their futures, or to the callback of a listening port."""
+    def _tell(self, events: list[tuple[Any, Any]], *, soon: bool = False) -> None:
+        """Deliver results to their futures, or call what was given in place of one; ``soon``: not inside this call."""
         for token, outcome in events:
             try:
-                if isinstance(outcome, self._endpoint_type):
-                    token(outcome)
+                result = failure(*outcome) if isinstance(outcome, tuple) else outcome
+                if not isinstance(token, asyncio.Future):
+                    if soon:
+                        self.loop.call_soon(token, result)
+                    else:
+                        token(result)
                 elif token.done():
                     pass
-                elif isinstance(outcome, tuple):
-                    token.set_exception(failure(*outcome))
+                elif isinstance(result, TransportError):
+                    token.set_exception(result)
                     token.exception()  # no warning of asyncio for a future that is no longer awaited
                 else:
-                    token.set_result(outcome)
+                    token.set_result(result)
             except Exception:  # one failure must not keep the other results from their futures
                 log.exception("delivering a UCX result failed; continuing with the next one")
 
@@ -147,7 +151,7 @@ class Worker:
 
     def settle(self) -> None:
         """Deliver the results of completed requests now."""
-        self._tell(self.engine.collect())
+        self._tell(self.engine.collect(), soon=True)
         self._look(False)
         self.kick()
 
@@ -188,7 +192,7 @@ class Worker:
             endpoint.abort()
         self._closed = True
         self.loop.remove_reader(self._descriptor)
-        self._tell(self.engine.close())
+        self._tell(self.engine.close(), soon=True)
 
 
 class Listening:
