@@ -160,7 +160,6 @@ class ClaimConnection:
         oldest_version: int | None = None,
         most_attempts: int = 0,
         verify: bool = True,
-        joined_most: int | None = None,
         fields: Sequence[str] | None = None,
         schema: Schema | None = None,
     ) -> tuple[int, asyncio.Future[TakenBatch]]:
@@ -173,7 +172,6 @@ class ClaimConnection:
             rank: whose; or the name of a consumer of one rank.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
-            joined_most: larger payloads do not come with the answer, but one by one; None: all come with it.
             fields: names of those that are wanted; None: all. They are read one by one under the claims.
             schema: of the payloads, where neither they nor the client say it.
 
@@ -198,8 +196,6 @@ class ClaimConnection:
             raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
         self._check()
         wanted = None if fields is None else field_names(fields)
-        if wanted is not None:
-            joined_most = 0
         size = native.room_for(n, most_bytes)
         try:
             buffer = self._client.buffers.take(size)
@@ -215,7 +211,7 @@ class ClaimConnection:
             most=n,
             wait_ms=math.ceil(wait_s * 1000),
             most_bytes=most_bytes,
-            joined_most=min(most_bytes if joined_most is None else joined_most, (1 << 32) - 1),
+            joined_most=most_bytes if wanted is None else 0,
             rank=rank,
             oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
             most_attempts=most_attempts,
@@ -248,8 +244,12 @@ class ClaimConnection:
                 taken.set_result(self._batch(answer, {}, answer.wrong))
             else:
                 self._task(self._rest(answer), taken)
+        except MemoryError:
+            taken.set_exception(self._without_memory())
+        except TransportError as error:
+            taken.set_exception(error.with_traceback(None))  # whose frames refer to the future
         except Exception as error:
-            taken.set_exception(self._without_memory() if isinstance(error, MemoryError) else error)
+            taken.set_exception(error)
 
     def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
         """What stands in an answer, and whether every payload came with it."""
