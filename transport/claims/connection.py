@@ -484,7 +484,7 @@ class ClaimConnection:
         if self._timer is not None:
             self._timer.cancel()
         self._look_at, self._timer = at, None
-        if at < math.inf:
+        if at < math.inf and not self._closed:
             self._timer = self.loop.call_at(at, self._look)
 
     def _look(self) -> None:
