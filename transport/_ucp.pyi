@@ -49,18 +49,19 @@ PROTOCOL: int  # of the whole message: its answer does not fit
 
 @final
 class Engine:
-    descriptor: int  # readable when there is something to do, once `drive` has returned None
+    descriptor: int  # readable when there is something to do, while it is ``armed``
     requests: int  # under way
     abandoned: int  # that UCX will never complete: their peer died in the middle of a message
     closed: bool
+    armed: bool  # nothing has to be driven before the descriptor says so
     dropped: int  # messages that arrived without a posted receive
 
     def __init__(self, worker: int, owner: object) -> None:
         """``worker`` is a ucp_worker_h, ``owner`` what keeps it."""
     def drop_unexpected(self) -> None:
         """From now on drop what no receive stands for. A `Service` sorts: what its clients ask ahead is kept."""
-    def drive(self, spin_s: float) -> list[tuple[Any, Any]] | None:
-        """Progress without the GIL. None: nothing to do, the descriptor is armed. A list: call again soon."""
+    def drive(self, spin_s: float) -> list[tuple[Any, Any]]:
+        """Progress without the GIL. Unless it is ``armed`` after that, call it again soon."""
     def collect(self) -> list[tuple[Any, Any]]:
         """What has come to an end, without progress."""
     def close(self) -> list[tuple[Any, Any]]:
@@ -128,7 +129,7 @@ class Link:
     ) -> int:
         """TAKE into memory of `room_for` bytes. Outcome: [code, payloads, positions of those with wrong bytes …]."""
     def settle(
-        self, token: object, kind: int, rows: object, delay_ms: int = 0, key: int = 0, unread: bool = False
+        self, token: object, rows: object, kind: int, delay_ms: int = 0, key: int = 0, unread: bool = False
     ) -> int:
         """FINISH, GIVE_BACK or OUTCOME for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes.
 
@@ -142,6 +143,11 @@ MOST_TAKEN_BYTES: int
 
 def room_for(most: int, most_bytes: int) -> int:
     """Bytes of the longest answer to a TAKE."""
+
+def taken(memory: object, count: int) -> tuple[bytes, bytes, bool]:
+    """Of an answer to a TAKE of so many payloads: rows of `wire.TAKEN`; where each ticket and then where each joined
+    payload begins, 64 bits each; whether all are joined.
+    """
 
 # what must be equal to transport/errors.py and transport/wire/frames.py
 CODES: dict[str, int]

@@ -71,15 +71,10 @@ class PyEngine final : public Engine {
   nb::object owner_;
 };
 
-nb::object drive(PyEngine& engine, double spin_s) {
-  bool asleep = false;
+nb::list drive(PyEngine& engine, double spin_s) {
   {
     const nb::gil_scoped_release release;
-    asleep = engine.drive(static_cast<std::int64_t>(spin_s * 1e9));
-  }
-  if (asleep) {
-    engine.take_garbage();
-    return nb::none();
+    engine.drive(static_cast<std::int64_t>(spin_s * 1e9));
   }
   return engine.hand_over();
 }
@@ -205,6 +200,7 @@ void bind_engine(nb::module_& module) {
         return sum;
       })
       .def_prop_ro("closed", &Engine::closed)
+      .def_prop_ro("armed", &Engine::armed)
       .def_prop_ro("dropped", &Engine::dropped, "Messages that matched no posted receive.")
       .def(
           "drop_unexpected",

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string_view.h>
 
 #include <array>
+#include <vector>
 
 #include "ring/segment.hpp"
 #include "bindings/ucp_bindings.hpp"
@@ -32,8 +33,34 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
                    {place.data, place.size, std::move(place.keep)});
 }
 
+// Of an answer that was found to fit: its rows; where each ticket begins and, behind these, where each joined payload
+// does; whether all are joined.
+nb::tuple taken(nb::handle memory, std::size_t count) {
+  const BufferView view(memory, false);
+  const std::size_t head = sizeof(Header) + count * sizeof(Taken);
+  if (count > kMostTaken || view.size() < head) throw nb::value_error("no answer has so many payloads");
+  const auto* const message = view.data();
+  std::vector<std::uint64_t> places(2 * count);
+  std::uint64_t at_bytes = head;
+  for (std::size_t at = 0; at < count; ++at) {
+    places[at] = at_bytes;
+    at_bytes += taken_at(message, at).note_bytes;
+  }
+  at_bytes = aligned_taken(at_bytes);
+  bool whole = true;
+  for (std::size_t at = 0; at < count; ++at) {
+    const Taken one = taken_at(message, at);
+    const bool joined = (one.flags & kJoined) != 0;
+    places[count + at] = at_bytes;
+    if (joined) at_bytes += aligned_taken(one.length);
+    whole = whole && joined;
+  }
+  return nb::make_tuple(nb::bytes(message + sizeof(Header), count * sizeof(Taken)),
+                        nb::bytes(places.data(), places.size() * sizeof(std::uint64_t)), whole);
+}
+
 // `rows` are as in the answers to TAKE: Taken, one behind the other.
-std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms,
+std::uint32_t settle(Link& link, nb::handle token, nb::handle rows, std::uint8_t kind, std::uint64_t delay_ms,
                      std::uint64_t key, bool unread) {
   const BufferView memory(rows, false);
   const std::size_t count = memory.size() / sizeof(Taken);
@@ -68,9 +95,10 @@ void bind_takes(nb::module_& module, nb::class_<Link>& link) {
   module.attr("MOST_TAKEN") = kMostTaken;
   module.attr("MOST_TAKEN_BYTES") = kMostTakenBytes;
   module.def("room_for", room_for, "most"_a, "most_bytes"_a, "Bytes of the longest answer to a TAKE.");
+  module.def("taken", taken, "memory"_a, "count"_a);
   link.def("take", take, "token"_a, "memory"_a, nb::kw_only(), "most"_a, "wait_ms"_a, "most_bytes"_a, "joined_most"_a,
            "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
-      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0, "key"_a = 0, "unread"_a = false)
+      .def("settle", settle, "token"_a, "rows"_a, "kind"_a, "delay_ms"_a = 0, "key"_a = 0, "unread"_a = false)
       .def("end", end, "token"_a, "row"_a, "how"_a, "reason"_a, "consumer"_a)
       .def_prop_ro("token", &Link::token)
       .def_prop_ro("version", &Link::version);

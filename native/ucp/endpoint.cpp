@@ -103,6 +103,7 @@ void Endpoint::abort() {
   engine_->endpoints_.erase(this);
   std::erase(engine_->lost_, this);
   if (engine_->foreign()) return;
+  engine_->armed_ = false;
   cancel_receives();
   if (accepted_ && !heard_ && !engine_->closing_ && now_ns() - made_ns_ < kConnectingNs) {
     tie_->owner = nullptr;

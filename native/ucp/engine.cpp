@@ -92,8 +92,10 @@ void Engine::sort() {
 void Engine::expect_soon() { active_ns_ = now_ns(); }
 
 bool Engine::drive(std::int64_t spin_most_ns) {
-  if (worker_ == nullptr || foreign()) return true;
+  if (worker_ == nullptr || foreign()) return armed_ = true;
   const std::int64_t entered = now_ns();
+  const bool expected = expecting != 0;
+  armed_ = false;
   if (!postponed_.empty()) close_postponed(entered);
   std::int64_t now = entered;
   for (unsigned busy = 0;;) {
@@ -112,7 +114,7 @@ bool Engine::drive(std::int64_t spin_most_ns) {
       if (now - entered > (events_.empty() ? kLongestTurnNs : kGatherNs)) return false;
       continue;
     }
-    if (!events_.empty()) return false;
+    if (!events_.empty() && (expected || expecting != 0)) return false;  // more is asked soon, and a spin may pay
     now = now_ns();
     if (expecting != 0 && now - active_ns_ < std::min(spin_ns_, spin_most_ns)) {
       relax();
@@ -120,7 +122,7 @@ bool Engine::drive(std::int64_t spin_most_ns) {
     }
     const ucs_status_t armed = ucp_worker_arm(worker_);
     if (armed == UCS_OK) {
-      asleep_ = true;
+      asleep_ = armed_ = true;
       return true;
     }
     if (armed != UCS_ERR_BUSY) throw UcxFault(armed, "arming the worker's descriptor");

@@ -216,10 +216,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int descriptor() const { return descriptor_; }
   ucp_worker_h worker() const { return worker_; }
 
-  // True when the descriptor is armed and the loop may sleep; false when it should be called again soon: there are
-  // events, or it has run for as long as one turn of the loop may take. `spin_most_ns` bounds the wait for an answer
-  // that is due; how much of it is used adapts to what answers have taken lately.
+  // True when the descriptor is armed and the loop may sleep, once it has looked at the events; false when it should be
+  // called again soon: it has run for as long as one turn of the loop may take, or more is asked behind these events.
+  // `spin_most_ns` bounds the wait for an answer that is due; how much of it is used adapts to what answers have taken
+  // lately.
   bool drive(std::int64_t spin_most_ns);
+
+  // Whether the descriptor tells of all that is to come: it is armed, and what was asked since has left at once.
+  bool armed() const { return armed_ && deferred_.empty() && events_.empty(); }
 
   // Progress in place, for teardown; returns as soon as `finished`, or after `rounds` rounds.
   // Runs no deferred work, so that deferred work may call it.
@@ -303,6 +307,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::int64_t spin_ns_ = 20'000;
   std::int64_t active_ns_ = 0;  // when something last happened, or was asked for
   bool asleep_ = false;
+  bool armed_ = false;
   bool closing_ = false;
   std::uint64_t dropped_ = 0;
 };

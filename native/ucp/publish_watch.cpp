@@ -52,18 +52,17 @@ void PublishWatch::arm(std::uint32_t before, std::uint64_t until_ns) {
     }
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
   }
-  if (shared_->order.load() == watch) {
+  Shared& shared = *shared_;
+  if (shared.order.load() == watch) {
     // What it watches from is older, so that nothing is missed; in case it has just been told, it is told again.
-    if (until_ns < shared_->until_ns.load()) {
-      shared_->until_ns.store(until_ns);
-      futex(shared_->word.count, FUTEX_WAKE, INT_MAX, nullptr);
-    }
-    if (shared_->order.load() == watch) return;
+    if (until_ns < shared.until_ns.load()) shared.until_ns.store(until_ns);
+  } else {
+    shared.before.store(before);
+    shared.until_ns.store(until_ns);
   }
-  shared_->before.store(before);
-  shared_->until_ns.store(until_ns);
-  shared_->order.store(watch);
-  shared_->order.notify_one();
+  shared.order.store(watch);
+  shared.order.notify_one();
+  if (until_ns < shared.asleep_until_ns.load()) futex(shared.word.count, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 void PublishWatch::clear() {
@@ -73,19 +72,28 @@ void PublishWatch::clear() {
   }
 }
 
+// Once it has told, it sleeps on at the word: mostly the next demand waits before something is published, and then need
+// not wake this thread. Nobody arms it for a while, or something is published while nobody waits: then `order` does.
 void PublishWatch::Shared::run() {
   for (;;) {
     order.wait(idle);
-    if (order.load() == end) return;
-    const std::uint32_t from = before.load();
-    while (order.load() == watch) {
-      const std::uint64_t now = monotonic_ns(), until = until_ns.load();
-      if (now >= until || sleep_slice(word, from, Deadline(static_cast<double>(until - now) * 1e-9))) break;
+    std::uint32_t from = before.load();
+    for (;;) {
+      const std::uint32_t ordered = order.load();
+      if (ordered == end) return;
+      const std::uint64_t now = monotonic_ns(), slice = now + kRecheck_ns;
+      const std::uint64_t until = ordered == watch ? until_ns.load() : slice;
+      asleep_until_ns.store(std::min(until, slice));
+      if (now < until && !sleep_slice(word, from, Deadline(static_cast<double>(until - now) * 1e-9))) {
+        if (ordered == idle && order.load() == idle) break;
+        continue;
+      }
+      from = seen(word);
+      std::uint32_t expected = watch;
+      if (!order.compare_exchange_strong(expected, idle)) break;
+      const std::uint64_t one = 1;
+      if (::write(descriptor, &one, sizeof one) < 0) continue;  // full: it is readable
     }
-    std::uint32_t expected = watch;
-    if (!order.compare_exchange_strong(expected, idle)) return;
-    const std::uint64_t one = 1;
-    if (::write(descriptor, &one, sizeof one) < 0) continue;  // full: it is readable
   }
 }
 

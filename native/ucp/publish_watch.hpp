@@ -3,7 +3,7 @@
 //   arm ──► a thread sleeps on the ring's event word ──► it has advanced, or it is time ──► the descriptor is readable
 //
 // There is no thread before the first `arm`, and it sleeps without a limit while nothing is armed. Publishing costs
-// a system call only while a thread sleeps on the word (futex.hpp), so only while a demand waits.
+// a system call only while a thread sleeps on the word (futex.hpp): while a demand waits, and once after each.
 // In a forked child there is no such thread: what it shares is left to the end of the process.
 #pragma once
 
@@ -45,6 +45,7 @@ class PublishWatch {
     std::atomic<std::uint32_t> order = idle;
     std::atomic<std::uint32_t> before = 0;
     std::atomic<std::uint64_t> until_ns = 0;
+    std::atomic<std::uint64_t> asleep_until_ns = 0;  // it looks by itself then
   };
 
   const pid_t pid_;

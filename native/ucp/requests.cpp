@@ -79,6 +79,7 @@ Request* Endpoint::start(bool receives, Waiter waiter, std::shared_ptr<void> kee
   const ucs_status_ptr_t started = start(param, length);
   if (UCS_PTR_IS_PTR(started)) {
     request.handle = started;
+    if (!receives) engine_->armed_ = false;  // it may need progress that no event asks for
     return &request;
   }
   engine_->finish(request, UCS_PTR_STATUS(started), length);

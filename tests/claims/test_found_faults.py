@@ -149,17 +149,15 @@ def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
         fill(ring, 1)
         assert queue.ack_many(some(queue, 1))
         demands = queue._network._rank(0).demands
-        start = demands._task
+        ask = demands._ask
 
-        def lost_at_once(work: Any) -> None:
-            start(work)
-            if work.__name__ == "_ask":
-                demands._task = start  # type: ignore[method-assign]
-                for link in demands.connections:
-                    link.abort()
-                demands._turn()
+        def lost_at_once(*demand: Any) -> None:
+            demands._ask = ask  # type: ignore[method-assign]
+            for link in demands.connections:
+                link.abort()
+            ask(*demand)
 
-        demands._task = lost_at_once  # type: ignore[method-assign]
+        demands._ask = lost_at_once  # type: ignore[method-assign]
         fill(ring, 2)
         acked = 0
         while acked < 2:  # claims that came before the loss have ended with the connection, and come again

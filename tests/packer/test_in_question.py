@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import eventually, free
+from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.claims.outcomes import Outcomes
@@ -47,18 +48,7 @@ class Host:
     def ends_between(self, claims: list[Claim]) -> None:
         """It consumes what is asked next, and is out of reach before it answers."""
         [link] = {claim.batch.claims.connection for claim in claims}  # type: ignore[attr-defined]
-        outcome = link._outcome
-
-        async def lost(future: Any, limit_s: float, what: str) -> Any:
-            if what != "the end of claims":
-                return await outcome(future, limit_s, what)
-            link._outcome = outcome  # type: ignore[method-assign]
-            eventually(lambda: free(self.ring), "the ring has consumed them")
-            self.end()
-            link.link.abort()
-            return await outcome(future, limit_s, what)
-
-        link._outcome = lost  # type: ignore[method-assign]
+        broken_between(link, lambda: eventually(lambda: free(self.ring), "the ring has consumed them"), self.end)
 
 
 SLOTS = 4

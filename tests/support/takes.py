@@ -47,15 +47,14 @@ async def ended(batch: TakenBatch, verdict: Verdict, reason: str = "", consumer:
 def broken_between(batch: TakenBatch | ClaimConnection, *then: Callable[[], object]) -> None:
     """The client's loop stands still after the next FINISH of the batch, or connection, and the answer is lost."""
     link = batch if isinstance(batch, ClaimConnection) else link_of(batch)
-    outcome = link._outcome
+    expect = link._expect
 
-    async def lost(future: Any, limit_s: float, what: str) -> Any:
-        if what == "a demand":  # another one goes on meanwhile
-            return await outcome(future, limit_s, what)
-        link._outcome = outcome  # type: ignore[method-assign]
-        for each in then:
-            each()
-        link.link.abort()
-        return await outcome(future, limit_s, what)
+    def lost(waiter: Any, limit_s: float, what: str) -> None:
+        expect(waiter, limit_s, what)
+        if what == "the end of claims":  # a demand may be made meanwhile
+            link._expect = expect  # type: ignore[method-assign]
+            for each in then:
+                each()
+            link.link.abort()
 
-    link._outcome = lost  # type: ignore[method-assign]
+    link._expect = lost  # type: ignore[method-assign]

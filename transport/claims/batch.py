@@ -15,7 +15,6 @@ import asyncio
 import enum
 import operator
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
@@ -30,11 +29,10 @@ from transport.ring.packing import decoded_views
 from transport.runtime.arguments import seconds
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
+from transport.wire.library import engine
 
 TAKEN = np.dtype(list(_ring.TAKEN_FIELDS))  # a payload in the answer to TAKE: `Taken` of native/ucp/frames.hpp
 JOINED = 0x01
-_ALIGNMENT = 64
-_HEADER = struct.Struct("<QBBHIII")
 
 Rows = np.ndarray[Any, Any]
 Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
@@ -98,7 +96,7 @@ class Connection(Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    async def end(self, rows: Rows, end: End, again: bool) -> Codes: ...
+    def end(self, rows: Rows, end: End, again: bool) -> asyncio.Future[Codes]: ...
 
     def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None: ...
 
@@ -117,6 +115,7 @@ class ClaimedRows:
         verdicts: by position; changed on the loop only.
         settled: called on the loop with the positions and the end of claims whose verdict has come.
         given: which payloads are, or were, in the hands of a caller; changed on the loop only.
+        rank: whose they all are.
         place: where the ring is served, by its name among the places of a trainer.
         asking: what asks the ring for the ends of claims.
     """
@@ -131,10 +130,11 @@ class ClaimedRows:
         self.verdicts = np.zeros(len(rows), np.int8)
         self._unanswered = len(rows)  # claims that are open or asked about for the first time
         self.settled: Callable[[ClaimedRows, Positions, End], object] = _nothing
+        self.rank = int(rows["rank"][0]) if len(rows) else 0
         self.given = np.zeros(len(rows), np.bool_)
         self.place = ""
         self._process = os.getpid()
-        self.asking: set[asyncio.Task[None]] = set()
+        self.asking: set[asyncio.Future[Codes]] = set()
 
     def end(self, positions: Positions, end: End) -> asyncio.Future[Verdicts]:
         """End claims so: which of them did, when `verdicts` has the answers. Cancelled, it leaves the questions."""
@@ -147,40 +147,44 @@ class ClaimedRows:
         if answered.done():
             return
         now = self.verdicts[positions]
+        asked: list[asyncio.Future[Codes]] = []
         if np.count_nonzero(now):
             some = np.arange(len(self.rows))[positions]
-            self._ask(some[now == _OPEN], end)
+            asked += self._ask(some[now == _OPEN], end)
             if end.verdict == _CONSUMED:
-                self._ask(some[now == _IN_QUESTION], end, again=True)
+                asked += self._ask(some[now == _IN_QUESTION], end, again=True)
         else:  # all are open
-            self._ask(positions, end)
-        asked = list(self.asking)
+            asked += self._ask(positions, end)
         _when_done(asked, partial(self._tell, asked, positions, end, answered))
 
     def _tell(
-        self, asked: list[asyncio.Task[None]], positions: Positions, end: End, answered: asyncio.Future[Verdicts]
+        self, asked: list[asyncio.Future[Codes]], positions: Positions, end: End, answered: asyncio.Future[Verdicts]
     ) -> None:
         if answered.done():
             return
-        for task in asked:
-            if task.cancelled():
+        for each in asked:
+            if each.cancelled():
                 answered.cancel()
                 return
-            if (error := task.exception()) is not None:
+            if (error := each.exception()) is not None:
                 answered.set_exception(error)
                 return
         answered.set_result(self.verdicts[positions] == int(end.verdict))
 
-    def _ask(self, positions: Positions, end: End, *, again: bool = False) -> None:
+    def _ask(self, positions: Positions, end: End, *, again: bool = False) -> Iterator[asyncio.Future[Codes]]:
         rows = self.rows[positions]
         if len(rows):
+            asked = self.connection.end(rows, end, again)
             self.verdicts[positions] = _ASKED
-            task = self.connection.loop.create_task(self._end(positions, rows, end, again))
-            self.asking.add(task)
-            task.add_done_callback(self.asking.discard)
+            self.asking.add(asked)
+            asked.add_done_callback(partial(self._answered, positions, end, again))
+            yield asked
 
-    async def _end(self, positions: Positions, rows: Rows, end: End, again: bool) -> None:
-        codes = await self.connection.end(rows, end, again)
+    def _answered(self, positions: Positions, end: End, again: bool, asked: asyncio.Future[Codes]) -> None:
+        self.asking.discard(asked)
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        codes = asked.result()
         if any(codes):
             verdicts = {ACCEPTED: int(end.verdict), OUT_OF_REACH: _IN_QUESTION}
             self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]
@@ -224,23 +228,19 @@ class ClaimedRows:
 def _nothing(*_: object) -> None: ...
 
 
-def _when_done(tasks: list[asyncio.Task[None]], then: Callable[[], object]) -> None:
-    left = len(tasks)
+def _when_done(asked: list[asyncio.Future[Codes]], then: Callable[[], object]) -> None:
+    left = len(asked)
     if not left:
         then()
 
-    def one_less(_: asyncio.Task[None]) -> None:
+    def one_less(_: asyncio.Future[Codes]) -> None:
         nonlocal left
         left -= 1
         if not left:
             then()
 
-    for task in tasks:
-        task.add_done_callback(one_less)
-
-
-def _aligned(value: Any) -> Any:
-    return (value + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    for each in asked:
+        each.add_done_callback(one_less)
 
 
 class TakenPayload:
@@ -310,7 +310,6 @@ class TakenBatch:
         claims: of the whole answer; those of this batch begin at position ``first``.
         rows: one row of `TAKEN` for each payload.
         ring: whose payloads they are.
-        nbytes: of all payloads together.
         dropped: payloads that came with wrong bytes and were given back.
     """
 
@@ -336,11 +335,15 @@ class TakenBatch:
         self._offsets = offsets
         self._read = read  # by position: payloads that were not joined to the answer
         self.ring = claims.connection.ring
-        self.nbytes = int(self.rows["length"].sum())
         self._places: list[tuple[int, int]] | None = None  # (begin, end): one element of an array costs more
 
     def __repr__(self) -> str:
         return f"<TakenBatch of {len(self)} payloads, {self.nbytes} bytes, ring {self.ring[:4]}…>"
+
+    @property
+    def nbytes(self) -> int:
+        """Of all payloads together."""
+        return int(sum(self.rows["length"].tolist()))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -479,14 +482,10 @@ def apart(
     return found, undecodable
 
 
-def parsed(buffer: Any, count: int) -> tuple[Rows, Rows, Rows]:
-    """(rows, where each ticket begins, where each joined payload begins) of an answer that native code has checked."""
-    rows = np.frombuffer(buffer, TAKEN, count, _HEADER.size).copy()
-    head = _HEADER.size + count * TAKEN.itemsize
-    sizes = rows["note_bytes"].astype(np.int64)
-    ends = head + np.cumsum(sizes)
-    notes = ends - sizes
-    lengths = np.where(rows["flags"] & JOINED, rows["length"], 0).astype(np.int64)
-    spans = _aligned(lengths)
-    first = int(_aligned(ends[-1])) if count else head
-    return rows, notes, first + np.cumsum(spans) - spans
+def parsed(buffer: Any, count: int) -> tuple[Rows, Rows, Rows, bool]:
+    """Of an answer that native code has checked: its rows, where each ticket and each joined payload begins, and
+    whether all are joined.
+    """
+    rows, places, whole = engine().taken(buffer, count)
+    notes, offsets = np.ndarray((2, count), np.int64, places)
+    return np.ndarray(count, TAKEN, rows), notes, offsets, whole

@@ -16,9 +16,10 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,6 @@ import numpy.typing as npt
 from transport import _ring
 from transport.claims.batch import (
     ACCEPTED,
-    JOINED,
     ClaimedRows,
     Codes,
     End,
@@ -61,12 +61,14 @@ from transport.wire.library import engine
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S: Final = 3600.0
 _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _REFUSED: Final = 1
 # Before Python 3.12 each look at a member of an enumeration is a call.
-_CONSUMED, _GIVEN_BACK, _FINISH = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH
+_CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
 
 
@@ -103,9 +105,12 @@ class ClaimConnection:
         self._client = client
         self._settings = client.settings
         self._closed = False
+        self._unsent: deque[tuple[_Ending, slice]] = deque()  # messages that wait until others are answered
         self._unanswered = 0  # claims in FINISH and END messages; `MOST_UNANSWERED` of them stand in the ring
-        self._answered = asyncio.Event()
-        self._taking: set[asyncio.Task[TakenBatch]] = set()
+        self._due: dict[_Waiter, tuple[float, float, str]] = {}  # time of the loop, limit in s, for what
+        self._look_at = math.inf  # the time of the timer
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return f"<ClaimConnection {self.link!r}{' lost' if self.lost else ''}>"
@@ -130,35 +135,22 @@ class ClaimConnection:
         if not self._closed:
             self._closed = True
             self._client.end(self.link)
+            if self._timer is not None:
+                self._timer.cancel()
 
     # --- taking -------------------------------------------------------------------------------------
     async def take(self, n: int, **demand: Any) -> TakenBatch:
         """As `demand`. What is cancelled loses nothing: what it brings goes back, and other claims stay."""
-        number: int | None = None
-
-        def asked(given: int) -> None:
-            nonlocal number
-            number = given
-
-        task = self.loop.create_task(self.demand(n, asked=asked, **demand))
-        self._taking.add(task)
-        task.add_done_callback(self._taken)
+        number, taken = self.demand(n, **demand)
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(taken)
         except asyncio.CancelledError:
-            if number is None:
-                task.cancel()  # nothing is asked yet
-            elif not task.done():
+            if not taken.done():
                 self.take_back(number)
-            task.add_done_callback(_returned)  # the caller's error keeps this task, and with it what comes
+            taken.add_done_callback(_returned)  # the caller's error keeps this future, and with it what comes
             raise
 
-    def _taken(self, task: asyncio.Task[TakenBatch]) -> None:
-        self._taking.discard(task)
-        if not task.cancelled():
-            task.exception()  # nobody may wait for it any more
-
-    async def demand(
+    def demand(
         self,
         n: int,
         *,
@@ -168,24 +160,22 @@ class ClaimConnection:
         oldest_version: int | None = None,
         most_attempts: int = 0,
         verify: bool = True,
-        joined_most: int | None = None,
-        asked: Callable[[int], object] | None = None,
         fields: Sequence[str] | None = None,
         schema: Schema | None = None,
-    ) -> TakenBatch:
-        """Up to ``n`` payloads that no other consumer has; none after ``wait_s``.
+    ) -> tuple[int, asyncio.Future[TakenBatch]]:
+        """Ask for up to ``n`` payloads that no other consumer has; none after ``wait_s``.
+
+        Returns the demand's number, for `take_back`, and the future of what it brings.
 
         Args:
             most_bytes: of all payloads together; a single larger one comes alone.
             rank: whose; or the name of a consumer of one rank.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
-            joined_most: larger payloads do not come with the answer, but one by one; None: all come with it.
-            asked: called with the demand's number, for `take_back`.
             fields: names of those that are wanted; None: all. They are read one by one under the claims.
             schema: of the payloads, where neither they nor the client say it.
 
-        Raises:
+        Raises, here or by the future:
             SchemaError: a payload has no such field, or its schema is not known; all were given back.
             BatchTooLargeError: there is no memory for the answer; nothing was asked, or the connection has ended.
             UsageError, RankError: nothing was asked.
@@ -206,8 +196,6 @@ class ClaimConnection:
             raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
         self._check()
         wanted = None if fields is None else field_names(fields)
-        if wanted is not None:
-            joined_most = 0
         size = native.room_for(n, most_bytes)
         try:
             buffer = self._client.buffers.take(size)
@@ -215,61 +203,88 @@ class ClaimConnection:
             raise BatchTooLargeError(
                 f"there is no memory for an answer of {size} bytes; ask for fewer most_bytes"
             ) from None
-        future = self.loop.create_future()
+        taken: asyncio.Future[TakenBatch] = self.loop.create_future()
+        waiter = _Waiter(self._due, partial(self._came, taken, buffer, verify, wanted, schema))
         number = self.link.native.take(
-            future,
+            waiter,
             buffer,
             most=n,
             wait_ms=math.ceil(wait_s * 1000),
             most_bytes=most_bytes,
-            joined_most=min(most_bytes if joined_most is None else joined_most, (1 << 32) - 1),
+            joined_most=most_bytes if wanted is None else 0,
             rank=rank,
             oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
             most_attempts=most_attempts,
             verify=verify,
         )
-        self.link.worker.kick()
-        if asked is not None:
-            asked(number)
-        outcome = await self._outcome(future, wait_s + self._settings.read_timeout(most_bytes), "a demand")
-        try:
-            if wanted is not None:
-                return await self._some_fields(outcome, buffer, verify, wanted, schema)
-            return await self._batch(outcome, buffer, verify)
-        except MemoryError:
-            self.abort()  # its claims end with it
-            raise BatchTooLargeError("there was no memory for an answer; ask for fewer most_bytes") from None
+        self.link.worker.sent()
+        self._expect(waiter, wait_s + self._settings.read_timeout(most_bytes), "a demand")
+        return number, taken
 
     def take_back(self, number: int) -> None:
         """The demand of this number need not wait any longer: its answer comes now, with what is on its way."""
         if not self.lost:
             self.link.tell([Record(Kind.CANCEL_TAKE, slot=number)])
 
-    def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
+    def _came(
+        self,
+        taken: asyncio.Future[TakenBatch],
+        buffer: Any,
+        verify: bool,
+        wanted: tuple[str, ...] | None,
+        schema: Schema | None,
+        outcome: Any,
+    ) -> None:
+        """The answer to a demand. What has come whole needs no task."""
+        try:
+            answer, whole = self._answer(outcome, buffer, verify)
+            if wanted is not None:
+                self._task(self._some_fields(answer, wanted, schema), taken)
+            elif whole:
+                taken.set_result(self._batch(answer, {}, answer.wrong))
+            else:
+                self._task(self._rest(answer), taken)
+        except MemoryError:
+            taken.set_exception(self._without_memory())
+        except TransportError as error:
+            taken.set_exception(error.with_traceback(None))  # whose frames refer to the future
+        except Exception as error:
+            taken.set_exception(error)
+
+    def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
+        """What stands in an answer, and whether every payload came with it."""
+        if isinstance(outcome, TransportError):
+            self.abort()
+            raise outcome
         if isinstance(outcome, int):
             self.abort()
             raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
-        code, count = outcome[:2]
+        code, count, *wrong = outcome
         if code:
             raise refusal(code, "a demand")
-        return parsed(buffer, count)
-
-    async def _batch(self, outcome: Any, buffer: Any, verify: bool) -> TakenBatch:
-        rows, notes, offsets = self._parsed(outcome, buffer)
-        wrong = outcome[2:]
+        rows, notes, offsets, whole = parsed(buffer, count)
         self._note_changed(len(wrong))
-        claims, owned = self._client.hold(self, rows)
-        read: dict[int, Any] = {}
-        if len(rows) and not (rows["flags"] & JOINED).all():
-            with _given_back_on_error(claims):
-                read, failed = await self._read(rows, notes, buffer, verify)
-            wrong = [*wrong, *failed]
+        return _Answer(rows, notes, offsets, wrong, buffer, verify, *self._client.hold(self, rows)), whole
+
+    def _without_memory(self) -> BatchTooLargeError:
+        self.abort()  # its claims end with it
+        return BatchTooLargeError("there was no memory for an answer; ask for fewer most_bytes")
+
+    def _batch(self, answer: _Answer, read: Mapping[int, Any], wrong: Sequence[int]) -> TakenBatch:
+        rows, notes, offsets, _, buffer, _, claims, owned = answer
+        known = self._client.known
         if not wrong:
-            return TakenBatch(claims, owned, buffer, notes, offsets, read, self._client.known)
+            return TakenBatch(claims, owned, buffer, notes, offsets, read, known)
         kept = self._without(claims, owned, wrong)
         read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
         held = self._client.hold(self, rows[kept])
-        return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, self._client.known, len(wrong))
+        return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, known, len(wrong))
+
+    async def _rest(self, answer: _Answer) -> TakenBatch:
+        """The batch, once the payloads that did not come with the answer are read."""
+        with _given_back_on_error(answer.claims):
+            read, failed = await self._read(answer.rows, answer.notes, answer.buffer, answer.verify)
+        return self._batch(answer, read, [*answer.wrong, *failed])
 
     @staticmethod
     def _without(claims: ClaimedRows, owned: _ring.OwnedClaims, wrong: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -300,12 +315,9 @@ class ClaimConnection:
         read.update(dict.fromkeys(undecodable, b""))
         return read, [positions[at] for at in sorted(failed)]
 
-    async def _some_fields(
-        self, outcome: Any, buffer: Any, verify: bool, fields: tuple[str, ...], schema: Schema | None
-    ) -> TakenBatch:
+    async def _some_fields(self, answer: _Answer, fields: tuple[str, ...], schema: Schema | None) -> TakenBatch:
         """The same of some fields only: read under the claims, and laid out as payloads of their own."""
-        rows, notes, offsets = self._parsed(outcome, buffer)
-        claims, owned = self._client.hold(self, rows)
+        rows, notes, offsets, wrong, buffer, verify, claims, owned = answer
         known = dict(self._client.known) if schema is None else {**self._client.known, schema.fingerprint: schema}
         with _given_back_on_error(claims):
             found, undecodable = self._tickets(rows, notes, buffer, every=True)
@@ -314,8 +326,7 @@ class ClaimConnection:
             tickets = [ticket for _, ticket in found]
             wanted = WantedFields(tickets, fields, known, self._client.buffers)
             wanted.look(rows, offsets, buffer, verify=verify)
-            failed = wanted.arrived(await self._fetched(wanted.wants), outcome[2:])
-        self._note_changed(len(outcome[2:]))
+            failed = wanted.arrived(await self._fetched(wanted.wants), wrong)
         kept = self._without(claims, owned, sorted(failed))
         return wanted.batch(partial(self._client.hold, self), rows[kept], kept, len(failed))
 
@@ -333,9 +344,10 @@ class ClaimConnection:
             group = wants[begin : begin + frames.MAX_RECORDS]
             self._check()
             _, future = self.link.read(group, [])
-            future.add_done_callback(partial(self._now_answered, 0))
             size = sum(want.ticket.size for want in group)
             outcome = await self._outcome(future, self._settings.read_timeout(size), "payloads")
+            if outcome == engine().PROTOCOL:
+                self.abort()
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
             for at, error in enumerate(errors):
                 if isinstance(error, BusyError):
@@ -358,110 +370,86 @@ class ClaimConnection:
             )
 
     # --- the ends of claims -------------------------------------------------------------------------
-    async def end(self, rows: Rows, end: End, again: bool) -> Codes:
+    def end(self, rows: Rows, end: End, again: bool) -> asyncio.Future[Codes]:
         """Have the ring end claims so: a code for each row. ``again``: they were in question, and the ring is asked."""
         if again:
-            return await self._outcomes_elsewhere(rows, again=True)
-        if end.verdict is _GIVEN_BACK:
-            return await self._give_back(rows, end.delay_s)
-        consumed = end.verdict is _CONSUMED
-        size = frames.MAX_RECORDS if consumed else 1  # an END has reason and consumer, and a message of its own
-        asked: list[tuple[int, asyncio.Future[Any]]] = []
-        for begin in range(0, len(rows), size):
-            some = rows[begin : begin + size]
-            if not await self._room_for(len(some)):
-                break
-            asked.append((begin, self._settle(_FINISH, some) if consumed else self._end(some, end)))
-        codes = [_REFUSED] * len(rows)
-        unanswered: list[int] = []
-        for begin, future in asked:
-            places = range(begin, min(begin + size, len(rows)))
-            answer = await self._answer(future)
-            if answer is None:
-                unanswered += places
-            else:
-                codes[places.start : places.stop] = answer
-        if unanswered:
-            lost = rows[unanswered]
-            if not consumed:
-                lost["attempts"] |= frames.END_ASKED
-            for at, code in zip(unanswered, await self._outcomes_elsewhere(lost), strict=True):
-                codes[at] = code if consumed or code == ACCEPTED else _REFUSED
-        return codes
-
-    async def _give_back(self, rows: Rows, delay_s: float) -> Codes:
-        """Those whose connection breaks meanwhile are back with its end, without the delay."""
-        if self.lost:
-            return [_REFUSED] * len(rows)
-        codes: Codes = []
-        for future in self._returned(rows, delay_s, in_vain=True):
-            codes += await self._answer(future) or [ACCEPTED] * min(frames.MAX_RECORDS, len(rows) - len(codes))
-        return codes
+            return self.loop.create_task(self._outcomes_elsewhere(rows, again=True))
+        return self._ended(rows, end)
 
     def return_soon(self, rows: Rows, delay_s: float, in_vain: bool) -> None:
         """Give claims back, without waiting for the answer."""
         if not self.lost:
-            self._returned(rows, delay_s, in_vain)
+            self._ended(rows, End(_GIVEN_BACK, delay_s=delay_s), in_vain)
 
-    def _returned(self, rows: Rows, delay_s: float, in_vain: bool) -> list[asyncio.Future[Any]]:
-        delay_ms = math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000)
-        return [
-            self._settle(Kind.GIVE_BACK, rows[begin : begin + frames.MAX_RECORDS], delay_ms, in_vain)
-            for begin in range(0, len(rows), frames.MAX_RECORDS)
-        ]
+    def _ended(self, rows: Rows, end: End, in_vain: bool = True) -> asyncio.Future[Codes]:
+        """Ask the listener, by as many messages as that needs. They leave at once unless the ring has to remember more
+        ends than it can: then as others are answered.
+        """
+        send: Callable[[_Waiter, Rows], object]
+        native, size = self.link.native, frames.MAX_RECORDS
+        if end.verdict is _CONSUMED:
+            send = partial(native.settle, kind=_FINISH)
+        elif end.verdict is _GIVEN_BACK:
+            delay_ms = math.ceil(min(max(end.delay_s, 0.0), _LONGEST_DELAY_S) * 1000)
+            send = partial(native.settle, kind=_GIVE_BACK, delay_ms=delay_ms, unread=not in_vain)
+        else:  # it has reason and consumer, and a message of its own
+            send, size = partial(native.end, how=_ENDINGS[end.verdict], reason=end.reason, consumer=end.consumer), 1
+        ending = _Ending(rows, end.verdict, send, self.loop.create_future())
+        for begin in range(0, len(rows), size):
+            ending.unanswered += 1
+            self._unsent.append((ending, slice(begin, begin + size)))
+        self._send()
+        return ending.answered
 
-    def _settle(self, kind: Kind, rows: Rows, delay_ms: int = 0, in_vain: bool = True) -> asyncio.Future[Any]:
-        """Send the end of up to 63 claims; the future of their answer."""
-        future = self.loop.create_future()
-        self.link.native.settle(future, kind, rows, delay_ms, unread=not in_vain)
-        return self._sent(future, len(rows) if kind is _FINISH else 0)
+    def _send(self) -> None:
+        while self._unsent:
+            ending, places = self._unsent[0]
+            rows = ending.rows[places]
+            count = 0 if ending.verdict is _GIVEN_BACK else len(rows)
+            if self.lost:  # what was not asked has not happened
+                self._unsent.popleft()
+                self._one_less(ending)
+                continue
+            if self._unanswered + count > frames.MOST_UNANSWERED:
+                return
+            self._unsent.popleft()
+            waiter = _Waiter(self._due, partial(self._answered, ending, places, count))
+            ending.send(waiter, rows)
+            self._unanswered += count
+            self._expect(waiter, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
+            self.link.worker.sent()
 
-    def _end(self, row: Rows, end: End) -> asyncio.Future[Any]:
-        """Send the END of one claim; the future of its answer."""
-        future = self.loop.create_future()
-        self.link.native.end(future, row, _ENDINGS[end.verdict], end.reason, end.consumer)
-        return self._sent(future, 1)
-
-    def _sent(self, future: asyncio.Future[Any], count: int) -> asyncio.Future[Any]:
-        """``count``: claims that the ring has to remember until this is answered."""
-        self._unanswered += count
-        future.add_done_callback(partial(self._now_answered, count))
-        self.link.worker.kick()
-        return future
-
-    def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
-        """An answer whose bytes have changed ends the connection, also after its caller was cancelled."""
+    def _answered(self, ending: _Ending, places: slice, count: int, outcome: Any) -> None:
         self._unanswered -= count
-        self._answered.set()
-        if not future.cancelled() and future.exception() is None and future.result() == engine().PROTOCOL:
+        if isinstance(outcome, list):
+            ending.codes[places] = outcome
+        else:  # none, or one that does not fit
+            ending.lost += range(*places.indices(len(ending.rows)))
             self.abort()
+        self._one_less(ending)
+        self._send()
+
+    def _one_less(self, ending: _Ending) -> None:
+        ending.unanswered -= 1
+        if ending.unanswered:
+            return
+        if ending.lost and ending.verdict is not _GIVEN_BACK:
+            self._task(self._ended_elsewhere(ending), ending.answered)
+            return
+        for at in ending.lost:  # back with the end of the connection, without the delay
+            ending.codes[at] = ACCEPTED
+        ending.answered.set_result(ending.codes)
+
+    async def _ended_elsewhere(self, ending: _Ending) -> Codes:
+        rows, consumed = ending.rows[ending.lost], ending.verdict is _CONSUMED
+        if not consumed:
+            rows["attempts"] |= frames.END_ASKED
+        for at, code in zip(ending.lost, await self._outcomes_elsewhere(rows), strict=True):
+            ending.codes[at] = code if consumed or code == ACCEPTED else _REFUSED
+        return ending.codes
 
     async def _outcomes_elsewhere(self, rows: Rows, again: bool = False) -> Codes:
         return await self._client.outcomes.of(self.link, rows, self.served, again)
-
-    async def _room_for(self, count: int) -> bool:
-        """Wait until so many more may be unanswered: the ring keeps the last ones. False: the connection is gone.
-
-        The connection ends here if no answer comes in time: nobody may wait for the answers.
-        """
-        while self._unanswered + count > frames.MOST_UNANSWERED and not self.lost:
-            self._answered.clear()
-            try:
-                async with asyncio.timeout(self._settings.read_timeout(0)):
-                    await self._answered.wait()
-            except TimeoutError:
-                self.abort()
-        return not self.lost
-
-    async def _answer(self, future: asyncio.Future[Any]) -> list[int] | None:
-        """The codes of one message; None: there is no answer, and the connection has ended."""
-        with contextlib.suppress(TransportError):
-            limit_s = hurry.bounded(self._settings.read_timeout(0))  # one ring after the other, at a trainer's end
-            outcome = await self._outcome(future, limit_s, "the end of claims")
-            if isinstance(outcome, list):
-                return outcome
-        self.abort()
-        return None
 
     # --- the connection -----------------------------------------------------------------------------
     def _check(self) -> None:
@@ -470,25 +458,108 @@ class ClaimConnection:
 
     async def _outcome(self, future: asyncio.Future[Any], limit_s: float, what: str) -> Any:
         """The future's. When it does not come in time, the connection ends."""
-        late = self.loop.call_later(limit_s, self._late, future, limit_s, what)
+
+        def late(error: TransportError) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        waiter = _Waiter(self._due, late)
+        self._expect(waiter, limit_s, what)
         try:
             return await future
         except TransportError:
             self.abort()
             raise
         finally:
-            late.cancel()
+            self._due.pop(waiter, None)
 
-    def _late(self, future: asyncio.Future[Any], limit_s: float, what: str) -> None:
-        if not future.done():
-            host, port = self.link.port
-            future.set_exception(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
+    def _expect(self, waiter: _Waiter, limit_s: float, what: str) -> None:
+        """Have the waiter be told ReadTimeoutError when it is told nothing in time."""
+        at = self.loop.time() + limit_s
+        self._due[waiter] = at, limit_s, what
+        if at < self._look_at:
+            self._look_again(at)
+
+    def _look_again(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._look_at, self._timer = at, None
+        if at < math.inf and not self._closed:
+            self._timer = self.loop.call_at(at, self._look)
+
+    def _look(self) -> None:
+        """One timer for all: it mostly finds that what it was set for came long ago."""
+        now = self.loop.time()
+        host, port = self.link.port
+        for waiter, (at, limit_s, what) in list(self._due.items()):
+            if at <= now:
+                waiter(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
+        self._look_again(min((at for at, _, _ in self._due.values()), default=math.inf))
+
+    def _task(self, work: Coroutine[Any, Any, T], answered: asyncio.Future[T]) -> None:
+        """Have ``answered`` get what ``work`` returns or raises."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._worked, answered))
+
+    def _worked(self, answered: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            answered.cancel()
+        elif (error := task.exception()) is None:
+            answered.set_result(task.result())
+        else:
+            answered.set_exception(self._without_memory() if isinstance(error, MemoryError) else error)
 
 
-def _returned(task: asyncio.Task[TakenBatch]) -> None:
+class _Answer(NamedTuple):
+    """An answer to a demand: its rows, where tickets and payloads begin in its buffer, and their claims."""
+
+    rows: Rows
+    notes: Rows
+    offsets: Rows
+    wrong: list[int]  # positions of payloads that came with other bytes than were written
+    buffer: Any
+    verify: bool
+    claims: ClaimedRows
+    owned: _ring.OwnedClaims
+
+
+class _Waiter:
+    """Is told once what becomes of a request that is among those that are due: an outcome, or an error."""
+
+    def __init__(self, due: dict[_Waiter, tuple[float, float, str]], then: Callable[[Any], object]) -> None:
+        self._due = due
+        self._then = then
+
+    def __call__(self, outcome: Any) -> None:
+        if self._due.pop(self, None) is not None:
+            self._then(outcome)
+
+
+class _Ending:
+    """Claims that are ended with one call, by one or more messages."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        verdict: Verdict,
+        send: Callable[[_Waiter, Rows], object],
+        answered: asyncio.Future[Codes],
+    ) -> None:
+        self.rows = rows
+        self.verdict = verdict
+        self.send = send
+        self.answered = answered
+        self.codes: Codes = [_REFUSED] * len(rows)
+        self.unanswered = 0  # messages
+        self.lost: list[int] = []  # positions whose message has no answer
+
+
+def _returned(taken: asyncio.Future[TakenBatch]) -> None:
     """Give back what nobody waits for any more."""
-    if not task.cancelled() and task.exception() is None:
-        batch = task.result()
+    if not taken.cancelled() and taken.exception() is None:
+        batch = taken.result()
         batch.claims.return_soon(batch.positions)
 
 

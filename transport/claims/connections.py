@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from transport import _ring
-from transport.claims.batch import ClaimedRows, Rows
+from transport.claims.batch import ClaimedRows, Codes, Rows
 from transport.claims.connection import ClaimConnection
 from transport.claims.outcomes import Outcomes
 from transport.claims.waiting import foreign, schema_of
@@ -55,7 +55,7 @@ class ClaimConnections:
         self._loop = asyncio.get_running_loop()
         self._dropped = _ring.DroppedClaims()
         self._renewing: asyncio.Task[None] | None = None
-        self._ending: list[asyncio.Task[None]] = []
+        self._ending: list[asyncio.Future[Codes]] = []
         self._closed = False
 
     @property
@@ -152,7 +152,7 @@ class ClaimConnections:
                 self._loop.remove_reader(self._dropped.fileno())
         self._dropped.close()
         self.outcomes.close()
-        self._ending += [task for claims in self._held.values() for task in claims.asking]
+        self._ending += [asked for claims in self._held.values() for asked in claims.asking]
         for opening in list(self._opening.values()):
             opening.cancel()
         for connection in list(self._open):

@@ -92,7 +92,6 @@ class Demands:
         self._places: Mapping[str, RingAddress] = {}
         self._connected: dict[str, ClaimConnection] = {}
         self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
-        self._unwanted: set[int] = set()  # demands that were taken back before they were made
         self._tries: dict[str, int] = {}
         self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
         self._loop = asyncio.get_running_loop()
@@ -131,8 +130,8 @@ class Demands:
 
     def given(self, claims: ClaimedRows, count: int) -> None:
         """So many more payloads are in the hands of a caller: others may come in their place."""
-        if self._connected.get(claims.place) is claims.connection:
-            self._takers.used(claims.place, count)
+        here = self._connected.get(claims.place) is claims.connection
+        if here and self._takers.used(claims.place, count):
             self._turn()
 
     def _ended(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
@@ -175,12 +174,9 @@ class Demands:
                 case Close(name):
                     self._all.leave(self._connected.pop(name))
                 case Ask(name, _, _, _):
-                    self._task(self._ask(action, self._connected[name]))
+                    self._ask(action, self._connected[name])
                 case CancelDemand(name, demand):
-                    number = self._numbers.get(demand)
-                    if number is None:
-                        self._unwanted.add(demand)
-                    else:
+                    if (number := self._numbers.get(demand)) is not None:
                         self._connected[name].take_back(number)
         if self._due is not None:
             self._due.cancel()
@@ -236,7 +232,7 @@ class Demands:
             self._takers.opened(name)
         self._turn()
 
-    def _note(self, name: str, error: Exception) -> None:
+    def _note(self, name: str, error: BaseException) -> None:
         """An error that is none of this package's."""
         self.faults[name] = InternalError(f"{name}: {type(error).__name__}: {error}")
         if self._log_limit.due() is not None:
@@ -249,40 +245,30 @@ class Demands:
         ports = ((address, port) for address in place.addresses for port in place.ports)
         return Served(tuple(ports), place.segment or "")
 
-    async def _ask(self, ask: Ask, link: ClaimConnection) -> None:
-        name = ask.place
-
-        def asked(number: int) -> None:
-            self._numbers[ask.demand] = number
-            if ask.demand in self._unwanted:
-                link.take_back(number)
-
+    def _ask(self, ask: Ask, link: ClaimConnection) -> None:
         try:
-            batch = await link.demand(
+            self._numbers[ask.demand], taken = link.demand(
                 ask.n,
                 most_bytes=self._most_bytes,
                 wait_s=_WAIT_S if ask.waits else 0.0,
                 rank=self._rank,
                 oldest_version=self.oldest_version,
                 most_attempts=self._most_attempts,
-                asked=asked,
             )
-        except RingEndedError:
-            self.ended[link.ring] = True
-            self._lose(name, link)
-        except TransportError as error:
-            self.faults[name] = error
-            if link.lost:
-                self._tries[name] = self._tries.get(name, 0) + 1
-                self._lose(name, link)
-            elif self._connected.get(name) is link:
-                if not isinstance(error, BusyError) and self._log_limit.due() is not None:
-                    log.warning("a demand failed, and is made again: %s", error)
-                self._takers.refused(name, time.monotonic())
-        except Exception as error:  # with the connection end claims that may have come
-            self._note(name, error)
-            self._lose(name, link)
+        except Exception as error:
+            self._failed(ask.place, link, error)
         else:
+            taken.add_done_callback(partial(self._answered, ask, link))
+
+    def _answered(self, ask: Ask, link: ClaimConnection, taken: asyncio.Future[TakenBatch]) -> None:
+        del self._numbers[ask.demand]
+        name = ask.place
+        if taken.cancelled():
+            return
+        if (error := taken.exception()) is not None:
+            self._failed(name, link, error)
+        else:
+            batch = taken.result()
             self.ended[link.ring] = False
             if self._connected.get(name) is link:
                 self.faults.pop(name, None)
@@ -291,16 +277,32 @@ class Demands:
                     batch.claims.place, batch.claims.settled = name, self._ended
                     for part in batch.split(self._most):
                         self._arrived(part)
-        finally:
-            self._numbers.pop(ask.demand, None)
-            self._unwanted.discard(ask.demand)
         self._turn()
+
+    def _failed(self, name: str, link: ClaimConnection, error: BaseException) -> None:
+        """A demand was not made, or has no answer that brings anything."""
+        match error:
+            case RingEndedError():
+                self.ended[link.ring] = True
+                self._lose(name, link)
+            case TransportError():
+                self.faults[name] = error
+                if link.lost:
+                    self._tries[name] = self._tries.get(name, 0) + 1
+                    self._lose(name, link)
+                elif self._connected.get(name) is link:
+                    if not isinstance(error, BusyError) and self._log_limit.due() is not None:
+                        log.warning("a demand failed, and is made again: %s", error)
+                    self._takers.refused(name, time.monotonic())
+            case _:  # with the connection end claims that may have come
+                self._note(name, error)
+                self._lose(name, link)
 
     def _full(self, n: int, batch: TakenBatch) -> bool:
         """Whether the demand's own limits have ended the answer: another payload may be ready."""
         if len(batch) == 0:
             return batch.dropped >= n
-        self._largest = int(batch.rows["length"].max())
+        self._largest = max(batch.rows["length"].tolist())
         self._size()
         return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > self._most_bytes
 

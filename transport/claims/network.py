@@ -243,7 +243,7 @@ class NetworkSource:
 
     def _claims_of(self, batch: TakenBatch, consumer: str) -> list[NetworkClaim]:
         made = []
-        rank = int(batch.rows["rank"][0])
+        rank = batch.claims.rank
         for at, payload in enumerate(batch):
             name, attempts = payload.name, payload.attempts
             made.append(
@@ -323,18 +323,21 @@ class NetworkSource:
         """Consume all of a batch, or what was kept of it: which were accepted, once the listener has said so."""
         if self._thread is None:
             raise ClosedError("the batch is of another queue")
-        job = Job(self._thread, partial(self._consumed, batch, payloads))
+        place = _place(batch)
+        ranks = [of for of in list(self._ranks.values()) if place in of.taken]
+        job = Job(self._thread, partial(self._consumed, ranks, batch, payloads))
         job.start()
+        for of in ranks:  # no turn of the loop of its own is needed to say so
+            with contextlib.suppress(ValueError):  # a caller has just taken it out
+                of.taken.remove(place)
         return job
 
-    def _consumed(self, batch: TakenBatch, payloads: TakenPayloads | None) -> asyncio.Future[Verdicts]:
+    def _consumed(
+        self, ranks: list[_Rank], batch: TakenBatch, payloads: TakenPayloads | None
+    ) -> asyncio.Future[Verdicts]:
         """Before its end the batch is in use: older ones may still be in hand."""
-        place = _place(batch)
-        for of in list(self._ranks.values()):
-            if place in of.taken:
-                with contextlib.suppress(ValueError):  # a caller has just taken it out
-                    of.taken.remove(place)
-                self._given(of, *place)
+        for of in ranks:
+            self._given(of, *_place(batch))
         if payloads is None:
             return batch.ended(CONSUME)
         return asyncio.get_running_loop().create_task(payloads.consume())
@@ -352,8 +355,8 @@ class NetworkSource:
         given, verdicts = claims.given[positions], claims.verdicts[positions]
         ended = given & (verdicts == int(end.verdict))
         count = int(np.count_nonzero(ended))
-        all_ended = count == len(ended)
-        self._count(claims, -count if all_ended else -int((given & (verdicts != _IN_QUESTION)).sum()), "claimed")
+        over = count if count == len(ended) else int(np.count_nonzero(given & (verdicts != _IN_QUESTION)))
+        self._count(claims, -over, "claimed")
         for name in _COUNTED[end.verdict]:
             self._count(claims, count, name)
         if end.verdict in _FAILED:
@@ -368,7 +371,7 @@ class NetworkSource:
 
     def _count(self, claims: ClaimedRows, amount: int, name: str) -> None:
         if amount:
-            self.counts[claims.connection.ring, int(claims.rows["rank"][0]), name] += amount
+            self.counts[claims.connection.ring, claims.rank, name] += amount
 
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """What this process knows of rings that are not seen from here."""

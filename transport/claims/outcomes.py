@@ -163,7 +163,7 @@ class Outcomes:
 
     async def _answers(self, link: Link, rows: Any, token: int) -> list[int]:
         future: asyncio.Future[Any] = link.worker.loop.create_future()
-        link.native.settle(future, Kind.OUTCOME, rows, key=token)
+        link.native.settle(future, rows, Kind.OUTCOME, key=token)
         link.worker.kick()
         done, _ = await asyncio.wait((future,), timeout=self._settings.read_timeout(0))
         if not done:

@@ -176,10 +176,12 @@ class Takers:
         self.unused += count
         self._next(place)
 
-    def used(self, name: str, count: int) -> None:
-        """The trainer works on so many payloads of the place."""
+    def used(self, name: str, count: int) -> bool:
+        """The trainer works on so many payloads of the place. Whether a step may have something to do for it."""
         place = self._places[name]
+        full = self.unused >= self.ahead
         self._set_unused(place, max(0, place.unused - count))
+        return full or any(self._ready.values())
 
     def ended(self, name: str, count: int) -> bool:
         """So many claims of the place were consumed or given back. Whether a step may have something to do for it."""
@@ -330,8 +332,7 @@ class Takers:
         return place.state == "closed" and place.known and place.due == at
 
     def next_due(self, now: float) -> float | None:
-        """When `step` has something to do without an event; None: only after one."""
-        self._look_at_clock(now)
+        """When `step`, which was just called, has something to do without an event; None: only after one."""
         dues = []
         if self._opening < _OPENING and (closed := self._top(self._closed, self._is_closed)) is not None:
             dues.append(max(closed[0], now))

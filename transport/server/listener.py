@@ -176,7 +176,7 @@ class Listener:
         """Something was published while a demand waits, or one has waited long enough."""
         if self._service is not None and self._worker is not None:
             self._service.look()
-            self._worker.kick()
+            self._worker.drive()
 
     def _look_no_more(self) -> None:
         if self._service is not None:

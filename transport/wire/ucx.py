@@ -81,7 +81,7 @@ class Worker:
         self._descriptor: int = self.engine.descriptor
         self._scheduled = False
         self.endpoints: set[Endpoint] = set()
-        self.loop.add_reader(self._descriptor, self._readable)
+        self.loop.add_reader(self._descriptor, self.drive)
 
     def __repr__(self) -> str:
         return f"<Worker {len(self.endpoints)} endpoints, {self.engine.requests} requests posted>"
@@ -98,7 +98,13 @@ class Worker:
             self._scheduled = True
             self.loop.call_soon(self._drive)
 
-    def _readable(self) -> None:
+    def sent(self) -> None:
+        """`kick`, unless the descriptor tells what becomes of what was posted. For answers that may take long."""
+        if not self.engine.armed:
+            self.kick()
+
+    def drive(self) -> None:
+        """Make progress now. For what the loop calls when a descriptor is readable."""
         if not self._scheduled:  # else _drive runs soon, after the callbacks of the last results, which may post more
             self._drive()
 
@@ -109,23 +115,26 @@ class Worker:
         events = self.engine.drive(SPIN_S)
         if self._joining:
             self._look(True)
-        if events is not None:
-            self._tell(events)
-            self.kick()  # the callbacks of these results run first and may post more
+        self._tell(events)
+        self.sent()  # the callbacks of these results run first and may post more
 
-    def _tell(self, events: list[tuple[Any, Any]]) -> None:
-        """Deliver results to their futures, or to the callback of a listening port."""
+    def _tell(self, events: list[tuple[Any, Any]], *, soon: bool = False) -> None:
+        """Deliver results to their futures, or call what was given in place of one; ``soon``: not inside this call."""
         for token, outcome in events:
             try:
-                if isinstance(outcome, self._endpoint_type):
-                    token(outcome)
+                result = failure(*outcome) if isinstance(outcome, tuple) else outcome
+                if not isinstance(token, asyncio.Future):
+                    if soon:
+                        self.loop.call_soon(token, result)
+                    else:
+                        token(result)
                 elif token.done():
                     pass
-                elif isinstance(outcome, tuple):
-                    token.set_exception(failure(*outcome))
+                elif isinstance(result, TransportError):
+                    token.set_exception(result)
                     token.exception()  # no warning of asyncio for a future that is no longer awaited
                 else:
-                    token.set_result(outcome)
+                    token.set_result(result)
             except Exception:  # one failure must not keep the other results from their futures
                 log.exception("delivering a UCX result failed; continuing with the next one")
 
@@ -142,7 +151,7 @@ class Worker:
 
     def settle(self) -> None:
         """Deliver the results of completed requests now."""
-        self._tell(self.engine.collect())
+        self._tell(self.engine.collect(), soon=True)
         self._look(False)
         self.kick()
 
@@ -183,7 +192,7 @@ class Worker:
             endpoint.abort()
         self._closed = True
         self.loop.remove_reader(self._descriptor)
-        self._tell(self.engine.close())
+        self._tell(self.engine.close(), soon=True)
 
 
 class Listening:
