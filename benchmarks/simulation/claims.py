@@ -15,13 +15,14 @@ import numpy as np
 from accounts import Violation
 
 from transport import _ring
-from transport.claims.batch import _HEADER, JOINED, TAKEN, Rows
+from transport.claims.batch import JOINED, TAKEN, Rows
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind
 from transport.wire.library import engine
 
 ACCEPTED, REFUSED = 0, 1
+_HEADER: Final = 24  # bytes, of an answer
 _KILLED: Final = 0.005  # of listeners, between a FINISH and its answer
 Where = tuple[int, int]  # slot, generation
 
@@ -175,25 +176,25 @@ class SimNative:
     def usable(self) -> bool:
         return bool(self._link.usable)
 
-    def take(self, future: Any, buffer: Any, *, most: int, wait_ms: int, **_: Any) -> int:
+    def take(self, token: Any, buffer: Any, *, most: int, wait_ms: int, **_: Any) -> int:
         """The answer is written as the wire has it."""
 
         def put(rows: Rows) -> list[int]:
             view = memoryview(buffer).cast("B")
-            view[_HEADER.size : _HEADER.size + rows.nbytes] = rows.tobytes()
+            view[_HEADER : _HEADER + rows.nbytes] = rows.tobytes()
             return [0, len(rows)]
 
-        return int(self._link.demand(future, min(most, engine().MOST_TAKEN), wait_ms / 1000, put))
+        return int(self._link.demand(token, min(most, engine().MOST_TAKEN), wait_ms / 1000, put))
 
     def settle(
-        self, future: Any, kind: Kind, rows: Any, delay_ms: int = 0, *, key: int = 0, unread: bool = False
+        self, token: Any, rows: Any, kind: Kind, delay_ms: int = 0, *, key: int = 0, unread: bool = False
     ) -> None:
         claims = np.frombuffer(bytes(rows), TAKEN)
         host = self._link.host
         if kind is Kind.OUTCOME:
-            self._link.forward(future, lambda: host.claims.outcomes(key, claims))
+            self._link.forward(token, lambda: host.claims.outcomes(key, claims))
         else:
-            self._link.forward(future, lambda: self._ended(kind, claims, delay_ms / 1000))
+            self._link.forward(token, lambda: self._ended(kind, claims, delay_ms / 1000))
 
     def _ended(self, kind: Kind, claims: Rows, delay_s: float) -> list[int]:
         host = self._link.host
@@ -203,6 +204,6 @@ class SimNative:
             host.world.loop.call_soon(host.break_links, self._link.port[1])
         return codes
 
-    def end(self, future: Any, row: Any, how: Any, reason: str, consumer: str) -> None:
+    def end(self, token: Any, row: Any, how: Any, reason: str, consumer: str) -> None:
         claims = np.frombuffer(bytes(row), TAKEN)
-        self._link.forward(future, lambda: self._ended(Kind.END, claims, 0.0))
+        self._link.forward(token, lambda: self._ended(Kind.END, claims, 0.0))

@@ -185,6 +185,8 @@ class SimWorker:
 
     def kick(self) -> None: ...
 
+    def sent(self) -> None: ...
+
     def drop_unexpected(self) -> None: ...
 
     def close(self) -> None: ...
@@ -264,29 +266,35 @@ class SimLink:
         self._due.pop(number, None)
         return number
 
-    def forward(self, future: asyncio.Future[Any], serve: Callable[[], Any]) -> None:
-        """The answer goes to a future of the caller's."""
+    def forward(self, token: Any, serve: Callable[[], Any]) -> None:
+        """The answer goes to a future of the caller's, or to what it gave in place of one, as `Worker` does it."""
+
+        def tell(outcome: Any) -> None:
+            if not isinstance(token, asyncio.Future):
+                token(outcome)
+            elif token.done():
+                pass
+            elif isinstance(outcome, Exception):
+                token.set_exception(outcome)
+            else:
+                token.set_result(outcome)
+
+        def answered(answer: asyncio.Future[Any]) -> None:
+            if not answer.cancelled():
+                tell(answer.exception() or answer.result())
+
         try:
             _, answer = self._request((), serve)
         except ConnectionLostError as error:
-            future.set_exception(error)
+            self.worker.loop.call_soon(tell, error)
             return
-
-        def answered(answer: asyncio.Future[Any]) -> None:
-            if not future.done() and not answer.cancelled():
-                error = answer.exception()
-                if error is None:
-                    future.set_result(answer.result())
-                else:
-                    future.set_exception(error)
-
         answer.add_done_callback(answered)
 
-    def demand(self, future: asyncio.Future[Any], n: int, wait_s: float, put: Callable[[Any], Any]) -> int:
+    def demand(self, token: Any, n: int, wait_s: float, put: Callable[[Any], Any]) -> int:
         """A TAKE: the listener answers when something is ready."""
         number = self.next_number + 1
         self._puts[number] = put
-        self.forward(future, lambda: self.host.claims.ask(Demand(self, number, n), wait_s) or _LATER)
+        self.forward(token, lambda: self.host.claims.ask(Demand(self, number, n), wait_s) or _LATER)
         return number
 
     def answer_later(self, number: int, found: Any) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import members
 import numpy as np
 from plans import Plan
 
-from transport.claims.batch import OUT_OF_REACH, ClaimedRows
+from transport.claims.batch import OUT_OF_REACH, ClaimedRows, _when_done
 from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.outcomes import Outcomes
@@ -160,7 +160,7 @@ def _unfenced_store() -> None:
 
 
 def _elected_by_arrival() -> None:
-    def elect(clients: Any, *, seed: int, epoch: int, algorithm: int = 1) -> tuple[str, ...]:
+    def elect(clients: Any, *, seed: int, epoch: int, **_: Any) -> tuple[str, ...]:
         names = list(dict.fromkeys(clients))
         return tuple(names[: checkpointers(len(names))])
 
@@ -192,9 +192,11 @@ def _question_cancelled() -> None:
 
 
 def _asked_anew() -> None:
-    async def end(self: Any, positions: Any, end: Any) -> None:
-        once = self._end(positions, self.rows[positions], end, False)
-        await asyncio.shield(asyncio.get_running_loop().create_task(once))
+    def end(self: Any, positions: Any, end: Any) -> Any:
+        answered = self.connection.loop.create_future()
+        asked = list(self._ask(positions, end))
+        _when_done(asked, partial(self._tell, asked, positions, end, answered))
+        return answered
 
     ClaimedRows.end = end  # type: ignore[method-assign]
 

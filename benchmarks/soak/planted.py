@@ -61,31 +61,28 @@ _LOSE_EVERY = 3  # answers to FINISH, in the faults that need one to be lost
 def finishes_are_lost(module: ModuleType) -> None:
     """The connection ends before what was to be consumed is sent: the ring says that it has not been."""
     connection: Any = module.ClaimConnection
-    original = connection._settle
+    original = connection._message
     turns = itertools.count()
 
-    def settle(self: Any, kind: Any, *arguments: Any) -> Any:
-        if kind is module.Kind.FINISH and next(turns) % _LOSE_EVERY == 1:
+    def message(self: Any, ending: Any, *arguments: Any) -> None:
+        if ending.verdict is module.Verdict.CONSUMED and next(turns) % _LOSE_EVERY == 1:
             self.link.abort()
-        return original(self, kind, *arguments)
+        original(self, ending, *arguments)
 
-    connection._settle = settle
+    connection._message = message
 
 
 def answers_are_lost(module: ModuleType) -> None:
     """The connection ends before the trainer knows that the ring has consumed it: the ring says that it has."""
     connection: Any = module.ClaimConnection
-    original = connection._answer
+    original = connection._answered
     turns = itertools.count()
 
-    async def answer(self: Any, future: Any) -> Any:
-        codes = await original(self, future)
-        if next(turns) % _LOSE_EVERY != 1:
-            return codes
-        self.abort()
-        return None
+    def answered(self: Any, ending: Any, places: Any, count: int, outcome: Any) -> None:
+        lost = next(turns) % _LOSE_EVERY == 1
+        original(self, ending, places, count, None if lost else outcome)
 
-    connection._answer = answer
+    connection._answered = answered
 
 
 def outcomes_are(accepted: bool) -> Change:
@@ -106,18 +103,28 @@ def dead_connections_hold(module: ModuleType) -> None:
     connection: Any = module.ClaimConnection
     original = connection.end
 
-    async def end(self: Any, *arguments: Any) -> Any:
-        codes = await original(self, *arguments)
-        return module.np.full(len(codes), module.ACCEPTED) if self.lost else codes
+    def end(self: Any, *arguments: Any) -> Any:
+        async def held() -> Any:
+            codes = await original(self, *arguments)
+            return [module.ACCEPTED] * len(codes) if self.lost else codes
+
+        return self.loop.create_task(held())
 
     connection.end = end
 
 
 def nothing_is_given_back(module: ModuleType) -> None:
-    async def give_back(self: Any, rows: Any, delay_s: float) -> Any:
-        return module.np.full(len(rows), module.ACCEPTED)
+    connection: Any = module.ClaimConnection
+    original = connection.end
 
-    module.ClaimConnection._give_back = give_back
+    def end(self: Any, rows: Any, how: Any, again: bool) -> Any:
+        if how.verdict is not module.Verdict.GIVEN_BACK:
+            return original(self, rows, how, again)
+        answered = self.loop.create_future()
+        answered.set_result([module.ACCEPTED] * len(rows))
+        return answered
+
+    connection.end = end
 
 
 def nothing_is_given_back_here(module: ModuleType) -> None:
@@ -148,8 +155,8 @@ def takes_are_not_verified(module: ModuleType) -> None:
     connection: Any = module.ClaimConnection
     original = connection.demand
 
-    async def demand(self: Any, n: int, **named: Any) -> Any:
-        return await original(self, n, **named | {"verify": False})
+    def demand(self: Any, n: int, **named: Any) -> Any:
+        return original(self, n, **named | {"verify": False})
 
     connection.demand = demand
 

@@ -413,11 +413,14 @@ class ClaimConnection:
             if self._unanswered + count > frames.MOST_UNANSWERED:
                 return
             self._unsent.popleft()
-            waiter = _Waiter(self._due, partial(self._answered, ending, places, count))
-            ending.send(waiter, rows)
             self._unanswered += count
-            self._expect(waiter, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
-            self.link.worker.sent()
+            self._message(ending, rows, partial(self._answered, ending, places, count))
+
+    def _message(self, ending: _Ending, rows: Rows, answered: Callable[[Any], object]) -> None:
+        waiter = _Waiter(self._due, answered)
+        ending.send(waiter, rows)
+        self._expect(waiter, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
+        self.link.worker.sent()
 
     def _answered(self, ending: _Ending, places: slice, count: int, outcome: Any) -> None:
         self._unanswered -= count

@@ -175,7 +175,7 @@ def _mark_session(trap: _Trap, module: ModuleType) -> None:
 
 def _mark_ends(trap: _Trap, module: ModuleType) -> None:
     connection = module.ClaimConnection
-    connection._settle = _around(trap, connection._settle, "", "ends.sent")  # to a listener, which has not answered
+    connection._message = _around(trap, connection._message, "", "ends.sent")  # to a listener, which has not answered
 
 
 def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
