@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -52,12 +53,17 @@ def test_settings_that_contradict_each_other_are_refused_by_the_rule(change: dic
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [({"ack_delay_s": 0.0}, "ack_delay_s=0"), ({"linger_s": -1.0}, "linger_s=-1")]
+    ("change", "says"),
+    [
+        ({"ack_delay_s": 0.0}, "ack_delay_s=0"),
+        ({"linger_s": -1.0}, "linger_s=-1"),
+        ({"linger_s": math.inf}, "linger_s=inf"),
+    ],
 )
 def test_a_setting_that_is_not_above_zero_is_named(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         msgspec.structs.replace(DEFAULTS, **change).validate()
-    assert str(caught.value) == f"{says}: give a number above 0"
+    assert str(caught.value) == f"{says}: give a finite number above 0"
 
 
 def test_unknown_settings_are_errors() -> None:

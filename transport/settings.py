@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import msgspec
@@ -71,9 +72,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def validate(self) -> Settings:
         """Return self, or raise ConfigurationError naming the first rule that does not hold."""
-        low = {name: getattr(self, name) for name in self.__struct_fields__ if getattr(self, name) <= 0}
-        for name, value in low.items():
-            raise ConfigurationError(f"{name}={value:g}: give a number above 0")
+        for name in self.__struct_fields__:
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ConfigurationError(f"{name}={value:g}: give a finite number above 0")
         for holds, rule in self._rules():
             if not holds:
                 raise ConfigurationError(f"settings contradict each other: {rule} must hold")

@@ -104,6 +104,24 @@ async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_
 
 
 @asynchronous
+async def test_a_consume_whose_question_fails_is_answered_when_it_is_asked_again(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with taken(ring) as of:
+        killed_after_the_end(ring, of)
+        with monkeypatch.context() as patch:
+
+            async def no_thread(*_: Any) -> Any:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(Outcomes, "of", no_thread)
+            with pytest.raises(RuntimeError):
+                await of.batch.consume()
+        assert of.batch.verdicts().tolist() == [Verdict.IN_QUESTION]
+        assert (await of.batch.consume()).tolist() == [True]
+
+
+@asynchronous
 async def test_a_consume_that_is_cancelled_has_the_same_answer_when_it_is_asked_again(ring: SharedRingBuffer) -> None:
     for _ in range(3):
         ring.write_raw(b"trained on")

@@ -58,6 +58,13 @@ def test_a_run_from_the_first_rank_to_the_end(store: SQLiteStore) -> None:
     member.leave()
 
 
+def test_a_member_that_is_started_twice_can_leave(store: SQLiteStore) -> None:
+    member = a_member(store)
+    with pytest.raises(UsageError):
+        member.start()
+    member.leave()
+
+
 def test_work_that_is_done_after_its_round_gives_the_seat_up(store: SQLiteStore) -> None:
     first = a_member(store)
     first.join("one:1")

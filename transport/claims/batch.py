@@ -181,10 +181,10 @@ class ClaimedRows:
             yield asked
 
     def _answered(self, positions: Positions, end: End, again: bool, asked: asyncio.Future[Codes]) -> None:
+        """What has no answer is in question: asked again, the ring says what became of it."""
         self.asking.discard(asked)
-        if asked.cancelled() or asked.exception() is not None:
-            return
-        codes = asked.result()
+        failed = asked.cancelled() or asked.exception() is not None
+        codes = [OUT_OF_REACH] * len(self.rows[positions]) if failed else asked.result()
         if any(codes):
             verdicts = {ACCEPTED: int(end.verdict), OUT_OF_REACH: _IN_QUESTION}
             self.verdicts[positions] = [verdicts.get(code, _REFUSED) for code in codes]

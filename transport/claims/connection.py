@@ -239,11 +239,11 @@ class ClaimConnection:
         try:
             answer, whole = self._answer(outcome, buffer, verify)
             if wanted is not None:
-                self._task(self._some_fields(answer, wanted, schema), taken)
+                self._task(self._within_memory(self._some_fields(answer, wanted, schema)), taken)
             elif whole:
                 taken.set_result(self._batch(answer, {}, answer.wrong))
             else:
-                self._task(self._rest(answer), taken)
+                self._task(self._within_memory(self._rest(answer)), taken)
         except MemoryError:
             taken.set_exception(self._without_memory())
         except TransportError as error:
@@ -265,6 +265,12 @@ class ClaimConnection:
         rows, notes, offsets, whole = parsed(buffer, count)
         self._note_changed(len(wrong))
         return _Answer(rows, notes, offsets, wrong, buffer, verify, *self._client.hold(self, rows)), whole
+
+    async def _within_memory(self, reading: Coroutine[Any, Any, TakenBatch]) -> TakenBatch:
+        try:
+            return await reading
+        except MemoryError:
+            raise self._without_memory() from None
 
     def _without_memory(self) -> BatchTooLargeError:
         self.abort()  # its claims end with it
@@ -493,11 +499,11 @@ class ClaimConnection:
     def _look(self) -> None:
         """One timer for all: it mostly finds that what it was set for came long ago."""
         now = self.loop.time()
+        late = [(waiter, limit_s, what) for waiter, (at, limit_s, what) in self._due.items() if at <= now]
+        self._look_again(min((at for at, _, _ in self._due.values() if at > now), default=math.inf))
         host, port = self.link.port
-        for waiter, (at, limit_s, what) in list(self._due.items()):
-            if at <= now:
-                waiter(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
-        self._look_again(min((at for at, _, _ in self._due.values()), default=math.inf))
+        for waiter, limit_s, what in late:
+            waiter(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
 
     def _task(self, work: Coroutine[Any, Any, T], answered: asyncio.Future[T]) -> None:
         """Have ``answered`` get what ``work`` returns or raises."""
@@ -512,7 +518,7 @@ class ClaimConnection:
         elif (error := task.exception()) is None:
             answered.set_result(task.result())
         else:
-            answered.set_exception(self._without_memory() if isinstance(error, MemoryError) else error)
+            answered.set_exception(error)
 
 
 class _Answer(NamedTuple):

@@ -163,4 +163,5 @@ class ClaimConnections:
 
     async def ended(self) -> None:
         """Wait, after `close` and the end of the client's links, for what still asked how claims ended."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._ending:
+            await asyncio.wait(self._ending)

@@ -75,8 +75,9 @@ class BlockingRendezvous:
 
     def start(self) -> None:
         """Read the store for the first time, so that `view` has the end of a closed run, and begin to renew leases."""
-        self._thread = LoopThread("transport rendezvous loop")
-        self._thread.closes(self._left)
+        if self._thread is None:
+            self._thread = LoopThread("transport rendezvous loop")
+            self._thread.closes(self._left)
         self._run(self._rendezvous.__aenter__())
         self._run(self._rendezvous._call(self._session.step))
 

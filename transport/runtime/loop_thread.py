@@ -159,7 +159,12 @@ class Job(Generic[T]):
         if self._thread.ending:
             self._never_begun()
             return
-        made, self._make = self._make(), None
+        make, self._make = self._make, None
+        try:
+            made = make()
+        except BaseException as error:  # who waits for the job gets it
+            self._end_with(None, error)
+            return
         self._task = made if isinstance(made, asyncio.Future) else asyncio.get_running_loop().create_task(made)
         self._thread.running.add(self)
         self._task.add_done_callback(self._over)
@@ -276,6 +281,7 @@ class LoopThread:
         self._pid = os.getpid()
         self._name = name
         self._closed = False
+        self._given_up = False  # at the exit: nobody waits for its loop any more
         self._own = _Own()
         self.running = self._own.running
         self._thread = threading.Thread(target=_run, args=(self._own,), name=name, daemon=True)
@@ -368,7 +374,7 @@ class LoopThread:
         self._close(_EXIT_S)
 
     def _close(self, most_s: float) -> None:
-        if gone(self._pid):
+        if gone(self._pid) or self._given_up:
             return
         self.may_wait()
         self._closed = True
@@ -376,6 +382,7 @@ class LoopThread:
         slow = Slow(f"the thread {self._name!r}", most_s)
         while not self._own.stopped.wait(slow.slice_s(_SLICE_S)):
             if not slow.look("what runs on its loop"):
+                self._given_up = True
                 return
         self._thread.join()
         self._at_exit.cancel()

@@ -85,6 +85,14 @@ def test_tensors_within_values_keep_dtype_and_shape(dtype: str) -> None:
     found.zero_()  # memory of its own
 
 
+def test_ragged_tensors_of_a_sample_share_their_shape_across_its_fields() -> None:
+    given = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    packed = pack(["rewards", "values"], [[given], [given * 2]], 0, 1)
+    slot = Unpacked(b"".join(packed.pieces))
+    found = sum(slot.value(slot.columns[name], 0) for name in ("rewards", "values"))
+    assert found.values().tolist() == [3.0] * 5
+
+
 def test_each_sample_may_have_as_many_values_as_a_payload_may() -> None:
     given = [[at] * 600_000 for at in range(2)]
     assert back(*given) == given

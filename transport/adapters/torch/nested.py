@@ -202,12 +202,20 @@ class Together:
         marks: as `Apart` has them, of all fields.
         copy: give tensors and arrays memory of their own, that may be written to; otherwise they are views.
         models: as for `Apart`.
+        offsets: of nested tensors, which are of one shape when they share these; filled here. None: of these values.
     """
 
-    def __init__(self, marks: Iterable[Mark], *, copy: bool, models: Models = _NONE) -> None:
+    def __init__(
+        self,
+        marks: Iterable[Mark],
+        *,
+        copy: bool,
+        models: Models = _NONE,
+        offsets: dict[bytes, Any] | None = None,
+    ) -> None:
         self._copy = copy
         self._models = models
-        self._offsets: dict[bytes, Any] = {}  # nested tensors are of one shape when they share these
+        self._offsets = {} if offsets is None else offsets
         self._root = _Node()
         with _damage("its marks"):
             for kind, *path in marks:

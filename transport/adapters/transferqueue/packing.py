@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from transport import _ring
-from transport.adapters.torch.nested import Apart, together
+from transport.adapters.torch.nested import Apart, Together
 from transport.devices.arrays import to_host
 from transport.errors import TicketError
 from transport.ring.attachment import random_name
@@ -267,6 +267,7 @@ class Unpacked:
         columns = _INDEX.decode(self._data[_HEAD.size : _HEAD.size + length])
         self._at = -(-(_HEAD.size + length) // _ALIGNMENT) * _ALIGNMENT
         self.columns = {column.name: column for column in columns}
+        self._offsets: dict[bytes, Any] = {}
 
     def bytes_of(self, column: Column, row: int, rows: int = 1) -> memoryview:
         """The bytes of some rows of tensors."""
@@ -286,7 +287,8 @@ class Unpacked:
         name = f"{column.name}[{row}]"
         data = np.frombuffer(self._data[self._at :], np.uint8)
         value, marks = (data[where] for where in column.value(row))
-        return together(value_of(value, name), value_of(marks, name) if len(marks) else [], name)
+        said = value_of(marks, name) if len(marks) else []
+        return Together(said, copy=True, offsets=self._offsets).field(name, value_of(value, name))
 
 
 def copy_to(tensor: torch.Tensor, data: memoryview) -> None:
