@@ -1,7 +1,7 @@
 """The processes of a demo run as their parent sees them: started, watched, and stopped so that nothing is left.
 
-A worker's standard error is also held by every process below it (supervisors, listeners). Its end therefore says that
-the whole tree is gone, however its root ended.
+A rollout's supervisor holds a lock on the ring's segment until its listeners have ended. That says whether the tree
+below a worker is gone, however its root ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +23,14 @@ from transport.demo import messages
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.errors import TransportError
 from transport.ring.attachment import remove_dead
+from transport.server.supervisor_lock import supervised
 
 _STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
 _ENVIRONMENT: Final = {
     "OPENBLAS_NUM_THREADS": "1",  # small matrices: more threads would only take the cores from the other processes
     "UCXX_LOG_LEVEL": "FATAL",  # it logs every lost connection as an error; those that matter are raised as well
 }
+_LOOK_S: Final = 0.05
 _TREE_GONE_S: Final = SETTINGS.linger_s + 10.0  # the listeners of a killed worker linger, then drain
 
 
@@ -159,13 +162,17 @@ class Workers:
                 worker.process.stdin.close()
         await asyncio.gather(*map(self._stopped, self.all), *self._watchers, return_exceptions=True)
         if self._relays:
-            _, left = await asyncio.wait(self._relays, timeout=_TREE_GONE_S)
-            for relay in left:
+            _, running = await asyncio.wait(self._relays, timeout=_TREE_GONE_S)
+            for relay in running:
                 relay.cancel()
-            if left:
-                self._say(
-                    f"child processes of {len(left)} workers still run after {_TREE_GONE_S:g} s; run: transport reclaim"
-                )
+        give_up = time.monotonic() + _TREE_GONE_S
+        # The supervisor of a killed rollout ends with its listeners: it has let go of our pipe, and tells nobody.
+        while (left := [each for each in self.all if supervised(each.ring)]) and time.monotonic() < give_up:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        if left:
+            self._say(
+                f"child processes of {len(left)} workers still run after {_TREE_GONE_S:g} s; run: transport reclaim"
+            )
         for worker in self.all:
             with contextlib.suppress(_ring.RingFault):  # mostly: it is gone already
                 _ring.Ring.unlink_if_dead(worker.ring)
