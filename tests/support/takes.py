@@ -47,14 +47,13 @@ async def ended(batch: TakenBatch, verdict: Verdict, reason: str = "", consumer:
 def broken_between(batch: TakenBatch | ClaimConnection, *then: Callable[[], object]) -> None:
     """The client's loop stands still after the next FINISH of the batch, or connection, and the answer is lost."""
     link = batch if isinstance(batch, ClaimConnection) else link_of(batch)
-    expect = link._expect
+    message = link._message
 
-    def lost(waiter: Any, limit_s: float, what: str) -> None:
-        expect(waiter, limit_s, what)
-        if what == "the end of claims":  # a demand may be made meanwhile
-            link._expect = expect  # type: ignore[method-assign]
-            for each in then:
-                each()
-            link.link.abort()
+    def lost(*arguments: Any) -> None:
+        message(*arguments)
+        link._message = message  # type: ignore[method-assign]
+        for each in then:
+            each()
+        link.link.abort()
 
-    link._expect = lost  # type: ignore[method-assign]
+    link._message = lost  # type: ignore[method-assign]

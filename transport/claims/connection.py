@@ -248,7 +248,7 @@ class ClaimConnection:
             taken.set_exception(self._without_memory())
         except TransportError as error:
             taken.set_exception(error.with_traceback(None))  # whose frames refer to the future
-        except Exception as error:
+        except Exception as error:  # of whatever class: the caller waits for this future
             taken.set_exception(error)
 
     def _answer(self, outcome: Any, buffer: Any, verify: bool) -> tuple[_Answer, bool]:
@@ -424,8 +424,9 @@ class ClaimConnection:
 
     def _message(self, ending: _Ending, rows: Rows, answered: Callable[[Any], object]) -> None:
         waiter = _Waiter(self._due, answered)
-        ending.send(waiter, rows)
+        # First: a message that cannot be sent is one without an answer.
         self._expect(waiter, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
+        ending.send(waiter, rows)
         self.link.worker.sent()
 
     def _answered(self, ending: _Ending, places: slice, count: int, outcome: Any) -> None:
@@ -483,7 +484,7 @@ class ClaimConnection:
             self._due.pop(waiter, None)
 
     def _expect(self, waiter: _Waiter, limit_s: float, what: str) -> None:
-        """Have the waiter be told ReadTimeoutError when it is told nothing in time."""
+        """Give the waiter a ReadTimeoutError where no outcome comes within the limit."""
         at = self.loop.time() + limit_s
         self._due[waiter] = at, limit_s, what
         if at < self._look_at:

@@ -255,7 +255,7 @@ class Demands:
                 oldest_version=self.oldest_version,
                 most_attempts=self._most_attempts,
             )
-        except Exception as error:
+        except Exception as error:  # of whatever class: the place is tried again
             self._failed(ask.place, link, error)
         else:
             taken.add_done_callback(partial(self._answered, ask, link))

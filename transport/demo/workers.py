@@ -166,7 +166,7 @@ class Workers:
             for relay in running:
                 relay.cancel()
         give_up = time.monotonic() + _TREE_GONE_S
-        # The supervisor of a killed rollout ends with its listeners: it has let go of our pipe, and tells nobody.
+        # The supervisor of a killed rollout ends after its listeners. It closed its end of the pipe before that.
         while (left := [each for each in self.all if supervised(each.ring)]) and time.monotonic() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if left:

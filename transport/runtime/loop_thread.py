@@ -281,7 +281,7 @@ class LoopThread:
         self._pid = os.getpid()
         self._name = name
         self._closed = False
-        self._given_up = False  # at the exit: nobody waits for its loop any more
+        self._given_up = False  # its loop did not end within the limit at the process's exit
         self._own = _Own()
         self.running = self._own.running
         self._thread = threading.Thread(target=_run, args=(self._own,), name=name, daemon=True)
