@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Final, TypeVar
 
 from transport.errors import StoreError
@@ -17,17 +18,36 @@ _AGAIN_S: Final = 0.5
 T = TypeVar("T")
 
 
+def _in_daemon(call: Callable[[], T], told: Callable[[T | None, BaseException | None], object], name: str) -> None:
+    """Run the call in a daemon thread, and tell its result or its error there.
+
+    The thread holds nothing of the call when it tells: an exit does not wait for the thread, and a thread that then
+    frees a framework's object, such as torch's process group, aborts the process.
+    """
+    calls = [call]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = calls.pop()()
+        except BaseException as raised:
+            error = raised
+        told(result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
 def started(call: Callable[[], T]) -> Future[T]:
     """Run the call in a daemon thread, for which no exit waits; the future has its result."""
     future: Future[T] = Future()
 
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="transport call", daemon=True).start()
+    _in_daemon(call, settle, "transport call")
     return future
 
 
@@ -43,16 +63,11 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
             else:
                 future.set_exception(error)
 
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function(*arguments)
-        except BaseException as raised:
-            error = raised
+    def told(result: T | None, error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name=f"transport {getattr(function, '__name__', 'call')}", daemon=True).start()
+    _in_daemon(partial(function, *arguments), told, f"transport {getattr(function, '__name__', 'call')}")
     return future
 
 
