@@ -25,6 +25,7 @@ _RING_MODULE = "/transport/_ring."  # in the memory map of every process that ca
 _MARK = "LEAK_CHECK_RUN"  # not TRANSPORT_…: unknown names of that kind are errors of configuration
 SEGMENT_PREFIX = "transport-"
 
+_SOCKETS = ("tcp", "tcp6", "udp", "udp6", "unix", "netlink")  # tables of the kernel
 # Drivers and the fabric keep these open for the life of a process after the first use; they cannot be closed.
 _FOR_LIFE = ("/dev/nvidia", "/dev/infiniband", "/dev/urandom")
 
@@ -83,7 +84,7 @@ class ResourceSnapshot(NamedTuple):
             new_segments = {}
         return [
             *new_segments.values(),
-            *(what for descriptor, what in now.descriptors.items() if descriptor not in self.descriptors),
+            *(what + _socket(of[1]) for of, what in now.descriptors.items() if of not in self.descriptors),
             *(what for thread, what in now.threads.items() if thread not in self.threads),
             *(what for task, what in now.tasks.items() if task not in self.tasks),
             *(what for process, what in now.processes.items() if process not in self.processes),
@@ -124,6 +125,16 @@ def _descriptors() -> dict[tuple[int, str], str]:
         if not target.startswith(_FOR_LIFE):
             found[int(path.name), target] = f"descriptor {path.name} of {target}"
     return found
+
+
+def _socket(target: str) -> str:
+    """The line of the kernel's tables about a socket: its addresses in hexadecimal, or its path."""
+    inode = target.removeprefix("socket:[").removesuffix("]")
+    for table in _SOCKETS if inode != target else ():
+        for line in Path("/proc/self/net", table).read_text(errors="replace").splitlines():
+            if inode in line.split():
+                return f" ({table}: {' '.join(line.split())})"
+    return ""
 
 
 def _pending_tasks() -> dict[int, str]:
