@@ -10,6 +10,7 @@ from typing import Any, final
 from typing_extensions import Buffer
 
 LAYOUT_VERSION: int
+WIRE_VERSION: int
 MAX_READERS: int  # 16, ranks per payload
 MAX_OWNERS: int  # 16, processes attached as owners
 MAX_PORTS: int  # 16, entries of the port table

@@ -104,10 +104,9 @@ class Link:
     next_number: int
     usable: bool  # alive, and with numbers left for a request and a farewell
     under_way: int  # messages without their answer
-    version: int  # of the connection
     token: int  # of the connection, for OUTCOME
 
-    def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int, version: int) -> None: ...
+    def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int) -> None: ...
     def read(self, token: object, wants: Sequence[_Want], acks: Sequence[_Record]) -> int:
         """One message; its number. Outcome: a number for one want, a list for several."""
     def ask(self, token: object, record: _Record, before: Sequence[_Record]) -> int:
@@ -203,7 +202,6 @@ class Connection:
         endpoint: Endpoint,
         tag_base: int,
         client_base: int,
-        version: int,
         ended: object,
         lease_s: float = 0.0,
     ) -> None:

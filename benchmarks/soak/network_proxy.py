@@ -28,7 +28,7 @@ from pathlib import Path
 
 import payloads
 
-from transport._ring import checksum
+from transport._ring import WIRE_VERSION, checksum
 
 _FASTEST = 64 << 20  # bytes per second and direction
 SLOWEST = 2 << 20
@@ -37,8 +37,8 @@ _PATIENCE_S = 30.0  # until a connection is used
 _BETWEEN_FLIPS = 8  # messages: a busy machine that only shakes hands gets through a handshake now and then
 _SURE = 12  # consecutive bytes of a payload: that they are so by chance is out of the question
 _NOISE = payloads.NOISE.tobytes()
-_FRAME = re.compile(rb"\x05[\x10\x11]")  # version and kind, behind the checksum
-_HANDSHAKE = re.compile(rb"\x02[\x01-\x04]\0\0..\0\0", re.DOTALL)
+_FRAME = re.compile(re.escape(bytes((WIRE_VERSION,))) + rb"[\x10\x11]")  # version and kind, behind the checksum
+_HANDSHAKE = re.compile(re.escape(bytes((WIRE_VERSION,))) + rb"[\x01-\x04]\0\0..\0\0", re.DOTALL)
 _RESET = struct.pack("ii", 1, 0)
 
 

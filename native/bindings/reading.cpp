@@ -125,10 +125,10 @@ void bind_reading(nb::module_& module) {
   module.attr("PROTOCOL") = kProtocol;
   nb::class_<Link> link(module, "Link", nb::is_final(), "The client's side of a connection after the handshake.");
   link.def(nb::new_([](const std::shared_ptr<Endpoint>& endpoint, std::uint32_t tag_base, std::uint32_t their_base,
-                       std::uint64_t inline_limit, std::uint8_t version) {
-             return std::make_shared<Link>(endpoint, tag_base, their_base, inline_limit, version);
+                       std::uint64_t inline_limit) {
+             return std::make_shared<Link>(endpoint, tag_base, their_base, inline_limit);
            }),
-           "endpoint"_a, "tag_base"_a, "their_base"_a, "inline_limit"_a, "version"_a)
+           "endpoint"_a, "tag_base"_a, "their_base"_a, "inline_limit"_a)
       .def("read", read, "token"_a, "wants"_a, "acks"_a)
       .def("ask", ask, "token"_a, "record"_a, "before"_a)
       .def("tell", tell, "records"_a)

@@ -51,6 +51,7 @@ void bind_faults(nb::module_& module) {
 
 void bind_constants(nb::module_& module) {
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
+  module.attr("WIRE_VERSION") = ucp::kVersion;
   module.attr("MAX_READERS") = kMaxReaders;
   module.attr("MAX_OWNERS") = kMaxOwners;
   module.attr("MAX_PORTS") = kMaxPorts;

@@ -19,9 +19,9 @@ namespace {
 constexpr std::size_t kFirst = 2, kSecond = 3;
 
 std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
-                                 std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
+                                 std::uint32_t tag_base, std::uint32_t client_base,
                                  nb::handle ended, double lease_s) {
-  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base, version,
+  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base,
                           duration_ns(lease_s), own(ended));
 }
 
@@ -72,7 +72,7 @@ void bind_serving(nb::module_& module) {
           "Resolve the future as soon as no attempt is active.");
 
   nb::class_<Connection>(module, "Connection", nb::is_final(), "A client's connection after WELCOME.")
-      .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a, "version"_a,
+      .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a,
            "ended"_a, "lease_s"_a = 0.0,
            nb::keep_alive<0, kFirst>())
       .def_prop_ro("last_active", &Connection::last_active)

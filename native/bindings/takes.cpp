@@ -100,8 +100,7 @@ void bind_takes(nb::module_& module, nb::class_<Link>& link) {
            "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
       .def("settle", settle, "token"_a, "rows"_a, "kind"_a, "delay_ms"_a = 0, "key"_a = 0, "unread"_a = false)
       .def("end", end, "token"_a, "row"_a, "how"_a, "reason"_a, "consumer"_a)
-      .def_prop_ro("token", &Link::token)
-      .def_prop_ro("version", &Link::version);
+      .def_prop_ro("token", &Link::token);
 }
 
 }  // namespace transport::ucp::python

@@ -40,7 +40,7 @@ struct Scene {
 
   void connect() {
     endpoint = Endpoint::connect(*client.engine, "127.0.0.1", served.listener.port());
-    link = std::make_shared<Link>(endpoint, kClientBase, kListenerBase, kInlineBytes, kVersion);
+    link = std::make_shared<Link>(endpoint, kClientBase, kListenerBase, kInlineBytes);
     CHECK(reached([this] { return served.admit(); }));
   }
   bool reached(const std::function<bool()>& condition) {
@@ -233,7 +233,7 @@ TEST(ends_in_threads_of_their_own) {
     }
   });
   const auto endpoint = Endpoint::connect(*client.engine, "127.0.0.1", served.listener.port());
-  const auto link = std::make_shared<Link>(endpoint, kClientBase, kListenerBase, kInlineBytes, kVersion);
+  const auto link = std::make_shared<Link>(endpoint, kClientBase, kListenerBase, kInlineBytes);
   CHECK(until([&] { return admitted.load(); }, [&] { client.turn(); }));
   TakeTerms terms{};
   terms.most = 3;

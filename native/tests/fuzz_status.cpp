@@ -35,9 +35,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
   // A question has one answer and no payload.
   const std::size_t asked = std::max<std::size_t>(payloads, 1);
-  constexpr std::uint8_t version = 5;
   if (size >= sizeof(Header) + asked * sizeof(Answer)) seal(message.get(), sizeof(Header) + asked * sizeof(Answer));
-  if (status_fault(message.get(), size, version, due, before, asked) != nullptr) return 0;
+  if (status_fault(message.get(), size, due, before, asked) != nullptr) return 0;
   if (joined_fault(message.get(), size, payloads, kInline, [&](std::size_t at) { return sizes[at]; }) != nullptr) return 0;
 
   const std::size_t start = sizeof(Header) + asked * sizeof(Answer);

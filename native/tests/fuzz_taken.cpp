@@ -36,7 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (size >= sizeof(Header)) due = load<Header>(message.get()).number & 0xff;  // so that numbers can be right
   if (size >= sizeof(Header) && load<Header>(message.get()).joined_bytes <= size - sizeof(Header))
     seal(message.get(), size - load<Header>(message.get()).joined_bytes);
-  if (taken_fault(message.get(), size, 5, due, terms) != nullptr) return 0;
+  if (taken_fault(message.get(), size, due, terms) != nullptr) return 0;
 
   const auto header = load<Header>(message.get());
   if (header.count > terms.most || size > taken_room(terms.most, terms.most_bytes, transport::kNoteCapacity)) std::abort();

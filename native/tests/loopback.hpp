@@ -20,7 +20,6 @@ namespace transport::test {
 
 inline constexpr std::uint32_t kListenerBase = 0x1000, kClientBase = 0x2000;
 inline constexpr std::uint64_t kInlineBytes = 8192;
-inline constexpr std::uint8_t kVersion = 5;
 inline constexpr std::uint64_t kPatienceNs = 60'000'000'000;  // a watchdog
 
 class Side {
@@ -100,7 +99,7 @@ class Served {
   bool admit() {
     ucp::Event event;
     if (!take_event(side.events, &arrivals_, event)) return false;
-    connection = ucp::Connection::open(service, event.endpoint, kListenerBase, kClientBase, kVersion, 0, &ended_);
+    connection = ucp::Connection::open(service, event.endpoint, kListenerBase, kClientBase, 0, &ended_);
     return true;
   }
   bool ended(ucp::End& how) {

@@ -13,16 +13,16 @@ inline Answer answer_at(const std::byte* message, std::size_t index) {
   return load<Answer>(message + sizeof(Header) + index * sizeof(Answer));
 }
 
-// Why a message of `length` bytes is not the STATUS of number `due` in the connection's `version`, in words; null when
-// it is. `asked` records had asked for an answer, behind `before` others.
-inline const char* status_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
+// Why a message of `length` bytes is not the STATUS of number `due`, in words; null when it is. `asked` records had
+// asked for an answer, behind `before` others.
+inline const char* status_fault(const std::byte* message, std::size_t length, std::uint32_t due,
                                 std::size_t before, std::size_t asked) {
   if (length < sizeof(Header) + asked * sizeof(Answer)) return "a status message is too short for its answers";
   if (!sealed(message, sizeof(Header) + asked * sizeof(Answer)))
     return "a status message whose bytes have changed on the way";
   const auto header = load<Header>(message);
-  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
-    return "not a status message of the connection's version";
+  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::status))
+    return "not a status message of this version";
   if (header.count != asked) return "a status message with the wrong number of answers";
   if (header.number != due) return "a status message with the wrong message number";
   for (std::size_t at = 0; at < asked; ++at)

@@ -14,6 +14,7 @@ namespace transport::ucp {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
+inline constexpr std::uint8_t kVersion = 6;  // of the wire: both sides of a connection have the same
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 
@@ -36,9 +37,9 @@ enum class Kind : std::uint8_t {
 };
 inline constexpr Kind kLastKind = Kind::read_range;
 
-// Of CONTROL and STATUS. `version` is what the handshake has agreed on. The checksum is XXH3 of everything behind it but
-// the payloads: of a CONTROL message, of the header and answers of a STATUS, of the head of the answer to a TAKE. A
-// message whose bytes have changed ends its connection, since a claim may be held that only one side knows of.
+// Of CONTROL and STATUS. The checksum is XXH3 of everything behind it but the payloads: of a CONTROL message, of the
+// header and answers of a STATUS, of the head of the answer to a TAKE. A message whose bytes have changed ends its
+// connection, since a claim may be held that only one side knows of.
 struct Header {
   std::uint64_t checksum;
   std::uint8_t version, kind;
@@ -190,15 +191,14 @@ inline const char* end_fault(const Record& record, std::uint16_t count, std::siz
   return nullptr;
 }
 
-// Why a message of `length` bytes is not the CONTROL of number `due` in the connection's `version`, in words; null when
-// it is. Nothing of a message is done before all of it was looked at.
-inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due,
-                                 std::uint8_t version) {
+// Why a message of `length` bytes is not the CONTROL of number `due`, in words; null when it is. Nothing of a message
+// is done before all of it was looked at.
+inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due) {
   if (length < sizeof(Header)) return "a control message has no header";
   if (!sealed(message, length)) return "a control message whose bytes have changed on the way";
   const auto header = load<Header>(message);
-  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::control))
-    return "not a control message of the connection's version";
+  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::control))
+    return "not a control message of this version";
   if (header.count == 0 || header.count > kMostRecords) return "a control message of too few or too many records";
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {

@@ -86,7 +86,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 
   void send() {
     const std::size_t length = sizeof(Header) + records_ * sizeof(Record) + text_bytes_;
-    store(control_.data(), Header{0, link_->version_, static_cast<std::uint8_t>(Kind::control),
+    store(control_.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::control),
                                   static_cast<std::uint16_t>(records_), number_, 0, 0});
     seal(control_.data(), length);
     ++under_way_;
@@ -143,7 +143,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     answered_ = true;
     protocol_ = true;  // until it is found to fit
     const std::byte* const said = status_.data();
-    if (status_fault(said, length, link_->version_, number_, before_, asked_) != nullptr) return;
+    if (status_fault(said, length, number_, before_, asked_) != nullptr) return;
     const auto size_of = [this](std::size_t at) { return wants_[at].size; };
     if (joined_fault(said, length, wants_.size(), link_->inline_limit_, size_of) != nullptr) return;
     protocol_ = false;
@@ -231,12 +231,11 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 };
 
 Link::Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base,
-           std::uint64_t inline_limit, std::uint8_t version)
+           std::uint64_t inline_limit)
     : endpoint_(std::move(endpoint)),
       tag_base_(tag_base),
       their_base_(their_base),
-      inline_limit_(inline_limit),
-      version_(version) {}
+      inline_limit_(inline_limit) {}
 
 Link::~Link() = default;
 

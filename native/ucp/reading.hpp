@@ -46,8 +46,7 @@ struct TakeRoom;
 
 class Link : public std::enable_shared_from_this<Link> {
  public:
-  Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base, std::uint64_t inline_limit,
-       std::uint8_t version);
+  Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base, std::uint64_t inline_limit);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
@@ -61,7 +60,6 @@ class Link : public std::enable_shared_from_this<Link> {
   // An END with its texts, which are cut to what a listener accepts; outcomes: one code.
   std::uint32_t end(void* token, Record record, std::string_view reason, std::string_view consumer);
   std::uint32_t take(void* token, const TakeTerms& terms, TakeRoom room);  // takes.hpp
-  std::uint8_t version() const { return version_; }
   std::uint64_t token() const { return taker_token(their_base_, tag_base_); }
 
   std::uint32_t next_number() const { return next_number_; }
@@ -79,7 +77,6 @@ class Link : public std::enable_shared_from_this<Link> {
   const std::shared_ptr<Endpoint> endpoint_;
   const std::uint32_t tag_base_, their_base_;
   const std::uint64_t inline_limit_;
-  const std::uint8_t version_;
   std::uint32_t next_number_ = 0;
   std::size_t under_way_ = 0;
   std::vector<std::shared_ptr<Operation>> idle_;

@@ -34,10 +34,10 @@ bool is_of_the_peer(ucs_status_t status) {
 
 // --- connection: messages in --------------------------------------------------------------------------------
 std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
-                                             std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
+                                             std::uint32_t tag_base, std::uint32_t client_base,
                                              std::uint64_t lease_ns, void* ended) {
   std::shared_ptr<Connection> opened(
-      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, version, lease_ns));
+      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, lease_ns));
   opened->heard_ns_ = monotonic_ns();
   opened->ended_ = ended;
   ++opened->service_->engine().expecting;
@@ -123,7 +123,7 @@ void Connection::run() {
   const std::byte* const message = inbox_->messages[place].data();
   if (!answering_) {
     heard_ns_ = monotonic_ns();
-    if (const char* const fault = control_fault(message, arrival.length, due_, version_))
+    if (const char* const fault = control_fault(message, arrival.length, due_))
       return end(End::garbage, fault);
     FAULT_POINT("serve.asked");
   }
@@ -264,7 +264,7 @@ void Connection::finish_reply(const Header& asked) {
   }
   const std::size_t head = sizeof(Header) + now.answers * sizeof(Answer);
   store(reply.status.data(),
-        Header{0, version_, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(now.answers),
+        Header{0, kVersion, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(now.answers),
                asked.number, static_cast<std::uint32_t>(joined_bytes), 0});
   seal(reply.status.data(), head);
   reply.pieces[0] = {reply.status.data(), head};

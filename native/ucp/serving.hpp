@@ -222,7 +222,7 @@ class Connection : public Deferred {
  public:
   // `ended` is an owned reference for the event that tells of the end. Receives stand when this returns.
   static std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
-                                          std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
+                                          std::uint32_t tag_base, std::uint32_t client_base,
                                           std::uint64_t lease_ns, void* ended);
   ~Connection() override { close(); }
   Connection(const Connection&) = delete;
@@ -265,13 +265,12 @@ class Connection : public Deferred {
   };
 
   Connection(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base,
-             std::uint32_t client_base, std::uint8_t version, std::uint64_t lease_ns)
+             std::uint32_t client_base, std::uint64_t lease_ns)
       : service_(std::move(service)),
         endpoint_(std::move(endpoint)),
         inbox_(std::make_shared<Inbox>()),
         tag_base_(tag_base),
         client_base_(client_base),
-        version_(version),
         lease_ns_(lease_ns) {}
 
   static void received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
@@ -297,7 +296,6 @@ class Connection : public Deferred {
   std::shared_ptr<Endpoint> endpoint_;
   std::shared_ptr<Inbox> inbox_;  // UCX may be left with a receive that it never completes
   std::uint32_t tag_base_, client_base_;
-  std::uint8_t version_;  // of its frames, both ways
   void* ended_ = nullptr;  // null once it was told
   bool over_ = false, closed_ = false;
   bool expected_ = true;  // its next message, soon: the engine spins for it

@@ -27,14 +27,14 @@ inline Taken taken_at(const std::byte* message, std::size_t index) {
 inline constexpr std::uint64_t kMostLength = std::uint64_t{1} << 46;  // of a payload; no memory is larger
 
 // Why a message of `length` bytes is not an answer to this TAKE, in words; null when it is.
-inline const char* taken_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
+inline const char* taken_fault(const std::byte* message, std::size_t length, std::uint32_t due,
                                const TakeTerms& terms) {
   if (length < sizeof(Header)) return "an answer to a demand has no header";
   const auto header = load<Header>(message);
   if (header.joined_bytes > length - sizeof(Header) || !sealed(message, length - header.joined_bytes))
     return "an answer to a demand whose bytes have changed on the way";
-  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
-    return "not a status message of the connection's version";
+  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::status))
+    return "not a status message of this version";
   if (header.number != due) return "a status message of another number than was due";
   if (header.count > terms.most) return "more payloads than were asked for";
   if (header.code > 0xff || (header.code != 0 && header.count != 0)) return "payloads beside a refusal";

@@ -29,7 +29,7 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
     ++link_->under_way_;
     Endpoint& endpoint = *link_->endpoint_;
     endpoint.receive(room_.data, room_.size, tag_of(link_->tag_base_, number_), {&TakeOperation::arrived, this}, self_);
-    store(control_.data(), Header{0, link_->version_, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
+    store(control_.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
     store(control_.data() + sizeof(Header),
           Record{static_cast<std::uint8_t>(Kind::take), terms_.rank, terms_.most_attempts, terms_.most, terms_.wait_ms,
                  terms_.joined_most, std::bit_cast<std::uint64_t>(terms_.oldest_version), terms_.most_bytes});
@@ -78,7 +78,7 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
       const ucs_status_t seen = link.endpoint_->failure();
       return {token, failure_ == UCS_ERR_CANCELED && seen != UCS_OK ? seen : failure_, nullptr, link.endpoint_};
     }
-    if (taken_fault(room_.data, length_, link.version_, number_, terms_) != nullptr) return {token, kProtocol};
+    if (taken_fault(room_.data, length_, number_, terms_) != nullptr) return {token, kProtocol};
     const auto header = load<Header>(room_.data);
     auto outcomes = std::make_unique<std::vector<long>>();
     outcomes->push_back(static_cast<long>(header.code));

@@ -144,7 +144,7 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     store(head.data() + sizeof(Header) + at * sizeof(Taken), taken);
   }
   if (joined != 0) head.resize(aligned_taken(head.size()));
-  store(head.data(), Header{0, connection.version_, static_cast<std::uint8_t>(Kind::status),
+  store(head.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::status),
                             static_cast<std::uint16_t>(claimed.size()), demand.number,
                             static_cast<std::uint32_t>(joined), static_cast<std::uint32_t>(code)});
   seal(head.data(), head.size());

@@ -36,7 +36,7 @@ def told() -> bool:
 
 # --- through UCX --------------------------------------------------------------------------------------
 def hello() -> bytes:
-    return frames.encode_handshake(frames.Hello(1, 1, "", secrets.randbits(32), secrets.token_bytes(16)))
+    return frames.encode_handshake(frames.Hello("", secrets.randbits(32), secrets.token_bytes(16)))
 
 
 async def flood(worker: Worker, port: int, count: int, send: Callable[[Endpoint], asyncio.Future[int]]) -> int:

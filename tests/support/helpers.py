@@ -40,12 +40,10 @@ def settings_with(**changed: Any) -> Settings:
     return msgspec.structs.replace(DEFAULTS, **changed)
 
 
-def proven(
-    secret: bytes, side: Any, hello: frames.Hello, listener_nonce: bytes, version: int = frames.VERSION
-) -> bytes:
+def proven(secret: bytes, side: Any, hello: frames.Hello, listener_nonce: bytes) -> bytes:
     """The proof of a side that has said or heard this HELLO."""
     body = frames.encode_handshake(hello)[frames.PREFIX_BYTES :]
-    return authentication.proof(secret, side, hello.nonce, listener_nonce, version=version, hello=body)
+    return authentication.proof(secret, side, hello.nonce, listener_nonce, body)
 
 
 # --- leaving ---------------------------------------------------------------------------------------

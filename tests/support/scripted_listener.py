@@ -179,7 +179,6 @@ class Side:
         hello: Hello = await self.heard(Hello)
         self.client_base = hello.tag_base
         fields = {
-            "version": frames.VERSION,
             "ring": RING,
             "tag_base": self.base,
             "ports": (5, 6),

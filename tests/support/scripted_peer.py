@@ -135,8 +135,7 @@ class Peer:
 
     # --- handshake ----------------------------------------------------------------------------------
     def hello(self, **changes: Any) -> Hello:
-        fields = {"oldest": frames.OLDEST_VERSION, "newest": frames.VERSION, "nonce": NONCE}
-        return Hello(**{"ring": self.listener.ring.ring_id, "tag_base": self.base, **fields, **changes})
+        return Hello(**{"ring": self.listener.ring.ring_id, "tag_base": self.base, "nonce": NONCE, **changes})
 
     async def say(self, message: Any) -> None:
         data = message if isinstance(message, bytes) else frames.encode_handshake(message)
@@ -166,7 +165,7 @@ class Peer:
     def tell(self, *records: Record) -> int:
         """Send a message, and take nothing of what it is answered; its number."""
         number = self.number
-        self.send(frame_codec.encode_control(number, list(records), self.welcome.version))
+        self.send(frame_codec.encode_control(number, list(records)))
         self.number += 1
         return number
 
@@ -175,7 +174,7 @@ class Peer:
         small = sum(each.length for each in records if each.length <= self.welcome.inline_limit)
         buffer = bytearray(frame_codec.status_bytes(frames.MAX_RECORDS, small))
         await self.endpoint.receive(buffer, frames.tag(self.base, number))
-        answered, answers = frame_codec.decode_status(buffer, self.welcome.version)
+        answered, answers = frame_codec.decode_status(buffer)
         assert answered == number
         return answers
 

@@ -29,7 +29,6 @@ from transport.errors import (
 )
 from transport.testing import run
 from transport.wire import ucx
-from transport.wire.frames import VERSION
 from transport.wire.library import engine
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import settings_for
@@ -527,7 +526,7 @@ async def test_memory_of_a_demand_whose_answer_will_never_be_whole_lives_as_long
     async with senders("tcp", shift=8) as sending:  # the tags of a link's first answers
         while not sending.worker.engine.abandoned:  # else the last answer was whole
             endpoint = await sending.start()
-            link = engine().Link(endpoint.native, 0, 0, 0, VERSION)
+            link = engine().Link(endpoint.native, 0, 0, 0)
             memories = [bytearray(engine().room_for(1, SIZE)) for _ in range(MESSAGES)]
             futures = [asyncio.get_running_loop().create_future() for _ in range(MESSAGES)]
             for future, memory in zip(futures, memories, strict=True):

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import secrets
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transport.errors import (
@@ -55,7 +54,6 @@ class Admission(Protocol):
         endpoint: Endpoint,
         tag_base: int,
         client_base: int,
-        version: int,
         ended: asyncio.Future[int],
         lease_s: float = 0.0,
     ) -> _ucp.Connection: ...
@@ -145,19 +143,18 @@ class Connection:
     async def _handshake(self) -> _ucp.Connection:
         try:
             hello, body = await self._receive_handshake(frames.Hello)
-            version = frames.agree_version(hello)
-            await self._admit(hello, body, version)
+            await self._admit(hello, body)
         except RefusedError as refusal:
             await self._welcome(code=refusal.status, reason=str(refusal))
             await self._closed_by_client()
             raise
         # its receives are posted before WELCOME tells the client to send
         native = self._listener.admit(
-            self._endpoint, self._tag_base, hello.tag_base, version, self._ended, hello.lease_ms / 1000
+            self._endpoint, self._tag_base, hello.tag_base, self._ended, hello.lease_ms / 1000
         )
         self._native = native
         self._count_by_wire(native)
-        await self._welcome(version=version)
+        await self._welcome()
         self.opened = True
         return native
 
@@ -175,7 +172,7 @@ class Connection:
             for _ in range(_MOST_AFTER_REFUSAL):
                 await self._endpoint.receive_stream(bytearray(frames.MAX_HANDSHAKE_BYTES))
 
-    async def _admit(self, hello: frames.Hello, body: bytes, version: int) -> None:
+    async def _admit(self, hello: frames.Hello, body: bytes) -> None:
         if hello.ring and hello.ring != self._ring.ring_id:
             raise WrongRingError(f"this listener serves ring {self._ring.ring_id[:8]}, not {hello.ring[:8]}")
         if self._listener.refuses_connections:
@@ -184,16 +181,14 @@ class Connection:
         if secret is None:
             return
         own = authentication.nonce()
-        proof = partial(authentication.proof, secret, version=version, hello=body)
-        challenge = frames.Challenge(own, proof("listener", hello.nonce, own), version)
+        challenge = frames.Challenge(own, authentication.proof(secret, "listener", hello.nonce, own, body))
         await self._endpoint.send_stream(frames.encode_handshake(challenge))
         answer, _ = await self._receive_handshake(frames.Proof)
-        if not authentication.same(answer.proof, proof("client", hello.nonce, own)):
+        if not authentication.same(answer.proof, authentication.proof(secret, "client", hello.nonce, own, body)):
             raise AuthenticationError("the client's shared secret differs from this listener's")
 
-    async def _welcome(self, version: int = 0, code: int = 0, reason: str = "") -> None:
+    async def _welcome(self, code: int = 0, reason: str = "") -> None:
         welcome = frames.Welcome(
-            version=version,
             ring=self._ring.ring_id,
             tag_base=self._tag_base,
             ports=self._ring.native.ports() if code == 0 else (),

@@ -210,16 +210,15 @@ class Listener:
         endpoint: Endpoint,
         tag_base: int,
         client_base: int,
-        version: int,
         ended: asyncio.Future[int],
         lease_s: float = 0.0,
     ) -> _ucp.Connection:
-        """Serve an admitted client with frames of ``version``; ``ended`` resolves when the client is gone.
+        """Serve an admitted client; ``ended`` resolves when the client is gone.
 
         Its claims end when it is silent for ``lease_s``; 0: with the connection.
         """
         connection: _ucp.Connection = engine().Connection(
-            self._service, endpoint.native, tag_base, client_base, version, ended, lease_s
+            self._service, endpoint.native, tag_base, client_base, ended, lease_s
         )
         endpoint.worker.kick()
         return connection

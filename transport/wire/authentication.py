@@ -1,7 +1,7 @@
 """Challenge and response with a shared secret; the secret itself is never sent.
 
-The proof (an HMAC) covers HELLO, which contains the offered range of wire versions, and the chosen version, so that an
-attacker in the middle cannot downgrade it.
+The proof (an HMAC) covers HELLO and the wire's version: a client and a listener that do not have both alike refuse each
+other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 from typing import Literal
 
 from transport.errors import UsageError
+from transport.wire import frames
 
 NONCE_BYTES = 16
 
@@ -33,17 +34,14 @@ def proof(
     side: Literal["client", "listener"],
     client_nonce: bytes,
     listener_nonce: bytes,
-    *,
-    version: int,
     hello: bytes,
 ) -> bytes:
     """The HMAC that only a holder of ``secret`` can compute. It includes the side, so that it cannot be reflected.
 
     Args:
-        version: the one that the listener has chosen.
         hello: body of HELLO, every byte as this side has sent or received it.
     """
-    message = b"transport-%d %s\0" % (version, side.encode()) + client_nonce + listener_nonce
+    message = b"transport-%d %s\0" % (frames.VERSION, side.encode()) + client_nonce + listener_nonce
     message += hashlib.sha256(hello).digest()
     return hmac.digest(secret, message, hashlib.sha256)
 

@@ -45,8 +45,8 @@ its answer. ``key`` names that
 connection by the tag bases of its two sides, the listener's in the upper half. Codes: 0 consumed; 1 not, and a FINISH
 of it that is still on its way is refused from now on; 8 ask again; `UNKNOWN` the ring does not know the connection.
 
-Versions: HELLO offers a range, and the newest version that both sides know is the connection's. There is one so far.
-The prefix of handshake messages has a version of its own, so that two builds without a common version can still say so.
+Every handshake message begins with the wire's version. The two sides have the same one, or the connection is refused:
+each answer of a listener has its version, so that a client of any build can say so.
 
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
 own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
@@ -64,9 +64,7 @@ from transport import _ring
 from transport.errors import ProtocolError, VersionMismatchError
 from transport.runtime.decoders import hiding, ready
 
-VERSION = 5
-OLDEST_VERSION = 5
-FRAMING = 2  # of handshake messages, whatever is agreed by them
+VERSION = _ring.WIRE_VERSION
 
 MAX_HANDSHAKE_BYTES = 4096
 MAX_RECORDS = 63
@@ -130,23 +128,19 @@ ProofBytes = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 
 # --- handshake ---------------------------------------------------------------------------------
 class Hello(msgspec.Struct, frozen=True):
-    """What the client can speak, and the tag base for what it receives."""
+    """The ring that the client asks for ("": any), and the tag base for what it receives."""
 
-    oldest: int
-    newest: int
     ring: str
     tag_base: TagBase
     nonce: Nonce
-    features: tuple[str, ...] = ()
     lease_ms: LeaseMs = 0  # claims end after so long without a message; 0: with the connection
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The listener's nonce, its own proof, so that both sides know that the other has the secret, and its choice."""
+    """The listener's nonce, and its own proof, so that both sides know that the other has the secret."""
 
     nonce: Nonce
     proof: ProofBytes
-    version: int
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -158,12 +152,10 @@ class Proof(msgspec.Struct, frozen=True):
 class Welcome(msgspec.Struct, frozen=True):
     """What was agreed; ``code`` other than 0 is a refusal (see errors.py) and ``reason`` says why."""
 
-    version: int
     ring: str
     tag_base: TagBase
     ports: Ports = ()
     inline_limit: InlineLimit = 0
-    features: tuple[str, ...] = ()
     code: int = 0
     reason: str = ""
     consumers: Annotated[str, msgspec.Meta(max_length=400)] = ""
@@ -185,21 +177,23 @@ def encode_handshake(message: Hello | Challenge | Proof | Welcome) -> bytes:
     """Prefix and body of one handshake message."""
     body = msgspec.msgpack.encode(message)
     body += _CHECKSUM.pack(_ring.checksum(body))
-    return _PREFIX.pack(FRAMING, _HANDSHAKE[type(message)], 0, len(body)) + body
+    return _PREFIX.pack(VERSION, _HANDSHAKE[type(message)], 0, len(body)) + body
 
 
 def decode_prefix(prefix: bytes | bytearray) -> tuple[Kind, int]:
     """(kind, body length) of a handshake message.
 
     Raises:
-        VersionMismatchError: framing that is not known here, so nothing of this package's making.
+        VersionMismatchError: a peer of another version, or none of this package's making.
         ProtocolError: not a handshake, or a body longer than MAX_HANDSHAKE_BYTES.
     """
     if len(prefix) != PREFIX_BYTES:
         raise ProtocolError(f"handshake prefix of {len(prefix)} bytes; it has {PREFIX_BYTES}")
-    framing, kind, _, length = _PREFIX.unpack(prefix)
-    if framing != FRAMING:
-        raise VersionMismatchError(f"handshake framed by version {framing}; this side frames by version {FRAMING}")
+    version, kind, _, length = _PREFIX.unpack(prefix)
+    if version != VERSION:
+        raise VersionMismatchError(
+            f"the peer speaks wire version {version}, this side {VERSION}: upgrade the older of the two"
+        )
     if kind not in _HANDSHAKE.values():
         raise ProtocolError(f"handshake of unknown kind {kind:#x}")
     if length > MAX_HANDSHAKE_BYTES:
@@ -216,17 +210,6 @@ def decode_handshake(expected: type[Handshake], body: bytes) -> Handshake:
         return msgspec.msgpack.decode(text, type=expected)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"malformed {expected.__name__}: {error}") from error
-
-
-def agree_version(hello: Hello) -> int:
-    """Newest version both sides speak. Raises VersionMismatchError naming both ranges."""
-    version = min(VERSION, hello.newest)
-    if version < max(OLDEST_VERSION, hello.oldest):
-        raise VersionMismatchError(
-            f"the client speaks wire versions {hello.oldest} to {hello.newest}, the listener {OLDEST_VERSION} to "
-            f"{VERSION}: upgrade the older of the two"
-        )
-    return version
 
 
 # --- tags --------------------------------------------------------------------------------------

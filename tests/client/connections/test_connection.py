@@ -35,7 +35,7 @@ CODES = {kind.status: kind for kind in vars(errors).values() if getattr(kind, "s
 
 
 def welcome(**changes: Any) -> Welcome:
-    fields = {"version": wire.VERSION, "ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": 100}
+    fields = {"ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": 100}
     return Welcome(**{**fields, **changes})
 
 
@@ -51,7 +51,7 @@ async def challenged(
 ) -> tuple[asyncio.Task[Link], Side, Hello]:
     """The same of a client and a listener with these secrets; the listener has sent its challenge."""
     opening, side, hello = await heard(listener, secret=secret)
-    await side.say(Challenge(NONCE, proven(listeners, "listener", hello, NONCE), wire.VERSION))
+    await side.say(Challenge(NONCE, proven(listeners, "listener", hello, NONCE)))
     return opening, side, hello
 
 
@@ -64,7 +64,7 @@ async def test_opening_says_hello_and_takes_what_the_listener_says(wire: Any) ->
         opening = listener.opening(tag_base=OURS)
         side = await listener.accepted()
         hello = await side.welcome(ports=(7, 8), inline_limit=50)
-        assert (hello.oldest, hello.newest, hello.ring, hello.tag_base) == (5, 5, RING, OURS)
+        assert (hello.ring, hello.tag_base) == (RING, OURS)
         assert len(hello.nonce) == 16
         made = await opening
         assert (made.ring, made.ports, made.port) == (RING, (7, 8), ("127.0.0.1", listener.port))
@@ -130,7 +130,7 @@ async def test_a_listener_that_does_not_prove_the_secret_is_refused(how: str) ->
             mirrored = how == "the client's own side"  # as another client, asked with these nonces, has answered
             said = hello if mirrored else msgspec.structs.replace(hello, nonce=bytes(16))
             proof = proven(b"secret", "client" if mirrored else "listener", said, NONCE)
-            await side.say(Challenge(NONCE, proof, wire.VERSION))
+            await side.say(Challenge(NONCE, proof))
         with pytest.raises(AuthenticationError):
             await opening
         await until(lambda: not side.endpoint.alive)
@@ -142,7 +142,7 @@ async def test_a_second_challenge_is_refused() -> None:
     async with ScriptedListener() as listener:
         opening, side, hello = await challenged(listener, b"secret", b"secret")
         await side.heard(Proof)
-        await side.say(Challenge(NONCE, proven(b"secret", "listener", hello, NONCE), wire.VERSION))
+        await side.say(Challenge(NONCE, proven(b"secret", "listener", hello, NONCE)))
         with pytest.raises(ProtocolError, match="CHALLENGE"):
             await opening
 
@@ -164,7 +164,7 @@ async def test_a_refusal_in_the_handshake_has_its_class_and_reason_and_needs_no_
 @asynchronous
 async def test_a_listener_of_another_protocol_is_a_version_mismatch() -> None:
     async with ScriptedListener() as listener:
-        for said in (b"GET / HTTP/1.1\r\n", wire.encode_handshake(welcome(version=wire.VERSION + 1))):
+        for said in (b"GET / HTTP/1.1\r\n", bytes((wire.VERSION + 1,)) + wire.encode_handshake(welcome())[1:]):
             opening, side, _ = await heard(listener)
             await side.feed(said)
             with pytest.raises(VersionMismatchError):
@@ -220,15 +220,14 @@ u64 = st.integers(0, 2**64 - 1)
 messages = st.one_of(
     st.builds(
         welcome,
-        version=st.sampled_from([5, 5, 5, 4, 6]) | u64,
         ring=st.sampled_from([RING, RING, "", "another"]),
         tag_base=st.integers(0, 2**32 - 1),
         inline_limit=st.integers(0, wire.MOST_INLINE),
         code=st.sampled_from([0, 0, 1, 255]) | u64,
     ),
-    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=40), version=u64),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=40)),
     st.just(Proof(b"p")),
-    st.just(Hello(5, 5, RING, 1, bytes(16))),
+    st.just(Hello(RING, 1, bytes(16))),
 ).map(wire.encode_handshake)
 
 
@@ -245,9 +244,9 @@ pieces = pieces | st.builds(
 @example(wire.encode_handshake(welcome(ring="another")), None)
 @example(wire.encode_handshake(welcome()), b"secret")
 @example(wire.encode_handshake(welcome(ports=(5, 70000))), None)
-@example(b"\x02\x04\0\0\0\0\0\0", None)
-@example(b"\x02\x04\0\0\xff\xff\xff\xff", None)
-@example(wire.encode_handshake(Challenge(bytes(16), b"", 5)) + wire.encode_handshake(welcome()), b"secret")
+@example(bytes((wire.VERSION, 4, 0, 0, 0, 0, 0, 0)), None)
+@example(bytes((wire.VERSION, 4, 0, 0, 255, 255, 255, 255)), None)
+@example(wire.encode_handshake(Challenge(bytes(16), b"")) + wire.encode_handshake(welcome()), b"secret")
 def test_whatever_a_listener_says_the_handshake_ends_by_name_or_with_a_sound_welcome(
     said: bytes, secret: bytes | None
 ) -> None:

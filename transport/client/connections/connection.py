@@ -11,7 +11,6 @@ import asyncio
 import math
 import secrets
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transport import _ring, errors
@@ -95,9 +94,7 @@ class Link:
         self._endpoint = endpoint
         self.port = port  # (host, port), as asked for
         self._codes = engine()
-        self.native: _ucp.Link = self._codes.Link(
-            endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit, welcome.version
-        )
+        self.native: _ucp.Link = self._codes.Link(endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit)
         self.given_up = False  # for what happened to another link
         self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
         self.ring = welcome.ring
@@ -127,7 +124,7 @@ class Link:
 
         Raises:
             LinkError kinds: unreachable, or disconnected.
-            RefusedError kinds: another ring, no common version, a wrong secret, too many connections.
+            RefusedError kinds: another ring, another version, a wrong secret, too many connections.
         """
         endpoint: Endpoint | None = None
         try:
@@ -245,8 +242,6 @@ async def _shake_hands(
     endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None, lease_s: float
 ) -> frames.Welcome:
     hello = frames.Hello(
-        oldest=frames.OLDEST_VERSION,
-        newest=frames.VERSION,
         ring=ring,
         tag_base=tag_base,
         nonce=(nonce := authentication.nonce()),
@@ -255,7 +250,6 @@ async def _shake_hands(
     said = frames.encode_handshake(hello)
     endpoint.send_stream(said).add_done_callback(_look_at)
     kind, body = await _receive(endpoint)
-    proven = 0
     if kind is Kind.CHALLENGE:
         challenge = frames.decode_handshake(frames.Challenge, body)
         if secret is None:
@@ -264,7 +258,6 @@ async def _shake_hands(
             )
         proof = _answered(endpoint.name, challenge, secret, nonce, said[frames.PREFIX_BYTES :])
         endpoint.send_stream(frames.encode_handshake(proof)).add_done_callback(_look_at)
-        proven = challenge.version
         kind, body = await _receive(endpoint)
     elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
         raise AuthenticationError(f"{endpoint.name} did not authenticate with the shared secret")
@@ -274,36 +267,28 @@ async def _shake_hands(
     if welcome.code:
         kind_of_error = _BY_STATUS.get(welcome.code, RefusedError)
         raise kind_of_error(f"{endpoint.name}: {welcome.reason}")
-    _check_offered(endpoint.name, welcome.version)
-    if proven and welcome.version != proven:
-        raise ProtocolError(f"{endpoint.name}: version mismatch: CHALLENGE {proven}, WELCOME {welcome.version}")
     if ring and welcome.ring != ring:
         raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {ring[:8]}")
     return welcome
 
 
-def _check_offered(name: str, version: int) -> None:
-    if not frames.OLDEST_VERSION <= version <= frames.VERSION:
-        raise VersionMismatchError(
-            f"{name} chose wire version {version}; this side offered {frames.OLDEST_VERSION} to {frames.VERSION}"
-        )
-
-
 def _answered(name: str, challenge: frames.Challenge, secret: bytes, nonce: bytes, hello: bytes) -> frames.Proof:
-    """The proof that answers a challenge, once the listener's own was found good, and its choice of version, too."""
-    _check_offered(name, challenge.version)
-    proof = partial(authentication.proof, secret, version=challenge.version, hello=hello)
-    if not authentication.same(challenge.proof, proof("listener", nonce, challenge.nonce)):
+    """The proof that answers a challenge, once the listener's own was found good."""
+    expected = authentication.proof(secret, "listener", nonce, challenge.nonce, hello)
+    if not authentication.same(challenge.proof, expected):
         raise AuthenticationError(
             f"{name} has another shared secret than this client, or received a modified HELLO; set the same secret"
         )
-    return frames.Proof(proof("client", nonce, challenge.nonce))
+    return frames.Proof(authentication.proof(secret, "client", nonce, challenge.nonce, hello))
 
 
 async def _receive(endpoint: Endpoint) -> tuple[Kind, bytes]:
     prefix = bytearray(frames.PREFIX_BYTES)
     await endpoint.receive_stream(prefix)
-    kind, length = frames.decode_prefix(prefix)
+    try:
+        kind, length = frames.decode_prefix(prefix)
+    except VersionMismatchError as error:
+        raise VersionMismatchError(f"{endpoint.name}: {error}") from None
     body = bytearray(length)
     if length:
         await endpoint.receive_stream(body)
