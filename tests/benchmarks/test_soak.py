@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from benchmark_programs import BENCHMARKS
 from found_rings import ring_of, some
-from frame_codec import HEADER, encode_control, encode_status, sealed
+from frame_codec import HEADER, Answer, encode_control, encode_status, sealed
 from helpers import eventually
 from preloaded import needs_compiler
 from redis_server import needs_redis
@@ -24,7 +24,7 @@ from transport.claims.connection import ClaimConnection
 from transport.claims.network import NetworkClaim
 from transport.claims.places import OnThisHost
 from transport.queue import FoundRings
-from transport.wire.frames import VERSION, Answer, Hello, Kind, Record, encode_handshake
+from transport.wire.frames import VERSION, Hello, Kind, Record, encode_handshake
 
 SOAK = BENCHMARKS / "soak"
 BUILD = BENCHMARKS.parent / "build" / "faults"

@@ -11,7 +11,7 @@ import struct
 import msgspec
 import numpy as np
 import pytest
-from frame_codec import sealed
+from frame_codec import Answer, sealed
 from helpers import asynchronous, until
 from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
@@ -29,7 +29,7 @@ from transport.ring.batch_shape import fields_of
 from transport.settings import DEFAULTS
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Answer, Kind, Record
+from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frame_codec import Answer
 from helpers import asynchronous
 from scripted_listener import INLINE, ScriptedListener
 from scripted_listener import ticket as ticket_of
@@ -14,7 +15,7 @@ from transport import BlockingClient, Schema, SharedRingBuffer, StaleSlotError, 
 from transport.client.connections.connection import Want
 from transport.errors import ChecksumError, SchemaError, UsageError
 from transport.testing import LocalTransport
-from transport.wire.frames import Answer, Kind
+from transport.wire.frames import Kind
 
 pytestmark = pytest.mark.ucx
 

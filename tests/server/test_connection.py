@@ -252,7 +252,7 @@ async def test_link_and_connection_understand_each_other(ring: SharedRingBuffer,
         assert isinstance(stale, StaleSlotError)
         link.tell([ack(tickets[3])])
         _, answered = link.ask(record(Kind.STATE, tickets[3]), [])
-        assert link.answer(await answered).value == SlotFate.GONE
+        assert link.answer(await answered) == (0, SlotFate.GONE)
         assert states(ring) == FREE
         assert ring.statistics().consumes == 4
         [connection] = stage.listener._connections.values()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import frame_codec
 import numpy as np
 import pytest
+from frame_codec import Answer
 from helpers import asynchronous, noise, until
 from scripted_peer import (
     BUSY,
@@ -35,7 +36,7 @@ from transport.errors import LengthMismatchError, RankError, StaleSlotError, Wro
 from transport.ring.buffer import SharedRingBuffer
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Answer, Kind, Record, SlotFate
+from transport.wire.frames import Kind, Record, SlotFate
 from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx

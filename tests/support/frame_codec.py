@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 from transport import _ring
 from transport.errors import ProtocolError
-from transport.wire.frames import MAX_RECORDS, VERSION, Answer, Kind, Record
+from transport.wire.frames import MAX_RECORDS, VERSION, Kind, Record
 
 _RECORD_KINDS = frozenset(kind for kind in Kind if kind >= Kind.READ)
 
@@ -21,6 +22,17 @@ CONTROL_BYTES = HEADER_BYTES + MAX_RECORDS * RECORD_BYTES
 
 JOINED = 0x01
 CHECKED = 0x02
+
+
+class Answer(NamedTuple):
+    """Answer to one record. ``code`` 0 is success, else the ``status`` of an error class."""
+
+    code: int
+    position: int  # of its record in the CONTROL message
+    length: int = 0
+    checksum: int | None = None
+    value: int = 0
+    joined: memoryview | None = None  # the payload itself
 
 
 _CHECKSUM = struct.Struct("<Q")  # of everything behind it but the payloads

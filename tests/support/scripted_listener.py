@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import frame_codec
+from frame_codec import Answer
 
 from transport.client.connections.connection import Link, Want
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Answer, Hello, Kind, Record, Welcome
+from transport.wire.frames import Hello, Kind, Record, Welcome
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import settings_for
 
@@ -227,4 +228,4 @@ async def in_order(link: Link, side: Side) -> None:
     assert asked == number
     assert record.kind is Kind.BYE
     await side.status(number, Answer(0, 0))
-    assert link.answer(await asking).code == 0
+    assert link.answer(await asking) == (0, 0)

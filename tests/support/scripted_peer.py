@@ -9,6 +9,7 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import frame_codec
+from frame_codec import Answer
 from helpers import until
 
 from transport.ring.buffer import SharedRingBuffer
@@ -17,7 +18,7 @@ from transport.server.listener import Listener
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Answer, Hello, Kind, Record, Welcome
+from transport.wire.frames import Hello, Kind, Record, Welcome
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import settings_for
 

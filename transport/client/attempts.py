@@ -36,7 +36,7 @@ from transport.ring.parts import PayloadPart, Range
 from transport.runtime.timeouts import Timeouts
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.wire.frames import Answer, Record
+from transport.wire.frames import Record
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
@@ -141,14 +141,14 @@ class RemoteReads:
         wire, port = await self._anywhere(ticket, port, deadline, False, fetch)
         return None if wire is None else (wire, port)
 
-    async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> Answer:
-        """Send a record that is answered without payload, after records without answer."""
+    async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> int:
+        """Send a record that is answered without payload, after records without answer; the value of the answer."""
         self._check_wires(ticket)
         port = self._links.next_port(ticket.ring, self._links.ports(ticket))
-        answer, _ = await self._anywhere(
+        value, _ = await self._anywhere(
             ticket, port, deadline, False, lambda port: self._ask(port, ticket, record, before, deadline)
         )
-        return answer
+        return value
 
     def _check_wires(self, ticket: Ticket) -> None:
         if self._wires is not None and not self._wires - {"mapped"}:
@@ -346,14 +346,14 @@ class RemoteReads:
 
     async def _ask(
         self, port: PortKey, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline
-    ) -> Answer:
+    ) -> int:
         link = await self._checkout(port, ticket.ring, deadline)
         begun = time.monotonic()
         limit_s = self._settings.read_timeout(0)
         try:
             number, asking = link.ask(record, before)
             self._watch.add(asking, min(begun + limit_s, deadline.at))
-            answer = link.answer(await asking)
+            code, value = link.answer(await asking)
         except BaseException as error:
             self._links.break_off(link)
             if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
@@ -363,9 +363,9 @@ class RemoteReads:
         self._watch.remove(asking)
         self._links.checkin(link)
         self._links.ledger.answered(link, number)
-        if answer.code:
-            raise refusal(answer.code, f"payload {ticket.name}")
-        return answer
+        if code:
+            raise refusal(code, f"payload {ticket.name}")
+        return value
 
     async def _checkout(self, port: PortKey, ring: str, deadline: Deadline) -> Link:
         """A connection. The wait for the pool is bounded by the deadline only, connecting by its own limits."""

@@ -375,8 +375,8 @@ class UCXXClient:
             return ring.discard(ticket)
         discarding = Record(Kind.DISCARD, ticket.slot, ticket.generation, 0, ticket.key)
         asking = Record(Kind.STATE, ticket.slot, ticket.generation, 0, ticket.key)
-        answer = await self._remote.ask(ticket, asking, [discarding], self._reads.deadline(timeout))
-        return SlotFate(answer.value) is SlotFate.GONE
+        after = await self._remote.ask(ticket, asking, [discarding], self._reads.deadline(timeout))
+        return SlotFate(after) is SlotFate.GONE
 
     async def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """What became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
@@ -388,8 +388,7 @@ class UCXXClient:
         if ring is not None:
             ring.check(ticket, rank)
             return fate_of(ring.native.info(ticket.slot), record)
-        answer = await self._remote.ask(ticket, record, [], self._reads.deadline(timeout))
-        return SlotFate(answer.value)
+        return SlotFate(await self._remote.ask(ticket, record, [], self._reads.deadline(timeout)))
 
     def statistics(self) -> ClientStatistics:
         """Counters and gauges at this moment."""

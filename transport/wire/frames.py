@@ -247,14 +247,3 @@ def fate_of(info: _ring.SlotInfo, record: Record) -> SlotFate:
     if info.generation != record.generation or info.state not in (_ring.READY, _ring.READING):
         return SlotFate.GONE
     return SlotFate.CONSUMED if info.done >> record.rank & 1 else SlotFate.READABLE
-
-
-class Answer(NamedTuple):
-    """Answer to one record. ``code`` 0 is success, else the ``status`` of an error class."""
-
-    code: int
-    position: int  # of its record in the CONTROL message
-    length: int = 0
-    checksum: int | None = None
-    value: int = 0
-    joined: memoryview | None = None  # the payload itself

@@ -8,6 +8,7 @@ from typing import Any
 
 import frame_codec
 import pytest
+from frame_codec import Answer
 from helpers import asynchronous, noise, over_ucx, until
 from scripted_listener import (
     INLINE,
@@ -27,7 +28,7 @@ from transport.errors import (
     ConnectionLostError,
     LinkError,
 )
-from transport.wire.frames import Answer, Kind, Record
+from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
 

@@ -12,6 +12,7 @@ from typing import Any
 import frame_codec
 import numpy as np
 import pytest
+from frame_codec import Answer
 from helpers import asynchronous, noise, over_ucx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ from transport.errors import (
 )
 from transport.testing import run
 from transport.wire import frames
-from transport.wire.frames import Answer, Kind, Record
+from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
 

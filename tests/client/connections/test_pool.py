@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transport.client.connections.pool import _POOL_ENDPOINT_MAX_AGE_S, EndpointPool
+from transport.client.connections.pool import EndpointPool
 from transport.errors import InternalError
 from transport.settings import DEFAULTS
 
@@ -40,16 +40,16 @@ def test_age_counts_from_the_last_use() -> None:
     opened(pool, "old", "young")
     pool.checkin("old", 0.0)
     pool.checkin("young", 50.0)
-    assert pool.next_expiry() == _POOL_ENDPOINT_MAX_AGE_S
-    assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S - 0.001) == []
-    assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S + 1) == ["old"]
-    assert pool.checkout(HERE, 60.0 + _POOL_ENDPOINT_MAX_AGE_S) is None  # too old, though not yet taken out
-    assert pool.expired(60.0 + _POOL_ENDPOINT_MAX_AGE_S) == ["young"]
+    assert pool.next_expiry() == DEFAULTS.pool_endpoint_max_age_s
+    assert pool.expired(DEFAULTS.pool_endpoint_max_age_s - 0.001) == []
+    assert pool.expired(DEFAULTS.pool_endpoint_max_age_s + 1) == ["old"]
+    assert pool.checkout(HERE, 60.0 + DEFAULTS.pool_endpoint_max_age_s) is None  # too old, though not yet taken out
+    assert pool.expired(60.0 + DEFAULTS.pool_endpoint_max_age_s) == ["young"]
     assert pool.next_expiry() is None
 
 
 def test_the_age_stays_below_the_listeners_idle_eviction() -> None:
-    assert _POOL_ENDPOINT_MAX_AGE_S == DEFAULTS.pool_endpoint_max_age_s < DEFAULTS.listener_idle_eviction_s
+    assert DEFAULTS.pool_endpoint_max_age_s == DEFAULTS.pool_endpoint_max_age_s < DEFAULTS.listener_idle_eviction_s
 
 
 def test_places_of_a_port_are_bounded_while_connections_are_being_opened() -> None:
@@ -99,7 +99,7 @@ class PoolMachine(RuleBasedStateMachine):
         if connection is not None:
             assert connection not in self.closed
             assert connection not in self.used
-            assert self.now - self.last_use[connection] <= _POOL_ENDPOINT_MAX_AGE_S
+            assert self.now - self.last_use[connection] <= DEFAULTS.pool_endpoint_max_age_s
             self.used[connection] = port
         elif self.pool.may_open(port):
             self.pool.begin_open(port)

@@ -30,7 +30,7 @@ from transport.errors import (
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import authentication, frames
-from transport.wire.frames import Answer, Kind, Record
+from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
 from transport.wire.ucx import Endpoint, Worker
 from transport.wires import Wire
@@ -212,12 +212,16 @@ class Link:
         worker.kick()
         return number, future
 
-    def answer(self, outcome: Any) -> Answer:
-        """What the future of `ask` was given. Raises ProtocolError."""
+    def answer(self, outcome: Any) -> tuple[int, int]:
+        """Code (0: success, else the ``status`` of an error class) and value of an answer. Raises ProtocolError.
+
+        Args:
+            outcome: what the future of `ask` was given.
+        """
         if outcome == self._codes.PROTOCOL:
             raise ProtocolError(f"{self._endpoint.name} sent an answer that does not fit its request")
         code, value = outcome
-        return Answer(code, 0, value=value)
+        return code, value
 
     def _ready(self) -> None:
         if self.native.usable:

@@ -18,9 +18,7 @@ from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from transport.errors import InternalError, UsageError
-from transport.settings import _POOL_ENDPOINT_MAX_AGE_S, DEFAULTS, Settings
-
-__all__ = ["_POOL_ENDPOINT_MAX_AGE_S", "EndpointPool", "PoolCounts", "PortKey", "port_of"]
+from transport.settings import DEFAULTS, Settings
 
 PortKey: TypeAlias = tuple[str, int]  # (address, port)
 
