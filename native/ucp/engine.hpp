@@ -252,7 +252,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void forget(Deferred& work);  // before it dies
   void emit(Event event) { events_.push_back(std::move(event)); }
   std::vector<Event> take_events() { return std::exchange(events_, {}); }
-  bool has_events() const { return !events_.empty(); }
   // Memory of completed requests, whose owners may need Python's lock to let go of it: dropped by who calls this.
   std::vector<std::shared_ptr<void>> take_garbage() { return std::exchange(garbage_, {}); }
   void release(std::shared_ptr<void> memory) {
