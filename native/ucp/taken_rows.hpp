@@ -2,6 +2,7 @@
 // beyond it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -40,7 +41,7 @@ inline const char* taken_fault(const std::byte* message, std::size_t length, std
   if (header.code > 0xff || (header.code != 0 && header.count != 0)) return "payloads beside a refusal";
   std::uint64_t head = sizeof(Header) + header.count * sizeof(Taken);
   if (length < head) return "a status message is too short for its payloads";
-  std::uint64_t joined = 0;
+  std::uint64_t joined = 0, bytes = 0;
   bool any = false;
   for (std::size_t at = 0; at < header.count; ++at) {
     const Taken taken = taken_at(message, at);
@@ -48,6 +49,9 @@ inline const char* taken_fault(const std::byte* message, std::size_t length, std
     if (taken.rank != terms.rank) return "a payload for another rank";
     head += taken.note_bytes;
     if (taken.length > kMostLength) return "a payload that no slot can hold";
+    if (at != 0 && taken.length > terms.most_bytes - std::min(bytes, terms.most_bytes))  // as `Ring::claim` has it
+      return "more bytes of payloads than were asked for";
+    bytes += taken.length;
     if ((taken.flags & kJoined) == 0) continue;
     if (taken.length > terms.most_bytes) return "a payload that is too large to be joined";
     joined = aligned_taken(joined) + taken.length;

@@ -16,12 +16,13 @@ from found_processes import TRAINER, WRITER, fill, opened, ring_of
 from found_rings import LONG_S, some
 from helpers import Child, dead_port, eventually, free, listener_pids
 from queue_waits import in_thread
+from silent_server import silent_server
 
 from transport import SharedRingBuffer
 from transport.claims.batch import Verdict
 from transport.claims.looks import depth_of, failures_of, known_of, unfinished_of
 from transport.claims.network import NetworkSource
-from transport.claims.places import OnThisHost, RingAddress
+from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.packer.rollout import queued
 from transport.queue import FoundRings
 
@@ -174,6 +175,26 @@ def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_th
         assert queue.claim(1, 0.1, consumer="test") == []
         eventually(lambda: queue._network._rank(0).demands.faults, "it was tried")
         assert queue.claim(1, 0.1, consumer="test") == []
+
+
+def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
+    class Told(Discovery):
+        places: Mapping[str, RingAddress] = {}
+
+        def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+            return self.places
+
+    told = Told()
+    with FoundRings(told) as queue:
+        with silent_server() as port:
+            told.places = {"gone": RingAddress(("127.0.0.1",), (port,))}
+            assert queue.claim(1, 0.1, consumer="test") == []
+            demands = queue._network._rank(0).demands
+            eventually(lambda: demands._takers._opening, "it is connected to")
+            told.places = {}
+            eventually(lambda: not demands.places, "it is not found any more")
+        eventually(lambda: not demands._takers._places, "the connection has failed")
+        assert demands.faults == {}
 
 
 def test_claims_of_several_rings_that_do_not_answer_are_given_back_at_once(

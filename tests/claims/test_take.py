@@ -13,6 +13,7 @@ import frame_codec
 import numpy as np
 import pytest
 from helpers import asynchronous, settings_with, until
+from scripted_listener import ScriptedListener
 from scripted_peer import LARGE, Peer, Stage
 from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
 
@@ -458,6 +459,21 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
         assert peer.closed
         assert list(stage.listener._connections) == [other.connection]
     assert counts(ring) == {"ready": 1}
+
+
+@asynchronous
+async def test_a_listener_that_goes_on_in_the_way_of_the_handshake_loses_its_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ScriptedListener() as listener, tcp() as client:
+        taking = asyncio.create_task(client.take(f"127.0.0.1:{listener.port}", 1, wait_s=LONG_S))
+        side = await listener.accepted()
+        await side.welcome()
+        await side.asked()
+        await side.feed(bytes(1 << 20))
+        with pytest.raises(ConnectionLostError):
+            await taking
+    assert "stream data after the handshake" in caplog.text
 
 
 # --- tAKE and the ends of claims that are refused: wrong arguments, malformed records, others' claims, older listener

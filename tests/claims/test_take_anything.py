@@ -109,7 +109,15 @@ async def test_a_payload_to_be_read_apart_whose_ticket_contradicts_its_row_is_an
             await taken(listener, answered(0, [(note, b"", False)], {0: length}))
 
 
-@pytest.mark.parametrize("length", [0, 300])
+@asynchronous
+async def test_an_answer_of_more_bytes_than_were_asked_for_gets_no_memory() -> None:
+    apart = [(ticket(150, slot).encode(), b"", False) for slot in range(2)]
+    async with ScriptedListener() as listener:
+        with pytest.raises(ProtocolError):
+            await taken(listener, answered(0, apart, {0: 150, 1: 150}))
+
+
+@pytest.mark.parametrize("length", [0, 150])
 @pytest.mark.parametrize("note", [b"", b"no ticket"], ids=["none", "garbage"])
 @asynchronous
 async def test_a_payload_to_be_read_apart_whose_ticket_cannot_be_decoded_has_no_bytes_and_leaves_the_others(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 from concurrent.futures import Future
@@ -34,6 +35,42 @@ def test_the_thread_of_a_call_holds_nothing_of_it_when_its_result_is_told() -> N
     go.set()
     assert future.result(10) == "saved"
     assert held == [False]
+
+
+def test_an_error_keeps_nothing_of_its_call_once_it_is_handled() -> None:
+    def fail(model: Model) -> None:
+        raise ValueError(repr(model))
+
+    async def handled() -> weakref.ref[Model]:
+        model = Model()
+        with pytest.raises(ValueError, match="Model"):
+            await in_thread(fail, model)
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        alive = run(handled())
+        for thread in threading.enumerate():
+            if thread.name == "transport fail":
+                thread.join()
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_result_is_freed_by_the_loop_that_waited_for_it() -> None:
+    freed_by: set[str] = set()
+
+    class Group:
+        def __del__(self) -> None:
+            freed_by.add(threading.current_thread().name)
+
+    async def calls() -> None:
+        for _ in range(500):
+            await in_thread(Group)
+
+    run(calls())
+    assert freed_by == {threading.current_thread().name}
 
 
 def test_a_call_whose_future_is_cancelled_goes_on_to_its_end() -> None:

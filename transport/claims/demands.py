@@ -43,6 +43,17 @@ _FEW: Final = 64  # connections, which are all looked at in every turn
 _LOOK_S: Final = 0.25  # more of them are looked at so often: is each still there?
 
 
+class _Known:
+    """What is known of a place, for as long as it is found."""
+
+    __slots__ = ("fault", "ring", "tries")
+
+    def __init__(self) -> None:
+        self.fault: TransportError | None = None  # why it is not connected
+        self.ring = ""  # that was last connected to
+        self.tries = 0  # in vain
+
+
 class Demands:
     """The demands of one rank.
 
@@ -56,7 +67,6 @@ class Demands:
 
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
-        faults: why a place is not connected, by its name.
         ended: of the rings that were connected to, whether each said its end in its last answer: a writer that takes
             over a ring begins anew.
     """
@@ -82,17 +92,15 @@ class Demands:
         self._most_attempts = most_attempts
         self._look_s = look_s
         self.oldest_version: int | None = None
-        self.faults: dict[str, TransportError] = {}
         self.ended: dict[str, bool] = {}
-        self._ring_at: dict[str, str] = {}  # by place, the last one
         self._takers = Takers(0)
         self._batches = 0
         self._most = 1
         self._largest = 0  # of the payloads that came last, in bytes
         self._places: Mapping[str, RingAddress] = {}
+        self._known: dict[str, _Known] = {}
         self._connected: dict[str, ClaimConnection] = {}
         self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
-        self._tries: dict[str, int] = {}
         self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
         self._loop = asyncio.get_running_loop()
         self._due: asyncio.TimerHandle | None = None
@@ -109,6 +117,12 @@ class Demands:
     def places(self) -> Mapping[str, RingAddress]:
         """As last found."""
         return self._places
+
+    @property
+    def faults(self) -> dict[str, TransportError]:
+        """Why a place is not connected, by its name."""
+        known = list(self._known.items())
+        return {name: place.fault for name, place in known if place.fault is not None}
 
     @property
     def connections(self) -> list[ClaimConnection]:
@@ -191,8 +205,7 @@ class Demands:
         self._all.leave(link)
 
     async def _open(self, name: str) -> None:
-        place = self._places.get(name)
-        tries = self._tries.get(name, 0)
+        place, known = self._places.get(name), self._known.get(name, _Known())
         try:
             if place is None or not place.ports:
                 raise WrongRingError(f"ring {name[:8]} is not served any more")
@@ -202,39 +215,39 @@ class Demands:
                     f"ring {name[:8]} is on another host, which names {', '.join(place.addresses)}: set "
                     "TRANSPORT_ADDRESSES for its rollout to an address that other hosts reach"
                 )
-            address = addresses[tries // len(place.ports) % len(addresses)]
-            port = place.ports[(self._spread + tries) % len(place.ports)]
+            address = addresses[known.tries // len(place.ports) % len(addresses)]
+            port = place.ports[(self._spread + known.tries) % len(place.ports)]
             link = await self._all.open((address, port), place.segment)
             if place.ring and link.ring != place.ring:
                 self._all.leave(link)
                 raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
         except TransportError as error:
-            self._tries[name] = tries + 1
-            if self.ended.get(self._ring_at.get(name, "")):  # another ring may be served there later
+            known.tries += 1
+            if self.ended.get(known.ring):  # another ring may be served there later
                 self._takers.lost(name, time.monotonic())
                 self._turn()
                 return
-            self.faults[name] = error
+            known.fault = error
             if (before := self._log_limit.due()) is not None:
                 more = f" ({before} more failures since the last report)" if before else ""
                 log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
             self._takers.lost(name, time.monotonic())
         except Exception as error:  # whatever it is, the place is tried again
-            self._tries[name] = tries + 1
+            known.tries += 1
             self._note(name, error)
             self._takers.lost(name, time.monotonic())
         else:
-            self.faults.pop(name, None)
+            known.fault = None
             link.served = partial(self._served, name)
             self._connected[name] = link
-            self._ring_at[name] = link.ring
+            known.ring = link.ring
             self.ended.setdefault(link.ring, False)
             self._takers.opened(name)
         self._turn()
 
     def _note(self, name: str, error: BaseException) -> None:
         """An error that is none of this package's."""
-        self.faults[name] = InternalError(f"{name}: {type(error).__name__}: {error}")
+        self._known.get(name, _Known()).fault = InternalError(f"{name}: {type(error).__name__}: {error}")
         if self._log_limit.due() is not None:
             log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
 
@@ -271,7 +284,7 @@ class Demands:
             batch = taken.result()
             self.ended[link.ring] = False
             if self._connected.get(name) is link:
-                self.faults.pop(name, None)
+                self._known.get(name, _Known()).fault = None
                 self._takers.answered(name, len(batch), full=self._full(ask.n, batch))
                 if len(batch):
                     batch.claims.place, batch.claims.settled = name, self._ended
@@ -286,9 +299,10 @@ class Demands:
                 self.ended[link.ring] = True
                 self._lose(name, link)
             case TransportError():
-                self.faults[name] = error
+                known = self._known.get(name, _Known())
+                known.fault = error
                 if link.lost:
-                    self._tries[name] = self._tries.get(name, 0) + 1
+                    known.tries += 1
                     self._lose(name, link)
                 elif self._connected.get(name) is link:
                     if not isinstance(error, BusyError) and self._log_limit.due() is not None:
@@ -321,9 +335,6 @@ class Demands:
             await asyncio.sleep(self._look_s)
 
     def _follow_to(self, found: Mapping[str, RingAddress]) -> None:
-        for name in self._places.keys() - found.keys():
-            self._tries.pop(name, None)
-            self.faults.pop(name, None)
-            self._ring_at.pop(name, None)
         self._places = found
+        self._known = {name: self._known.get(name) or _Known() for name in found}
         self._takers.found(found)

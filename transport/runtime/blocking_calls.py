@@ -18,36 +18,33 @@ _AGAIN_S: Final = 0.5
 T = TypeVar("T")
 
 
-def _in_daemon(call: Callable[[], T], told: Callable[[T | None, BaseException | None], object], name: str) -> None:
-    """Run the call in a daemon thread, and tell its result or its error there.
+_Outcome = tuple[T | None, BaseException | None]  # the result, or the error
 
-    The thread holds nothing of the call when it tells: an exit does not wait for the thread, and a thread that then
+
+def _in_daemon(call: Callable[[], T], told: Callable[[list[_Outcome[T]]], object], name: str) -> None:
+    """Run the call in a daemon thread, and tell its outcome there, in a list that the receiver empties."""
+    threading.Thread(target=_run, args=([call], [told]), name=name, daemon=True).start()
+
+
+def _run(calls: list[Callable[[], T]], tolds: list[Callable[[list[_Outcome[T]]], object]]) -> None:
+    """The thread holds nothing of the call when it tells: an exit does not wait for the thread, and a thread that then
     frees a framework's object, such as torch's process group, aborts the process.
+
+    Nor does its frame hold the outcome or its receiver afterwards: an error refers to this frame, and in a cycle both
+    would stay, with all that the call held.
     """
-    calls = [call]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = calls.pop()()
-        except BaseException as raised:
-            error = raised
-        told(result, error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    outcomes: list[_Outcome[T]] = []
+    try:
+        outcomes.append((calls.pop()(), None))
+    except BaseException as error:
+        outcomes.append((None, error))
+    tolds.pop()(outcomes)
 
 
 def started(call: Callable[[], T]) -> Future[T]:
     """Run the call in a daemon thread, for which no exit waits; the future has its result."""
     future: Future[T] = Future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
-
-    _in_daemon(call, settle, "transport call")
+    _in_daemon(call, lambda outcomes: _settle(future, *outcomes.pop()), "transport call")
     return future
 
 
@@ -55,20 +52,26 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
     """Run the call in a daemon thread. Cancelling the future does not stop it; neither loop nor exit wait for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    waiting = [future]  # taken out on the loop: the future has the result, and the thread may end after its waiter
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def settle(outcomes: list[_Outcome[T]]) -> None:
+        future, outcome = waiting.pop(), outcomes.pop()
         if not future.done():
-            if error is None:
-                future.set_result(result)  # type: ignore[arg-type]
-            else:
-                future.set_exception(error)
+            _settle(future, *outcome)
 
-    def told(result: T | None, error: BaseException | None) -> None:
+    def told(outcomes: list[_Outcome[T]]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, outcomes)
 
     _in_daemon(partial(function, *arguments), told, f"transport {getattr(function, '__name__', 'call')}")
     return future
+
+
+def _settle(future: Future[T] | asyncio.Future[T], result: T | None, error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(result)  # type: ignore[arg-type]
+    else:
+        future.set_exception(error)
 
 
 def in_parallel(calls: Iterable[Callable[[], T]], at_once: int, stop: Callable[[], object]) -> list[T]:

@@ -8,6 +8,7 @@ ends UCX's use of the buffers before they are used again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ from transport.wires import Wire
 
 if TYPE_CHECKING:
     from transport import _ucp
+
+log = logging.getLogger(__name__)
 
 
 class Want(NamedTuple):
@@ -103,6 +106,8 @@ class Link:
         self.fields = welcome.fields  # its schema, encoded; empty: not said
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
+        # As a listener does: UCX keeps what comes after the handshake in its way, however much it is.
+        endpoint.receive_stream(bytearray(1)).add_done_callback(partial(_said_more, endpoint))
 
     def __repr__(self) -> str:
         return f"<Link {self._endpoint.name} by {self.wire}, {self.native.next_number} messages>"
@@ -234,6 +239,12 @@ class Link:
     def abort(self) -> None:
         """Close at once; on return UCX is out of every buffer. Idempotent."""
         self._endpoint.abort()
+
+
+def _said_more(endpoint: Endpoint, said: asyncio.Future[int]) -> None:
+    if not said.cancelled() and said.exception() is None:
+        log.warning("%s sent stream data after the handshake; its connection ends", endpoint.name)
+        endpoint.abort()
 
 
 def _look_at(future: asyncio.Future[int]) -> None:
