@@ -168,9 +168,10 @@ def test_a_text_that_names_no_rings_is_refused(text: str) -> None:
         open_queue(text)
 
 
-def test_a_text_that_lacks_a_letter_is_told_which_one_to_give() -> None:
-    with pytest.raises(ConfigurationError, match="rings:run-1"):
-        open_queue("ring:run-1")
+@pytest.mark.parametrize("text", ["ring:run-1", "tcp://host:7450", "host:7450", "", "sqlite:q.db"])
+def test_a_text_that_names_no_queue_is_refused_with_the_forms_for_rings(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="rings://host:port"):
+        open_queue(text)
 
 
 def test_a_text_without_a_name_is_what_the_mixins_do_without_a_queue() -> None:

@@ -317,7 +317,7 @@ async def test_a_ticket_of_a_ring_that_nobody_serves_any_more_is_lost() -> None:
         (b"s", b"s", None),
         (b"s", b"other", "has another shared secret"),
         (b"s", None, "this client has none"),
-        (None, b"s", "did not authenticate"),
+        (None, b"s", "has no shared secret"),
     ],
 )
 @asynchronous

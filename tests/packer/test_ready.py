@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import os
@@ -171,6 +172,21 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
     assert waited == [0.0]
     with pytest.raises(UsageError, match="drain_s"):
         Rollout(SCHEMA, queue=queue, drain_s=float("nan"))
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.parametrize("payloads", [0, 3])
+def test_a_rollout_warns_of_what_no_trainer_has_consumed_when_it_closes(
+    interrupted: bool, payloads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.suppress(KeyboardInterrupt), Rollout(SCHEMA, slots=4, mode="thread", drain_s=0) as rollout:
+        for _ in range(payloads):
+            rollout.write_to_buffer(VALUES)
+        if interrupted:
+            raise KeyboardInterrupt
+    counted = [each.args[1] for each in caplog.records if each.name == "transport.packer.rollout" and each.args]
+    assert counted == [payloads] * bool(payloads)
 
 
 @pytest.mark.parametrize("given", [None, 7.0])

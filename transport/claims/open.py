@@ -11,6 +11,8 @@ from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory
 from transport.store.open import open_store
 
+_RINGS = "Rings that are the queue are rings:NAME on this host, else rings://host:port,host:port or rings+redis://…"
+
 
 def open_queue(url: str) -> TicketQueue:
     """Open the queue that a text names: the rings themselves, or a broker.
@@ -28,13 +30,12 @@ def open_queue(url: str) -> TicketQueue:
     """
     if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
         return open_rings(url)
-    if isinstance(url, str) and url.partition(":")[0] == "ring":
-        raise ConfigurationError(f"{url!r}: give rings{url.removeprefix('ring')}, for the rings of a run")
-    parsed = parse_url(url)
+    try:
+        parsed = parse_url(url)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}. {_RINGS}") from None
     if not isinstance(parsed, RedisURL):
-        raise ConfigurationError(
-            f"{url!r} is a store, which holds no queue: on one host the rings are the queue (rings:NAME)"
-        )
+        raise ConfigurationError(f"{url!r} is a store, which holds no queue. {_RINGS}")
     return RedisQueue(parsed)
 
 

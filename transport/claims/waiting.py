@@ -146,7 +146,12 @@ def reason(known: Known) -> Reason | None:
     faults = known.reached.faults
     if each := [f"{place}: {fault}" for place, fault in faults.items() if not isinstance(fault, SchemaError)]:
         return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {_few('; ', each)}")
-    there = f"; those of this host are found by {_few(', ', known.others)}" if known.others else ""
+    there = (
+        f"; those of this host are found by {_few(', ', known.others)}: set the same run (TRANSPORT_RUN) for rollouts "
+        "and trainers, or open_queue one of these"
+        if known.others
+        else ""
+    )
     return Reason(Why.NO_RING, f"{known.places} finds no ring{there}")
 
 

@@ -9,6 +9,7 @@ with Worker() as worker:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from operator import index
 from typing import Literal
@@ -38,6 +39,8 @@ from transport.settings import Settings
 from transport.store.directory import Announcement
 
 __all__ = ["UCXXRolloutMixin", "queued", "ticket_id"]
+
+log = logging.getLogger(__name__)
 
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
 
@@ -216,7 +219,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         # the ring is closed even if the server fails to stop
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
-                stack.callback(ring.close)
+                stack.callback(_close, ring, server)
                 if ends and self._ucxx_ends and not ring.native.closed:
                     ring.end_data()
             if announcement is not None:
@@ -228,3 +231,17 @@ class UCXXRolloutMixin(Writing, WithBlock):
             if publisher is not None:
                 stack.callback(publisher.abort)
                 stack.callback(publisher.close)  # first: what is drained has to be published
+
+
+def _close(ring: SharedRingBuffer, server: UCXXServer | None) -> None:
+    native = ring.native
+    if not native.closed and not native.file and ring.overflow != "overwrite":  # there payloads may go unread
+        given_up = native.unread + (0 if server is None else server.given_up)
+        if given_up:
+            log.warning(
+                "ring %s is closed with %d payloads that no trainer has consumed, and gives them up; stop inside "
+                "until_stopped(), and close with drain_s, to wait for the trainers",
+                ring.ring_id[:8],
+                given_up,
+            )
+    ring.close()

@@ -113,6 +113,7 @@ class UCXXServer:
         ).checked()
         self._run: Processes | OneThread | None = None
         self._closing = False
+        self.given_up = 0  # payloads that were not consumed when `close` ended the ring's data
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""
@@ -216,6 +217,7 @@ class UCXXServer:
         infos = [(slot, native.info(slot)) for slot in range(self._ring.slot_count)]
         published = (_ring.READY, _ring.READING)
         given_up = sum(native.discard(slot, info.generation) for slot, info in infos if info.state in published)
+        self.given_up += given_up
         if given_up:
             log.info("ring %s ends with %d payloads that are not consumed", self._ring.ring_id[:8], given_up)
 

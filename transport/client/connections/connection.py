@@ -275,7 +275,7 @@ async def _shake_hands(
         endpoint.send_stream(frames.encode_handshake(proof)).add_done_callback(_look_at)
         kind, body = await _receive(endpoint)
     elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
-        raise AuthenticationError(f"{endpoint.name} did not authenticate with the shared secret")
+        raise AuthenticationError(f"{endpoint.name} has no shared secret, this client has one; set the same secret")
     if kind is not Kind.WELCOME:
         raise ProtocolError(f"{endpoint.name} answered the handshake with {kind.name}")
     welcome = frames.decode_handshake(frames.Welcome, body)
