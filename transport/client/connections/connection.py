@@ -12,6 +12,7 @@ import logging
 import math
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transport import _ring, errors
