@@ -16,7 +16,7 @@ from accounts import Violation
 from claims import Claims, Demand, SimNative
 
 from transport.client.connections.acknowledgements import Ack
-from transport.client.connections.connection import Answer, Want
+from transport.client.connections.connection import Want
 from transport.errors import (
     BusyError,
     ChecksumError,
@@ -305,8 +305,8 @@ class SimLink:
         found: list[TransportError | None] = outcome
         return found
 
-    def answer(self, outcome: Any) -> Answer:
-        found: Answer = outcome
+    def answer(self, outcome: Any) -> tuple[int, int]:
+        found: tuple[int, int] = outcome
         return found
 
     def _request(self, acks: Sequence[Record | Ack], serve: Callable[[], Any]) -> tuple[int, asyncio.Future[Any]]:
@@ -372,9 +372,9 @@ class SimLink:
                 failures.append(None)
         return failures if any(failures) else 0
 
-    def _fate(self, record: Record) -> Answer:
+    def _fate(self, record: Record) -> tuple[int, int]:
         there = self.host.readable(record.slot, record.generation)
-        return Answer(0, SlotFate.READABLE if there else SlotFate.GONE)
+        return 0, SlotFate.READABLE if there else SlotFate.GONE
 
     # --- the end -------------------------------------------------------------------------------------------
     def broken(self, error: TransportError) -> None:
