@@ -76,11 +76,8 @@ class Proxy:
     # --- the way ----------------------------------------------------------------------------------------
     def _serve(self, control: socket.socket, ways: tuple[str, str]) -> None:
         while True:
-            try:
-                asking, _ = control.accept()
-            except OSError:
-                return
-            with asking:
+            asking, _ = control.accept()
+            with asking, contextlib.suppress(OSError):  # who asked was killed meanwhile
                 asked = asking.recv(6)
                 if len(asked) < 6 or not self._reachable:
                     continue
