@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -76,7 +78,8 @@ def test_two_hosts_train_once_on_each_trajectory_though_two_trainers_are_killed(
             start(folder, "trainer", rings, host=there) as first,
             start(folder, "trainer", rings, host=there) as second,
         ):
-            said = killed_while_it_learns(first) + killed_while_it_learns(second)
+            with ThreadPoolExecutor(2) as both:  # each is killed when it says so, not behind what it said before
+                said = list(chain(*both.map(killed_while_it_learns, (first, second))))
             with start(folder, "trainer", rings, host=there) as last:
                 said += last.communicate()[0].splitlines()
                 assert (rollout.wait(), last.returncode) == (0, 0)
