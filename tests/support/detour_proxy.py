@@ -77,7 +77,7 @@ class Proxy:
     def _serve(self, control: socket.socket, ways: tuple[str, str]) -> None:
         while True:
             asking, _ = control.accept()
-            with asking, contextlib.suppress(OSError):  # who asked was killed meanwhile
+            with asking, contextlib.suppress(ConnectionError):  # who asked was killed meanwhile
                 asked = asking.recv(6)
                 if len(asked) < 6 or not self._reachable:
                     continue
