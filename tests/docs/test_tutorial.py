@@ -83,7 +83,7 @@ def test_two_hosts_train_once_on_each_trajectory_though_two_trainers_are_killed(
             with start(folder, "trainer", rings, host=there) as last:
                 said += last.communicate()[0].splitlines()
                 assert (rollout.wait(), last.returncode) == (0, 0)
-    assert sorted(trained(said)) == list(range(PAYLOADS))
+    assert sorted(trained(said)) == list(range(PAYLOADS)), said
 
 
 def test_with_checkpoints_every_trajectory_is_in_the_weights_once_however_often_the_trainer_is_killed(
