@@ -104,9 +104,11 @@ def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, 
     batch = packer.collected(claims)
     assert packer.consume(batch) == []
     assert [item.claim for item in batch.in_question] == claims
+    assert batch.trainable == []
     assert packer.ucxx_statistics().lost_claims == 0
     host.serve()
     assert sorted(map(packer.payload_to_policy_input, packer.consume(batch))) == [0, 1, 2]
+    assert sorted(map(packer.payload_to_policy_input, batch.trainable)) == [0, 1, 2]
     assert batch.in_question == []
     assert packer.ucxx_statistics().consumed == 3
     with pytest.raises(UsageError, match="already consumed"):

@@ -151,9 +151,9 @@ class Job:
         if how == "abandon":
             self.interrupts.repeated(lambda: self.trainer.abandon(batch))
         else:
-            with contextlib.suppress(UsageError):  # it was consumed, and nobody has its payloads: the accounts show it
-                payloads = self.interrupts.repeated(lambda: self.trainer.consume(batch))
-                self.trained += [int(payload["number"]) for payload in payloads]
+            with contextlib.suppress(UsageError):  # the interrupted call had consumed it
+                self.interrupts.repeated(lambda: self.trainer.consume(batch))
+            self.trained += [int(payload["number"]) for payload in batch.trainable]
             batch.release()
 
     # --- from beginning to end --------------------------------------------------------------------------

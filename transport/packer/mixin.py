@@ -172,11 +172,11 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         Failed payloads, duplicates, and payloads whose claim another trainer has are not returned; nor is what another
         batch of this trainer has accepted, which keeps its claim for as long as this batch is held. Those whose ring
         went out of reach just then are in ``batch.in_question``: `consume` the batch again later, and it returns those
-        that the ring had accepted. They are lost otherwise.
+        that the ring had accepted. They are lost otherwise. ``batch.trainable`` keeps all that this returned.
         """
         packer = self._packer
         if batch.consumed and not batch.in_question:
-            raise UsageError("this batch was already consumed")
+            raise UsageError("this batch was already consumed; its `trainable` is what consume() returned")
         packer.claims.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
         trainable, unsure = packer.settle(batch.in_question if batch.consumed else first)

@@ -112,13 +112,14 @@ class FetchedItem:
     duplicate: bool = False  # already consumed here, so not fetched
     fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not decided yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
+    trainable: bool = field(default=False, init=False, repr=False)  # `consume` was accepted, and it was the first time
 
 
 @dataclass(slots=True)
 class FetchedBatch:
     """A batch, in the order of the request: a sequence of its items, failed ones included.
 
-    `payloads` are those that arrived. `consume(batch)` returns the ones to train on.
+    `payloads` are those that arrived. `consume(batch)` returns the ones to train on; `trainable` keeps them.
 
     Attributes:
         undecodable: claims whose tickets are none that this version can decode, with the error; they have no item.
@@ -151,6 +152,11 @@ class FetchedBatch:
     def payloads(self) -> list[ReceivedPayload]:
         """The payloads that arrived."""
         return [item.payload for item in self.items if item.payload is not None]
+
+    @property
+    def trainable(self) -> list[ReceivedPayload]:
+        """All that `consume` of this batch has returned, also where an interrupt took the result from its caller."""
+        return [item.payload for item in self.items if item.payload is not None and item.trainable and not item.handed]
 
     @property
     def failures(self) -> list[FetchedItem]:

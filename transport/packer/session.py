@@ -170,6 +170,7 @@ class PackerSession:
             assert item.payload is not None
             self.record.accept(*self._delivery(item))
             if item.fresh:
+                item.trainable = True
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload
             item.payload.ack()
