@@ -212,7 +212,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:tests/support:benchmarks/cluster:benchmarks/harness $(WAITING) "mypy benchmarks" 10 $(BIN)/mypy $(wildcard benchmarks/*.py)
-	@for each in harness soak cluster teardown weights; do MYPYPATH=.:benchmarks/harness:benchmarks/$$each \
+	@for each in harness soak cluster teardown weights gpu; do MYPYPATH=.:benchmarks/harness:benchmarks/weights:benchmarks/$$each \
 	  $(WAITING) "mypy benchmarks/$$each" 10 $(BIN)/mypy benchmarks/$$each || exit 1; done
 
 PYTHONS := 3.11 3.12 3.13

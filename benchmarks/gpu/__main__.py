@@ -1,6 +1,6 @@
 """With a CUDA device: install and build what is missing, check, time; a short table last. `make gpu` runs it.
 
-    python benchmarks/gpu [--json PATH] [--skip-tests] [--sizes 1048576,16777216,268435456]
+    python benchmarks/gpu [--json PATH] [--skip-tests] [--sizes 65536,1048576,16777216]
 
 Nothing is fetched: what this interpreter lacks comes out of build/wheels, where `make gpu-wheels` puts it.
 
@@ -21,7 +21,7 @@ from typing import Any
 from cases import Bench
 from environment import check, environment
 from sizes import SIZES, WEIGHTS
-from table import table, versions
+from table import further, table, versions
 from writer import write
 
 
@@ -31,6 +31,7 @@ def measure(sizes: list[int]) -> tuple[Bench, dict[str, Any]]:
     memory = bench.context_memory()
     for size in sizes:
         bench.plain(size)
+        bench.torch_copies(size)
         for registered in (True, False):
             bench.write(size, registered=registered)
         bench.read(size, "mapped", "staged")
@@ -41,11 +42,16 @@ def measure(sizes: list[int]) -> tuple[Bench, dict[str, Any]]:
                     bench.read(size, wire, receive, verify=verify)
         for wire in ("mapped", "shm", "tcp"):
             bench.stream_of_payloads(size, wire)
+        for wire, receive in (("mapped", "staged"), ("tcp", "staged"), ("tcp", "direct")):
+            bench.two_streams(size, wire, receive)
         for place in ("host", "pinned", "cupy"):
             bench.batches(size, place)
+    bench.nixl(sizes)
     bench.write_many()
-    for size in WEIGHTS:
-        bench.weights(size)
+    bench.values()
+    bench.trajectories()
+    bench.plain(WEIGHTS)
+    bench.weights(WEIGHTS)
     return bench, memory
 
 
@@ -56,10 +62,16 @@ def main() -> int:
     options.add_argument("--sizes", default=",".join(map(str, SIZES)))
     options.add_argument("--skip-tests", action="store_true", help="time only")
     options.add_argument("--write", help=argparse.SUPPRESS)
+    options.add_argument("--trajectories", help=argparse.SUPPRESS)
     options.add_argument("--measure", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.write:
         write(*map(int, chosen.write.split(",")))
+        return 0
+    if chosen.trajectories:
+        import trajectories
+
+        trajectories.write(int(chosen.trajectories))
         return 0
     if chosen.measure is not None:
         bench, memory = measure([int(size) for size in chosen.sizes.split(",")])
@@ -70,8 +82,17 @@ def main() -> int:
         print(chosen.measure)
         print()
         print(table(bench.rows))
+        print(further(bench.rows))
+        for way, why in bench.left_out.items():
+            print(f"left out: {way}: {why}")
         if chosen.json:
-            found = {"versions": versions(), "memory": memory, "tests": chosen.measure, "rows": bench.rows}
+            found = {
+                "versions": versions(),
+                "memory": memory,
+                "tests": chosen.measure,
+                "rows": bench.rows,
+                "left_out": bench.left_out,
+            }
             Path(chosen.json).write_text(json.dumps(found, indent=2))
         return 0
     inherited = environment()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,7 @@ class Bench:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
         self.rows: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}  # ways that could not be measured, with the reason
         self.expected = np.random.default_rng(0).integers(0, 256, LARGEST, np.uint8)
         self.source = cupy.asarray(self.expected)
         self.out = cupy.zeros(LARGEST, np.uint8)
@@ -111,18 +117,14 @@ class Bench:
             self.add(f"device → ring, {'registered' if registered else 'not registered'}", size, rate(size, times))
 
     def write_many(self) -> None:
-        """A payload of many small tensors: gathered, and one by one."""
+        """A payload of many small tensors."""
         from transport import SharedRingBuffer
-        from transport.devices import copies
 
         values = {f"t{number}": self.source[number * SMALL : (number + 1) * SMALL] for number in range(MANY)}
         size = MANY * SMALL
         with SharedRingBuffer.create(slots=1, slot_bytes=size) as ring:
-            for way, run in (("gathered", copies._RUN), ("one by one", MANY + 1)):
-                copies._RUN, kept = run, copies._RUN
-                gb_per_s = timed(size, lambda: ring.discard(ring.write(values)))
-                copies._RUN = kept
-                self.add(f"device → ring, {MANY} tensors of {SMALL >> 10} KiB, {way}", size, gb_per_s)
+            gb_per_s = timed(size, lambda: ring.discard(ring.write(values)))
+        self.add(f"device → ring, {MANY} tensors of {SMALL >> 10} KiB", size, gb_per_s)
 
     def read(self, size: int, wire: str, receive: str, *, registered: bool = True, verify: bool = True) -> None:
         """Ring → device, the ring in this process, the listener in its own; for comparison into host memory."""
@@ -186,7 +188,118 @@ class Bench:
         volume = (count - 2 * SLOTS) * size
         self.add(f"device → device, two processes, {wire}", size, round(volume / took / 1e9, 2))
 
-    def batches(self, size: int, memory: str, layout: str = "packed") -> None:
+    def torch_copies(self, size: int) -> None:
+        """What torch does: copies between the device and its pinned memory, and out of memory that is not pinned."""
+        import torch
+
+        device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        pinned = torch.from_numpy(self.expected[:size]).pin_memory()
+        pageable = torch.from_numpy(self.expected[:size])
+
+        def moved(to: Any, source: Any) -> Callable[[], object]:
+            def work() -> None:
+                to.copy_(source, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+
+            return work
+
+        self.add("torch copy_, pinned → device", size, timed(size, moved(device, pinned)))
+        self.add("torch copy_, pageable → device", size, timed(size, moved(device, pageable)))
+        self.add("torch copy_, device → pinned", size, timed(size, moved(pinned, device)))
+        if not bool((device.cpu() == pageable).all()):
+            raise SystemExit(f"content mismatch: torch's copies of {size} bytes differ")
+
+    def nixl(self, sizes: list[int]) -> None:
+        """NIXL's READs, which verify nothing; left out, by name, where nixl is not installed."""
+        script = [sys.executable, "-P", str(Path(__file__).with_name("nixl_reads.py")), ",".join(map(str, sizes))]
+        for source, where, tls in (("VRAM", "device", ""), ("DRAM", "host", ""), ("VRAM", "device", "tcp,cuda_copy")):
+            inherited = {**os.environ, **({"UCX_TLS": tls} if tls else {})}
+            done = subprocess.run([*script, source], env=inherited, capture_output=True, text=True)
+            way = f"NIXL READ, {where} → device, two processes{f', UCX_TLS={tls}' if tls else ''}"
+            if done.returncode:
+                why = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+                print(f"  {way}: left out: {why}", flush=True)
+                self.left_out[way] = why
+                continue
+            for line in done.stdout.splitlines():
+                if line.startswith("{"):
+                    row = json.loads(line)
+                    self.add(way, row["size_bytes"], row["gb_per_s"])
+
+    def two_streams(self, size: int, wire: str, receive: str) -> None:
+        """Two threads read at once, each into its own memory on its own stream; the rate of both together."""
+        from transport import BlockingClient, SharedRingBuffer, UCXXServer
+
+        count = max(5, min(50, (1 << 28) // size))
+        together = threading.Barrier(3)
+        outs = [self.cupy.zeros(size, self.np.uint8) for _ in range(2)]
+        streams = [self.cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        self.stream.synchronize()
+
+        def read(number: int) -> None:
+            with streams[number]:
+                for at in range(count):
+                    if at == SLOTS:
+                        together.wait()
+                    ticket = ring.write_raw(self.expected[:size], timeout_s=30)
+                    before[number] = time.perf_counter()
+                    client.read(ticket, out=outs[number])
+                    streams[number].synchronize()
+                    took[number] += (time.perf_counter() - before[number]) if at >= SLOTS else 0.0
+
+        before, took = [0.0, 0.0], [0.0, 0.0]
+        with (
+            SharedRingBuffer.create(slots=2 * SLOTS, slot_bytes=size) as ring,
+            UCXXServer(ring, log_level="ERROR"),
+            BlockingClient(wire={wire}, device_receive=receive) as client,  # type: ignore[arg-type]
+            ThreadPoolExecutor(2) as threads,
+        ):
+            reading = [threads.submit(read, number) for number in range(2)]
+            try:
+                together.wait(60)
+            except threading.BrokenBarrierError:
+                together.abort()
+            for each in reading:
+                each.result()
+        if not all(bool((out == self.source[:size]).all()) for out in outs):
+            raise SystemExit(f"content mismatch: {size} bytes read on two streams differ from those written")
+        self.add(
+            f"ring → device, {wire}{'' if wire == 'mapped' else f', {receive}'}, two streams at once",
+            size,
+            round(sum(size * (count - SLOTS) / each for each in took) / 1e9, 2),
+        )
+
+    def values(self) -> None:
+        """A trajectory with nested values, half of its arrays on the device, written and read back."""
+        from transport import BlockingClient, SharedRingBuffer
+
+        size = 4 << 20
+        value = {
+            "messages": [{"role": "user", "content": "x" * 2000}],
+            "images": [self.source[:size], self.source[size : 2 * size]],
+        }
+        with SharedRingBuffer.create(slots=2, slot_bytes=32 << 20) as ring, BlockingClient(wire={"mapped"}) as client:
+
+            def once() -> None:
+                with client.read(ring.write({"value": value}, timeout_s=30)) as payload:
+                    if len(payload["value"]["images"][1]) != size:
+                        raise SystemExit("a nested value came back short")
+
+            self.add("nested value with two device arrays, written and read", 2 * size, timed(2 * size, once))
+
+    def trajectories(self) -> None:
+        """The job: payloads a second and GB/s, padded and packed, mapped and over tcp, beside torch alone."""
+        import trajectories
+
+        size = trajectories.nbytes()
+        for wire in ("mapped", "tcp"):
+            for layout in ("padded", "packed"):
+                for way in ("ours", "torch"):
+                    took = trajectories.job(way, wire, layout, (60 if wire == "mapped" else 30) * trajectories.BATCH)
+                    name = f"trajectory job, {wire}, {layout}, {'' if way == 'ours' else 'list and '}{way}"
+                    self.add(name, size, round(size / took / 1e9, 2), payloads_per_s=round(1 / took))
+
+    def batches(self, size: int, memory: str, layout: Any = "packed") -> None:
         """Claimed payloads of a mapped ring as one batch, 32 of them together of this size."""
         from transport import Schema, SharedRingBuffer, UpTo
 
@@ -211,15 +324,25 @@ class Bench:
         self.add(f"ring → batch of {count}, {layout}, {memory}", size, rate(size, times[3:]))
 
     def weights(self, size: int) -> None:
-        """A version between two processes, out of device memory and into it, without a limit of the link."""
+        """A version between two processes, out of device memory and into it, without a limit of the link.
+
+        The floor of the pause is one cudaMemcpyAsync of the model out of pinned memory, see `plain`.
+        """
         sys.path.append(str(Path(__file__).resolve().parents[1] / "weights"))
         from measure import Case, measured
 
         for worker in ("mapped", "delta"):
-            row = measured(Case(worker, size, 1, updates=2, bucket=64 << 20, device=True))
+            row = measured(Case(worker, size, 1, updates=5, bucket=64 << 20, device=True))
             how = f"delta, {row.changed:.0%} changed" if worker == "delta" else "full"
             way = f"weights, device → device, two processes, tcp, {how}"
-            self.add(way, row.model_bytes, round(row.model_bytes / row.transfer_s / 1e9, 2))
+            self.add(
+                way,
+                row.model_bytes,
+                round(row.model_bytes / row.transfer_s / 1e9, 2),
+                transfer_s=row.transfer_s,
+                update_s=row.update_s,
+                pause_ms=row.pause_ms,
+            )
 
     def context_memory(self) -> dict[str, Any]:
         """What UCX says of device memory: the transports of a connection, and device memory that listeners take."""

@@ -55,23 +55,17 @@ def environment() -> dict[str, str]:
 
 
 def check(inherited: dict[str, str]) -> tuple[str, int]:
-    """Run the tests: the last line that they print, and their exit status."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        str(TESTS),
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, env=inherited, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    last = ""
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        last = line.strip() or last
-    return last, process.wait()
+    """Run the tests, each file in a process of its own: the last line that each prints, and an exit status."""
+    outcomes, failed = [], 0
+    for file in sorted(TESTS.glob("test_*.py")):
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-s", "-m", "gpu", "-p", "no:cacheprovider", str(file)]
+        process = subprocess.Popen(command, cwd=ROOT, env=inherited, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        last = ""
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+        status = process.wait()
+        outcomes.append(f"{file.name}: {last}" if status >= 0 else f"{file.name}: ended by signal {-status}")
+        failed = failed or status
+    return "; ".join(outcomes), failed

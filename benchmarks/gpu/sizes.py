@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SIZES = (1 << 20, 16 << 20, 256 << 20)
-LARGEST = max(SIZES)
-WEIGHTS = (1 << 30, 4 << 30)
+SIZES = (64 << 10, 1 << 20, 16 << 20)
+WEIGHTS = 1 << 30
+LARGEST = WEIGHTS
 SLOTS = 3  # of a ring

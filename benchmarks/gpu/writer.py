@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sizes import LARGEST, SLOTS
+from sizes import SLOTS
 
 
 @contextmanager
-def writer(size: int, count: int) -> Iterator[Any]:
-    """A process that writes ``count`` payloads from device memory as fast as they are taken; the lines are tickets."""
+def served(*options: str) -> Iterator[Any]:
+    """This program as a process with these options; its lines. The end of its input is its sign to end."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent), "--write", f"{size},{count}"],
+        [sys.executable, str(Path(__file__).parent), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -28,6 +28,11 @@ def writer(size: int, count: int) -> Iterator[Any]:
         process.communicate()
 
 
+def writer(size: int, count: int) -> Any:
+    """A process that writes ``count`` payloads from device memory as fast as they are taken; the lines are tickets."""
+    return served("--write", f"{size},{count}")
+
+
 def write(size: int, count: int) -> None:
     """The writer's process."""
     import cupy
@@ -35,7 +40,7 @@ def write(size: int, count: int) -> None:
 
     from transport import SharedRingBuffer, UCXXServer
 
-    source = cupy.asarray(np.random.default_rng(0).integers(0, 256, LARGEST, np.uint8))[:size]
+    source = cupy.asarray(np.random.default_rng(0).integers(0, 256, size, np.uint8))  # as `Bench.source` begins
     with SharedRingBuffer.create(slots=SLOTS, slot_bytes=size) as ring, UCXXServer(ring, log_level="ERROR"):
         for _ in range(count):
             print(ring.write({"x": source}, timeout_s=60).to_text(), flush=True)

@@ -77,6 +77,15 @@ def test_the_copy_is_queued_and_only_the_stream_that_looks_waits_for_it(ring: Sh
     batch.release()
 
 
+def test_the_stream_that_the_caller_made_current_stays_so(ring: SharedRingBuffer, cupy: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True).use()
+    ring.write_many([payload(number) for number in range(4)])
+    with ring.claim_batch(4, layout="packed", memory="cupy") as batch:
+        assert cupy.cuda.get_current_stream().ptr == stream.ptr
+        batch.arrays()
+    assert cupy.cuda.get_current_stream().ptr == stream.ptr
+
+
 def test_pinned_memory_is_kept_until_the_copy_out_of_it_has_run(ring: SharedRingBuffer, cupy: Any) -> None:
     cupy.fake.stopped = True
     arrived = []

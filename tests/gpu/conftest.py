@@ -8,6 +8,12 @@ import pytest
 from gpu_payloads import opened
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: if the driver ends this process later, pytest prints nothing more."""
+    if report.failed:
+        print(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(scope="module")
 def device() -> Any:
     """The real CuPy."""

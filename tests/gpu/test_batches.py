@@ -119,6 +119,22 @@ def test_a_batch_does_not_wait_for_a_busy_stream_and_work_that_looks_at_it_comes
     batch.release()
 
 
+def test_the_stream_that_the_caller_made_current_stays_so(ring: SharedRingBuffer, device: Any) -> None:
+    before = device.cuda.get_current_stream()
+    stream = device.cuda.Stream(non_blocking=True).use()
+    try:
+        write(ring)
+        with (
+            ring.claim_batch(4, layout="packed", memory="cupy"),
+            BlockingClient(schemas=[SCHEMA], wire={"mapped"}, device="cupy") as client,
+        ):
+            assert device.cuda.get_current_stream().ptr == stream.ptr
+            client.read(ring.write(payload(5)))["tokens"].sum()
+        assert device.cuda.get_current_stream().ptr == stream.ptr
+    finally:
+        before.use()
+
+
 def test_memory_that_the_device_does_not_have_gives_the_payloads_back(ring: SharedRingBuffer, device: Any) -> None:
     ring.write_many([payload(1)])
     with pytest.raises(BatchTooLargeError):
@@ -126,7 +142,7 @@ def test_memory_that_the_device_does_not_have_gives_the_payloads_back(ring: Shar
     assert ring.native.depth(0)["ready"] == 1
 
 
-def test_five_hundred_batches_leave_device_memory_as_it_was(ring: SharedRingBuffer, device: Any) -> None:
+def test_ten_thousand_payloads_in_batches_leave_device_memory_as_it_was(ring: SharedRingBuffer, device: Any) -> None:
     def one() -> None:
         write(ring)
         with ring.claim_batch(16, layout="padded", memory="cupy") as batch:
@@ -137,7 +153,7 @@ def test_five_hundred_batches_leave_device_memory_as_it_was(ring: SharedRingBuff
         one()
     device.cuda.Device().synchronize()
     before = free_device_memory()
-    for _ in range(500):
+    for _ in range(2500):  # of four payloads
         one()
     device.cuda.Device().synchronize()
     assert free_device_memory() >= before - (64 << 20)

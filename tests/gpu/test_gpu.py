@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_payloads import SCHEMA, busy, bytes_of, free_device_memory, host_values, to_device, why_not
+from gpu_payloads import SCHEMA, busy, bytes_of, free_device_memory, host_values, resident_bytes, to_device, why_not
 from helpers import Child, eventually, noise, read_bytes
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient, UCXXServer
@@ -257,15 +257,28 @@ def test_the_benchmark_measures_from_device_to_device(device: Any, wire: Any) ->
     assert sample.verified and sample.reads and sample.gb_per_s > 0
 
 
-def test_two_thousand_payloads_leave_device_memory_as_it_was(device: Any) -> None:
-    with SharedRingBuffer.create(slots=4, slot_bytes=1 << 20) as ring:
-        values = device.asarray(noise(1 << 20))
-        with BlockingClient(wire={"mapped"}, device="cupy") as client:
-            client.read(ring.write({"x": values}, timeout_s=10)).release()
-            before = free_device_memory()
-            for _ in range(2000):
+@pytest.mark.parametrize(
+    ("wire", "receive", "size"),
+    [("mapped", "staged", 1 << 20), ("tcp", "staged", 64 << 10), ("tcp", "direct", 256 << 10)],
+)
+def test_ten_thousand_payloads_leave_memory_as_it_was(device: Any, wire: Any, receive: Any, size: int) -> None:
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=size) as ring,
+        UCXXServer(ring, log_level="ERROR"),
+        BlockingClient(wire={wire}, device="cupy", device_receive=receive) as client,
+    ):
+        values = device.asarray(noise(size))
+
+        def cycles(count: int) -> None:
+            for _ in range(count):
                 client.read(ring.write({"x": values}, timeout_s=10)).release()
-            assert before - free_device_memory() < 32 << 20
+            device.cuda.Device().synchronize()
+
+        cycles(500)
+        before = free_device_memory(), resident_bytes()
+        cycles(10_000)
+        assert before[0] - free_device_memory() < 32 << 20
+        assert resident_bytes() - before[1] < 32 << 20
 
 
 @every_library

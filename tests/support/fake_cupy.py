@@ -70,11 +70,24 @@ class Stream:
         self._cuda.stream_synchronize(self.ptr)
 
     def __enter__(self) -> Stream:
-        self._cuda.current.setdefault(threading.get_ident(), []).append(self)
-        return self
+        device = self._cuda.device_for(self)
+        self._cuda.entered.setdefault(threading.get_ident(), []).append((device, self))
+        return self.use()
 
     def __exit__(self, *_: object) -> None:
-        self._cuda.current[threading.get_ident()].pop()
+        """The stream entered before is the current one again; as in CuPy, not one that `use` made so."""
+        thread = threading.get_ident()
+        entered = self._cuda.entered[thread]
+        device, _ = entered.pop()
+        before = [stream for its_device, stream in entered if its_device == device]
+        self._cuda.current.pop((thread, device))
+        if before:
+            self._cuda.current[thread, device] = before[-1]
+
+    def use(self) -> Stream:
+        """Make it the current one of its device."""
+        self._cuda.current[threading.get_ident(), self._cuda.device_for(self)] = self
+        return self
 
 
 class FakeCuda:
@@ -85,7 +98,8 @@ class FakeCuda:
         # By handle; the default streams are 0 of the first device, -1 of the second, and so on.
         self.queues: dict[int, list[Callable[[], bool]]] = {-device: [] for device in range(count)}
         self.device_of = {-device: device for device in range(count)}
-        self.current: dict[int, list[Stream]] = {}
+        self.entered: dict[int, list[tuple[int, Stream]]] = {}  # by thread, with its device
+        self.current: dict[tuple[int, int], Stream] = {}  # by thread and device
         self.current_device: dict[int, list[int]] = {}
         self.events: dict[int, Event] = {}
         self.registered: dict[int, int] = {}  # size by address: registered or pinned
@@ -128,10 +142,13 @@ class FakeCuda:
 
     def current_stream(self, device: int | None = None) -> Stream:
         """Of a device, by default the current one."""
-        entered = self.current.get(threading.get_ident(), [])
         wanted = self.device if device is None else device
         default = Stream(self, PER_THREAD if self.per_thread else 0)
-        return next((each for each in reversed(entered) if self.device_of.get(each.ptr) == wanted), default)
+        return self.current.get((threading.get_ident(), wanted), default)
+
+    def device_for(self, stream: Stream) -> int:
+        """The device that a stream is of; a default stream is of the current one."""
+        return self.device if stream.ptr in (0, PER_THREAD) else self.device_of[stream.ptr]
 
     def queue(self, work: Callable[[], object], stream: int | None = None) -> None:
         """Queue work on a stream, by default the current one."""
@@ -299,22 +316,6 @@ def fake_cupy(count: int = 1) -> Any:
         cuda.run_all()
         return array.host.copy()
 
-    def raw_kernel(_: str, name: str) -> Any:
-        """The one kernel that the transport has, in Python."""
-        assert name == "gather"
-
-        def launch(grid: tuple[int], _: tuple[int], arguments: tuple[Array, Array]) -> None:
-            assert {array.device.id for array in arguments} == {cuda.device}
-            parts, out = (array.host for array in arguments)
-
-            def gather() -> None:
-                for source, place, size in parts.reshape(grid[0], 3).tolist():
-                    out[place : place + size] = np.frombuffer(ctypes.string_at(source, size), np.uint8)
-
-            cuda.queue(gather)
-
-        return launch
-
     def asarray(values: Any) -> Array:
         return Array(host=np.array(values))
 
@@ -328,7 +329,7 @@ def fake_cupy(count: int = 1) -> Any:
     module.ndarray = Array
     module.empty = lambda shape, dtype: Array(host=np.full(shape, 0xEE, dtype))
     module.zeros = lambda shape, dtype: Array(host=np.zeros(shape, dtype))
-    module.asarray, module.asnumpy, module.RawKernel, module.on_device = asarray, asnumpy, raw_kernel, on_device
+    module.asarray, module.asnumpy, module.on_device = asarray, asnumpy, on_device
 
     class Device:
         """A device, and the context in which it is the current one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -70,8 +72,11 @@ def to_torch(value: np.ndarray) -> Any:
     """A CUDA tensor of the same bytes and dtype; torch does not take ml_dtypes' arrays, but their bytes."""
     import torch
 
+    dtype = getattr(torch, value.dtype.name)
+    if not value.size:  # torch views no bytes as another dtype
+        return torch.empty(value.shape, dtype=dtype, device="cuda")
     raw = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()).cuda()
-    return raw.view(getattr(torch, value.dtype.name)).view(value.shape)
+    return raw.view(dtype).view(value.shape)
 
 
 def to_device(library: str, values: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def bytes_of(array: Any) -> bytes:
     if type(array).__module__.startswith("torch"):
         import torch
 
-        return bytes(array.contiguous().view(-1).view(torch.uint8).cpu().numpy())
+        return bytes(array.contiguous().view(-1).view(torch.uint8).cpu().numpy()) if array.numel() else b""
     return array.get().tobytes() if hasattr(array, "get") else np.asarray(array).tobytes()
 
 
@@ -103,6 +108,11 @@ def free_device_memory() -> int:
     import cupy
 
     return int(cupy.cuda.runtime.memGetInfo()[0])
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def write_on_request() -> None:

@@ -1,63 +1,36 @@
 """Copies device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
 
-Large tensors are copied directly into the slot, one step ahead of the hashing, so that the hash reads bytes that are
-still in the processor's cache. Small neighbouring tensors are gathered on the device by one kernel and copied together,
-since queueing a copy costs microseconds whatever its size. The host waits only for these copies, not for the device or
-for later work of the stream.
+Large tensors are copied one step ahead of the hashing, so that the hash reads bytes that are still in the processor's
+cache. The copies of small neighbouring tensors are waited for together. The host waits only for these copies, not for
+the device or for later work of the stream.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from transport.devices.arrays import DeviceTensor, require_cupy
+from transport.devices.arrays import DeviceTensor
 from transport.devices.libraries import library_of
-from transport.devices.streams import Mark, as_current, copy_to_device, copy_to_host, settled_on_failure
+from transport.devices.streams import Mark, copy_to_host, settled_on_failure
 from transport.schema import Layout
 
-log = logging.getLogger(__name__)
-
-# Measured (docs/GPU.md): bytes of one step, and of the steps that are copied while one is hashed; what counts as
-# small; and from how many small ones the kernel is cheaper than copies of their own.
+# Bytes of one step, and of the steps that are copied while one is hashed; up to which size tensors share a step.
 _STEP_BYTES = 2 << 20
 _AHEAD_BYTES = 2 << 20
 _SMALL_BYTES = 16 << 10
-_RUN = 32
-
-_GATHER = r"""
-extern "C" __global__ void gather(const unsigned long long* parts, unsigned char* out) {
-  const unsigned long long* part = parts + 3 * blockIdx.x;  // address, offset in out (aligned), bytes
-  const unsigned char* from = (const unsigned char*)part[0];
-  unsigned char* to = out + part[1];
-  const unsigned long long size = part[2];
-  unsigned long long done = 0;
-  if (part[0] % 16 == 0) {
-    const uint4* wide_from = (const uint4*)from;
-    uint4* wide_to = (uint4*)to;
-    for (unsigned long long at = threadIdx.x; at < size / 16; at += blockDim.x) wide_to[at] = wide_from[at];
-    done = size / 16 * 16;
-  }
-  for (unsigned long long at = done + threadIdx.x; at < size; at += blockDim.x) to[at] = from[at];
-}
-"""
-_THREADS = 512
 
 
 class _Step:
     """Copies on one stream that are waited for together."""
 
-    __slots__ = ("device", "end", "kept", "mark", "parts", "start", "stream")
+    __slots__ = ("device", "end", "mark", "parts", "start", "stream")
 
     def __init__(self, stream: tuple[int, int]) -> None:
         self.device, self.stream = stream
         self.parts: list[tuple[int, int, int]] = []  # start in the slot, bytes, address
         self.start = self.end = 0  # of all parts
         self.mark: Mark | None = None
-        self.kept: Any = None
 
     def add(self, start: int, size: int, address: int) -> None:
         if not self.parts:
@@ -68,29 +41,10 @@ class _Step:
     def queue(self, slot: int) -> None:
         """Queue the copies into the slot at address ``slot``, and the mark behind them."""
         with settled_on_failure(self.stream, self.device):
-            gathered = self._gathered() if len(self.parts) >= _RUN else None
-            if gathered is not None:
-                self.kept = gathered
-                self.parts = [(self.start, self.end - self.start, int(gathered.data.ptr))]
             copy_to_host(
                 [(slot + start, address, size) for start, size, address in self.parts], self.device, self.stream
             )
             self.mark = Mark(self.stream, self.device)
-
-    def _gathered(self) -> Any:
-        """The parts, with zeros between them, as one array on the device; None: gathering is not available."""
-        cupy = require_cupy()
-        table = np.array([(address, start - self.start, size) for start, size, address in self.parts], np.uint64)
-        try:
-            with cupy.cuda.Device(self.device), as_current(self.stream):
-                gathered = cupy.zeros(self.end - self.start, dtype=np.uint8)
-                parts = cupy.empty(table.size, dtype=np.uint64)
-                copy_to_device(int(parts.data.ptr), table.ctypes.data, table.nbytes, self.device, self.stream)
-                cupy.RawKernel(_GATHER, "gather")((len(table),), (_THREADS,), (parts, gathered))
-            return gathered
-        except Exception as error:  # no kernel compiler, no memory: single copies do the same
-            log.debug("batched copy not available, copying %d small tensors one by one: %s", len(self.parts), error)
-            return None
 
 
 class Source(NamedTuple):
@@ -125,8 +79,6 @@ def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
 class DeviceCopies:
     """The copies of one payload into the slot at ``address``. Always call `finish` at the end.
 
-    Bytes between two sources that follow each other in the list become zeros, or stay unchanged.
-
     sources: in the order of their offsets; None stands for a tensor that the CPU packs.
     """
 
@@ -139,7 +91,6 @@ class DeviceCopies:
         run: _Step | None = None
         for number, source in enumerate(sources):
             if source is None:
-                run = None  # a gathered copy must not cover bytes that the CPU packs
                 continue
             stream = (source.device, source.stream)
             small = source.size <= _SMALL_BYTES

@@ -140,8 +140,19 @@ class _Handle:
         return 0, self._stream
 
 
-def as_current(stream: int) -> Any:
-    """A context in which CuPy's work goes to ``stream``, of the current device."""
+@contextlib.contextmanager
+def as_current(stream: int) -> Iterator[None]:
+    """CuPy's work of the block goes to ``stream``, of the current device. Afterwards the caller's stream is current."""
+    cupy = require_cupy()
+    before = cupy.cuda.get_current_stream()
+    try:
+        with _stream(stream):
+            yield
+    finally:
+        before.use()  # CuPy goes back to the stream of the outer `with`, past one that the caller made current by use()
+
+
+def _stream(stream: int) -> Any:
     kind = require_cupy().cuda.Stream
     if stream in (0, PER_THREAD):  # the default streams have objects of their own
         return kind.ptds if stream else kind.null

@@ -35,7 +35,7 @@ class RolloutWorker(abc.ABC):
 
     Attributes:
         serves_given: whether it serves the arrays of `load` in their own memory. They were verified before the pause,
-            and are not hashed in it. With ``device=`` the arrays are copies, and are hashed.
+            and are not hashed in it; with ``device=`` they are copies of what was verified.
     """
 
     serves_given: bool = False
@@ -253,7 +253,7 @@ class Replica:
         if self.engine.on_device:
             await in_thread(held.settle)  # the worker's threads and streams are its own
         staged = await _answer(self.worker.stage, given, held.proof.version)
-        if staged is not given and not self.engine.on_device:
+        if staged is not given:
             found = await in_thread(_closed_checksum, staged)
             if found != held.checksum:
                 raise WeightsChecksumError(
@@ -271,7 +271,7 @@ class Replica:
         served = self._served
         if served is None:
             return None
-        if not self.worker.serves_given or self.engine.on_device:
+        if not self.worker.serves_given:
             found = await call(self.worker.served_checksum)
             if found is not None and found != served.checksum:
                 self._served = None
