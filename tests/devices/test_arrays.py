@@ -217,7 +217,6 @@ def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
     for name in ("ndarray", "empty", "zeros", "asarray", "asnumpy", "from_dlpack"):
         assert hasattr(cupy, name), name
     assert (cupy.cuda.Stream.null.ptr, cupy.cuda.Stream.ptds.ptr) == (0, PER_THREAD)
-    assert hasattr(cupy.cuda.Stream, "from_external") or hasattr(cupy.cuda, "ExternalStream")
 
 
 def test_missing_cupy_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

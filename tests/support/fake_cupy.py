@@ -348,14 +348,8 @@ def fake_cupy(count: int = 1) -> Any:
     class Streams:
         """CuPy's class of streams."""
 
-        null, ptds = Stream(cuda, 0), Stream(cuda, PER_THREAD)
-
         def __new__(cls, **_: Any) -> Any:
             return cuda.new_stream()
-
-        @staticmethod
-        def from_external(stream: Any) -> Stream:
-            return Stream(cuda, stream.__cuda_stream__()[1])
 
     module.cuda = SimpleNamespace(
         Device=Device,

@@ -174,7 +174,7 @@ class DeviceReads:
 
     def _new(self, size: int, library: Library, device: int) -> Target:
         stream = own_stream(device)
-        return Target(library.empty(size, device, stream), library, size, stream, own=True)
+        return Target(library.empty(size, device, own=True), library, size, stream, own=True)
 
     # --- transfer -------------------------------------------------------------------------------------
     def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:

@@ -140,7 +140,7 @@ class DeviceLanding:
         self._block = np.empty(0, np.uint8)
         stream = own_stream(self._device)
         try:
-            array = library.empty(len(block), self._device, stream)
+            array = library.empty(len(block), self._device, own=True)
         except Exception as error:
             if not is_short_of_memory(error):
                 raise

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from transport.devices.arrays import DeviceTensor, is_torch, require_cupy
-from transport.devices.streams import Mark, as_current, require_device
+from transport.devices.streams import Mark, on_own_stream, own_stream, require_device
 from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
 from transport.runtime.installing import install
 from transport.schema import DTYPES, Placement
@@ -36,14 +36,14 @@ class Library(Protocol):
     def stream(self, device: int) -> int:
         """The stream that is current in this thread."""
 
-    def empty(self, nbytes: int, device: int, stream: int) -> Any:
-        """A new uint8 array; its memory is first used on ``stream``."""
+    def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
+        """A new uint8 array; its memory is first used on the stream of `own_stream`, or on the current one."""
 
     def keep(self, array: Any, device: int, home: int) -> None:
         """Keep the memory of ``array`` from reuse, after ``array`` is gone, until the stream that is current now has
         done the work queued by then.
 
-        home: the stream of `empty`.
+        home: the stream that it was first used on.
         """
 
     def view(self, array: Any, placement: Placement) -> Any:
@@ -76,10 +76,10 @@ class Cupy:
         """See `Library`."""
         return int(require_cupy().cuda.get_current_stream(device).ptr)
 
-    def empty(self, nbytes: int, device: int, stream: int) -> Any:
+    def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
         """See `Library`."""
         cupy = require_cupy()
-        with cupy.cuda.Device(device), as_current(stream):
+        with on_own_stream(device) if own else cupy.cuda.Device(device):
             return cupy.empty(nbytes, dtype=np.uint8)
 
     def keep(self, array: Any, device: int, home: int) -> None:
@@ -136,10 +136,10 @@ class Torch:
         """See `Library`."""
         return int(self._torch.cuda.current_stream(device).cuda_stream)
 
-    def empty(self, nbytes: int, device: int, stream: int) -> Any:
+    def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
         """See `Library`."""
         torch = self._torch
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+        with torch.cuda.stream(torch.cuda.ExternalStream(own_stream(device), device) if own else None):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
     def keep(self, array: Any, device: int, home: int) -> None:

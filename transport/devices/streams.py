@@ -130,40 +130,6 @@ def _idle_events(_cupy: Any, _device: int) -> list[Any]:
     return []
 
 
-class _Handle:
-    """A stream's handle by the CUDA stream protocol."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream
-
-
-@contextlib.contextmanager
-def as_current(stream: int) -> Iterator[None]:
-    """CuPy's work of the block goes to ``stream``, of the current device. Afterwards the caller's stream is current."""
-    cupy = require_cupy()
-    before = cupy.cuda.get_current_stream()
-    try:
-        with _stream(stream):
-            yield
-    finally:
-        before.use()  # CuPy goes back to the stream of the outer `with`, past one that the caller made current by use()
-
-
-def _stream(stream: int) -> Any:
-    kind = require_cupy().cuda.Stream
-    if stream in (0, PER_THREAD):  # the default streams have objects of their own
-        return kind.ptds if stream else kind.null
-    return kind.from_external(_Handle(stream)) if hasattr(kind, "from_external") else _external(stream)
-
-
-def _external(stream: int) -> Any:
-    """Before CuPy 14."""
-    return require_cupy().cuda.ExternalStream(stream)
-
-
 def own_stream(device: int) -> int:
     """The stream of this project's own copies on a device. It waits for no other and lives as long as the process.
 
@@ -176,6 +142,19 @@ def own_stream(device: int) -> int:
 def _own_stream(cupy: Any, device: int) -> Any:
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream(non_blocking=True)
+
+
+@contextlib.contextmanager
+def on_own_stream(device: int) -> Iterator[None]:
+    """CuPy's work of the block goes to `own_stream`. Afterwards the caller's stream of the device is current again."""
+    cupy = require_cupy()
+    with cupy.cuda.Device(device):
+        before = cupy.cuda.get_current_stream()
+        _own_stream(cupy, device).use()
+        try:
+            yield
+        finally:
+            before.use()  # not by `with`, which goes back past a stream that the caller made current by use()
 
 
 def pinned_memory(nbytes: int, device: int) -> np.ndarray:

@@ -52,7 +52,7 @@ class ShardHeld:
         found = {name: value for part in self._parts for name, value in part.on_device(library, device, group_bytes)}
         for each in self.layout.tensors:
             if not each.nbytes:
-                memory = library.empty(0, device, library.stream(device))
+                memory = library.empty(0, device, own=False)
                 found[each.name] = library.view(memory, Placement(each.name, DTYPES[each.dtype], each.shape, 0, 0))
             yield each.name, found[each.name]
 

@@ -89,7 +89,7 @@ class Held:
         """A range of the row in device memory, once the current stream has got there."""
         self._lease.register(device)
         stream = library.stream(device)
-        memory = library.empty(end - start, device, stream)
+        memory = library.empty(end - start, device, own=False)
         if end > start:
             with settled_on_failure(stream, device):
                 target = library.describe(memory).address
