@@ -31,7 +31,6 @@ from transport.devices.pinned import StagingPool
 from transport.devices.streams import (
     Mark,
     address_of,
-    copy_to_device,
     copy_to_host,
     handle_for_others,
     own_stream,
@@ -170,11 +169,7 @@ class DeviceReads:
             return out
         if out is not None:
             return target_of(out, size)
-        return None if self._home is None else self._new(size, *self._home)
-
-    def _new(self, size: int, library: Library, device: int) -> Target:
-        stream = own_stream(device)
-        return Target(library.empty(size, device, own=True), library, size, stream, own=True)
+        return None if self._home is None else Target.new(*self._home, size)
 
     # --- transfer -------------------------------------------------------------------------------------
     def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:
@@ -183,11 +178,7 @@ class DeviceReads:
         try:
             if ticket.size:
                 ring.register(ticket.slot, target.device)
-            with settled_on_failure(target.stream, target.device):
-                if ticket.size:
-                    source = address_of(lease.view)
-                    copy_to_device(target.address, source, ticket.size, target.device, target.stream)
-                mark = target.arrives()
+            mark = target.copy_from(lease.view)
         except BaseException:
             lease.release()
             raise
@@ -198,10 +189,8 @@ class DeviceReads:
         """Copy a small payload from the host into new device memory. The host's memory is free on return."""
         if self._home is None:
             raise InternalError("this client was made without a device")
-        target = self._new(len(data), *self._home)
-        if len(data):
-            copy_to_device(target.address, address_of(data), len(data), target.device, target.stream)
-        target.arrives()
+        target = Target.new(*self._home, len(data))
+        target.copy_from(data)
         return target
 
     async def over_wire(
@@ -222,10 +211,7 @@ class DeviceReads:
         block = await self._block(target, deadline)
         try:
             result = await read(block[: target.size].data)
-            with settled_on_failure(target.stream, target.device):
-                if target.size:
-                    copy_to_device(target.address, address_of(block), target.size, target.device, target.stream)
-                mark = target.arrives()
+            mark = target.copy_from(block)
         except BaseException:
             self._staging.give_back(block)
             raise

@@ -15,15 +15,7 @@ import numpy as np
 from transport import _ring
 from transport.devices.buffers import is_short_of_memory
 from transport.devices.libraries import Library, parse_device
-from transport.devices.streams import (
-    Underway,
-    address_of,
-    copy_to_device,
-    current_device,
-    own_stream,
-    pooled_pinned_memory,
-    settled_on_failure,
-)
+from transport.devices.streams import Underway, current_device, pooled_pinned_memory
 from transport.devices.targets import Target
 from transport.errors import BatchTooLargeError, BufferUnsuitableError
 from transport.schema import ALIGNMENT, Placement
@@ -138,20 +130,16 @@ class DeviceLanding:
         """See `Landing`. BufferUnsuitableError: the library lacks a dtype."""
         library, block = self._library, self._block
         self._block = np.empty(0, np.uint8)
-        stream = own_stream(self._device)
         try:
-            array = library.empty(len(block), self._device, own=True)
+            target = Target.new(library, self._device, len(block))
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
             raise BatchTooLargeError(f"a batch of {len(block)} bytes, and device memory is short: {error}") from error
-        found = [library.view(array, each) for each in self._places]
-        target = self._target = Target(array, library, len(block), stream, own=True)
+        found = [library.view(target.array, each) for each in self._places]
+        self._target = target
         if len(block):
-            with settled_on_failure(stream, self._device):
-                copy_to_device(target.address, address_of(block), len(block), self._device, stream)
-                mark = target.arrives()
-            _UNDERWAY.keep(mark, block)
+            _UNDERWAY.keep(target.copy_from(block), block)
         return found
 
     def make_stream_wait(self) -> None:

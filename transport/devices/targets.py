@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from transport.devices.libraries import Library
-from transport.devices.streams import PER_THREAD, Mark
+from transport.devices.streams import PER_THREAD, Mark, address_of, copy_to_device, own_stream, settled_on_failure
 
 
 class Target:
@@ -27,9 +27,17 @@ class Target:
         self._mark: Mark | None = None
         self._used_on: set[int] = set()
 
-    def arrives(self) -> Mark:
-        """A mark after the work that has been queued for it."""
-        self._mark = Mark(self.stream, self.device)
+    @classmethod
+    def new(cls, library: Library, device: int, size: int) -> Target:
+        """New memory, whose bytes arrive on the stream of `own_stream`."""
+        return cls(library.empty(size, device, own=True), library, size, own_stream(device), own=True)
+
+    def copy_from(self, source: Any) -> Mark:
+        """Queue the copy of host memory, and the mark behind it. If that fails, the memory is no longer read."""
+        with settled_on_failure(self.stream, self.device):
+            if self.size:
+                copy_to_device(self.address, address_of(source), self.size, self.device, self.stream)
+            self._mark = Mark(self.stream, self.device)
         return self._mark
 
     def make_stream_wait(self) -> None:
