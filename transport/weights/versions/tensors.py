@@ -128,7 +128,7 @@ def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
 def pack(parts: list[tuple[int, Bytes]], memory: memoryview) -> int:
     """Copy parts (place, bytes), consecutive ones, into ``memory``; XXH3 of it all.
 
-    Device memory comes in copies that run ahead of the hashing, small neighbours as one (device_copies.py).
+    Device memory comes in copies that run ahead of the hashing (transport/devices/copies.py).
     """
     sources: list[Source | None] = []
     numbers: dict[int, int] = {}  # of sources, by place
