@@ -272,6 +272,4 @@ async def _by(deadline: Deadline, waiting: Awaitable[T], late: str) -> T:
         async with asyncio.timeout(max(0.0, deadline.at - time.monotonic())):
             return await waiting
     except TimeoutError as error:
-        if isinstance(error, DeadlineExceededError):
-            raise
         raise DeadlineExceededError(f"{late} before the deadline") from error

@@ -79,7 +79,10 @@ class HostLanding:
         return self._arrays
 
     def _memory(self, size: int) -> Any:
-        return _taken(size)
+        try:
+            return _POOL.take(size)
+        except MemoryError as error:
+            raise _short(size) from error
 
     def arrive(self) -> list[Any]:
         """See `Landing`."""
@@ -165,13 +168,6 @@ def _check_size(size: int, most: int | None) -> None:
         )
     if size > _LARGEST:
         raise _short(size)
-
-
-def _taken(size: int) -> Any:
-    try:
-        return _POOL.take(size)
-    except MemoryError as error:
-        raise _short(size) from error
 
 
 def _pinned(size: int, device: int) -> Array:
