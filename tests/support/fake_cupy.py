@@ -30,7 +30,7 @@ class CUDARuntimeError(RuntimeError):
 class Event:
     """A place in a stream's queue."""
 
-    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+    def __init__(self, *, disable_timing: bool) -> None:
         self.cuda: FakeCuda
         self.ptr = 0
         self.device = 0
@@ -109,7 +109,6 @@ class FakeCuda:
         self.waits = 0
         # Memory of arrays that are gone goes back to a pool; what is queued may still write to it.
         self.memory: list[np.ndarray] = []
-        self.events_made = 0
         self.pooled_in_use = 0
         self.pinned_on: list[int] = []  # the device that was current, for each block
         self.per_thread = False  # every thread has a default stream of its own
@@ -240,7 +239,6 @@ class FakeCuda:
     def new_event(self, **options: Any) -> Event:
         event = Event(**options)
         event.cuda, event.ptr, event.device = self, next(self._numbers), self.device
-        self.events_made += 1
         self.events[event.ptr] = event
         return event
 
@@ -282,7 +280,6 @@ def fake_cupy(count: int = 1) -> Any:
         data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data, device_id=self.device.id))
         dtype = property(lambda self: self.host.dtype)
         shape = property(lambda self: self.host.shape)
-        size = property(lambda self: self.host.size)
         nbytes = property(lambda self: self.host.nbytes)
         flags = property(lambda self: SimpleNamespace(c_contiguous=self.host.flags.c_contiguous))
 
