@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sizes import LARGEST, SLOTS
+from sizes import SLOTS, WEIGHTS
 from writer import writer
 
 MANY = 64  # small tensors of one payload
@@ -55,9 +55,9 @@ class Bench:
         self.stream.use()
         self.rows: list[dict[str, Any]] = []
         self.left_out: dict[str, str] = {}  # ways that could not be measured, with the reason
-        self.expected = np.random.default_rng(0).integers(0, 256, LARGEST, np.uint8)
+        self.expected = np.random.default_rng(0).integers(0, 256, WEIGHTS, np.uint8)
         self.source = cupy.asarray(self.expected)
-        self.out = cupy.zeros(LARGEST, np.uint8)
+        self.out = cupy.zeros(WEIGHTS, np.uint8)
         self.stream.synchronize()
 
     def add(self, way: str, size: int, gb_per_s: float, **more: Any) -> None:
@@ -231,7 +231,7 @@ class Bench:
         from transport import BlockingClient, SharedRingBuffer, UCXXServer
 
         count = max(5, min(50, (1 << 28) // size))
-        together = threading.Barrier(3)
+        together = threading.Barrier(2, timeout=60)
         outs = [self.cupy.zeros(size, self.np.uint8) for _ in range(2)]
         streams = [self.cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
         self.stream.synchronize()
@@ -242,24 +242,19 @@ class Bench:
                     if at == SLOTS:
                         together.wait()
                     ticket = ring.write_raw(self.expected[:size], timeout_s=30)
-                    before[number] = time.perf_counter()
+                    begun = time.perf_counter()
                     client.read(ticket, out=outs[number])
                     streams[number].synchronize()
-                    took[number] += (time.perf_counter() - before[number]) if at >= SLOTS else 0.0
+                    took[number] += (time.perf_counter() - begun) if at >= SLOTS else 0.0
 
-        before, took = [0.0, 0.0], [0.0, 0.0]
+        took = [0.0, 0.0]
         with (
             SharedRingBuffer.create(slots=2 * SLOTS, slot_bytes=size) as ring,
             UCXXServer(ring, log_level="ERROR"),
             BlockingClient(wire={wire}, device_receive=receive) as client,  # type: ignore[arg-type]
             ThreadPoolExecutor(2) as threads,
         ):
-            reading = [threads.submit(read, number) for number in range(2)]
-            try:
-                together.wait(60)
-            except threading.BrokenBarrierError:
-                together.abort()
-            for each in reading:
+            for each in [threads.submit(read, number) for number in range(2)]:
                 each.result()
         if not all(bool((out == self.source[:size]).all()) for out in outs):
             raise SystemExit(f"content mismatch: {size} bytes read on two streams differ from those written")
@@ -299,7 +294,7 @@ class Bench:
                     name = f"trajectory job, {wire}, {layout}, {'' if way == 'ours' else 'list and '}{way}"
                     self.add(name, size, round(size / took / 1e9, 2), payloads_per_s=round(1 / took))
 
-    def batches(self, size: int, memory: str, layout: Any = "packed") -> None:
+    def batches(self, size: int, memory: str) -> None:
         """Claimed payloads of a mapped ring as one batch, 32 of them together of this size."""
         from transport import Schema, SharedRingBuffer, UpTo
 
@@ -312,7 +307,7 @@ class Bench:
             for number in range(repeats(size) + 3):
                 ring.write_many(payloads)
                 begun = time.perf_counter()
-                with ring.claim_batch(count, layout=layout, memory=memory) as batch:
+                with ring.claim_batch(count, layout="packed", memory=memory) as batch:
                     tokens = batch["tokens"]
                     self.cupy.cuda.get_current_stream().synchronize()
                     times.append(time.perf_counter() - begun)
@@ -321,7 +316,7 @@ class Bench:
                     on_host = tokens if memory in ("host", "pinned") else self.cupy.asnumpy(tokens)
                     if int(on_host[-1]) != rows - 1 - (count - 1) % 7:
                         raise SystemExit(f"a batch in {memory} memory has other values than were written")
-        self.add(f"ring → batch of {count}, {layout}, {memory}", size, rate(size, times[3:]))
+        self.add(f"ring → batch of {count}, packed, {memory}", size, rate(size, times[3:]))
 
     def weights(self, size: int) -> None:
         """A version between two processes, out of device memory and into it, without a limit of the link.

@@ -4,5 +4,4 @@ from __future__ import annotations
 
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 WEIGHTS = 1 << 30
-LARGEST = WEIGHTS
 SLOTS = 3  # of a ring
