@@ -12,6 +12,7 @@ import pytest
 from helpers import asynchronous
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
+from transport.devices.streams import Mark
 from transport.errors import BatchTooLargeError, BufferUnsuitableError, MissingDependencyError, UsageError
 from transport.schema import UpTo
 
@@ -84,6 +85,14 @@ def test_the_stream_that_the_caller_made_current_stays_so(ring: SharedRingBuffer
         assert cupy.cuda.get_current_stream().ptr == stream.ptr
         batch.arrays()
     assert cupy.cuda.get_current_stream().ptr == stream.ptr
+
+
+def test_a_mark_that_the_collector_ends_leaves_no_event_that_cuda_has_destroyed(cupy: Any) -> None:
+    marks: list[Any] = [Mark(0, 0)]
+    marks.append(marks)  # a cycle, as the frames of a kept error are
+    del marks
+    gc.collect()
+    Mark(0, 0).wait()  # records its event, which has to be there
 
 
 def test_pinned_memory_is_kept_until_the_copy_out_of_it_has_run(ring: SharedRingBuffer, cupy: Any) -> None:

@@ -101,7 +101,8 @@ class FakeCuda:
         self.entered: dict[int, list[tuple[int, Stream]]] = {}  # by thread, with its device
         self.current: dict[tuple[int, int], Stream] = {}  # by thread and device
         self.current_device: dict[int, list[int]] = {}
-        self.events: dict[int, Event] = {}
+        # By handle; CUDA's event ends when the collector or its last user ends the object, also if it is found again.
+        self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
         self.registered: dict[int, int] = {}  # size by address: registered or pinned
         self.read_only: set[int] = set()
         self.copies: list[tuple[str, int, int]] = []  # kind, bytes, stream

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 PER_THREAD = 2  # cudaStreamPerThread: the default stream of the calling thread
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
-_MOST_EVENTS = 64  # kept for the next marks of a device
 
 
 def require_device() -> int:
@@ -83,18 +82,11 @@ class Mark:
     def __init__(self, stream: int, device: int) -> None:
         cupy = require_cupy()
         self._runtime = cupy.cuda.runtime
-        self._idle = _idle_events(cupy, device)
         with cupy.cuda.Device(device):
-            try:
-                self._event = self._idle.pop()
-            except IndexError:
-                self._event = cupy.cuda.Event(disable_timing=True)
+            # Its own, and no pool to which a mark gives it back at its end: the collector, where it ends a mark in a cycle
+            # of references, ends the event as well, and the pool would have one that CUDA has destroyed.
+            self._event = cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(self._event.ptr, stream)
-
-    def __del__(self) -> None:
-        # The event can be recorded again: a stream that already waits for this mark still waits for this one.
-        if hasattr(self, "_event") and len(self._idle) < _MOST_EVENTS:
-            self._idle.append(self._event)
 
     @property
     def passed(self) -> bool:
@@ -122,12 +114,6 @@ def handle_for_others(stream: int, device: int) -> int:
     own = own_stream(device)
     Mark(stream, device).hold(own, device)
     return own
-
-
-@cache
-def _idle_events(_cupy: Any, _device: int) -> list[Any]:
-    """Events of a device that no mark uses. Making one takes a lock of the driver."""
-    return []
 
 
 def own_stream(device: int) -> int:
