@@ -83,8 +83,8 @@ class Mark:
         cupy = require_cupy()
         self._runtime = cupy.cuda.runtime
         with cupy.cuda.Device(device):
-            # Its own, and no pool to which a mark gives it back at its end: the collector, where it ends a mark in a cycle
-            # of references, ends the event as well, and the pool would have one that CUDA has destroyed.
+            # No pool that marks give events back to: where the collector ends a mark in a cycle, it ends the event as
+            # well, and the pool would have one that CUDA has destroyed.
             self._event = cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(self._event.ptr, stream)
 
