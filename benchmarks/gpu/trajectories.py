@@ -14,20 +14,14 @@ from typing import Any, Literal
 import numpy as np
 from writer import served
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import BlockingClient, SharedRingBuffer, UCXXServer
+from transport.bench.job.trajectories import TOKENS
+from transport.bench.job.trajectory_rows import schema
 
 BATCH = 32
-TOKENS = 8192
 RAGGED = ("tokens", "logprobs", "ref_logprobs", "old_logprobs")
 KINDS = 96  # trajectories that are written in turn
-SCHEMA = Schema.of(
-    tokens=("int32", UpTo(TOKENS)),
-    logprobs=("float32", UpTo(TOKENS)),
-    ref_logprobs=("float32", UpTo(TOKENS)),
-    old_logprobs=("float32", UpTo(TOKENS)),
-    image=("uint8", 224, 224, 3),
-    reward="float32",
-)
+SCHEMA = schema().only([*RAGGED, "image", "reward"])  # batches have no text
 
 Way = Literal["ours", "torch"]
 

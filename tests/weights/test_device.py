@@ -266,6 +266,45 @@ async def test_a_worker_is_given_arrays_that_are_there_and_what_it_serves_is_has
                 await each.finalize()
 
 
+class Staging(OnDevice):
+    """Serves what its `stage` makes of the arrays; ``spoils`` what it makes."""
+
+    def stage(self, weights: Any, version: int) -> Any:
+        made = dict(weights)
+        if self.spoils:
+            made["head"].host[0, 0] += 1
+        return made
+
+    def load(self, weights: Any, version: int) -> Any:
+        self.weights, self.version = weights, version
+
+    def served_checksum(self) -> int | None:
+        raise AssertionError("what is served as it was proven is not hashed in the pause")
+
+
+@asynchronous
+@pytest.mark.parametrize("spoils", [False, True])
+async def test_what_a_worker_stages_on_its_device_is_hashed_and_what_it_then_serves_is_not(
+    cupy: Any, spoils: bool
+) -> None:
+    async with engines("") as made:
+        worker = Staging()
+        worker.spoils = spoils
+        replica = Replica(engine("r", wires=frozenset({"tcp"}), device="cupy"), worker)
+        made.append(replica.engine)
+        await build(made)
+        sending = asyncio.ensure_future(made[0].send_weights(iter(version_of(1).items()), 1))
+        await replica.land(1)
+        if spoils:
+            with pytest.raises(WeightsChecksumError, match="its stage changed or lost tensors"):
+                await replica.load()
+        else:
+            assert await replica.load() is not None
+        await asyncio.gather(sending, return_exceptions=True)
+        for each in made:
+            await each.finalize()
+
+
 @asynchronous
 async def test_a_dtype_that_the_library_lacks_and_a_device_that_is_not_there_are_named(cupy: Any) -> None:
     import ml_dtypes

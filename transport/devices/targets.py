@@ -46,8 +46,8 @@ class Target:
         name = current if current != PER_THREAD else -threading.get_ident()
         if current == self.stream or name in self._used_on:
             return
-        self._used_on.add(name)
         if self._mark is not None:
             self._mark.hold(current, self.device)
         if self._own:
             self.library.keep(self.array, self.device, self.stream)
+        self._used_on.add(name)  # last: another thread of the same stream passes only where the wait is queued
