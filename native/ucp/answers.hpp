@@ -44,7 +44,8 @@ const char* joined_fault(const std::byte* message, std::size_t length, std::size
     const std::uint64_t size = size_of(at);
     const bool small = size <= inline_limit;
     if ((answer.flags & kJoined) != 0) {
-      if (answer.code != 0 || !small) return "a joined payload that was refused or is too large to be joined";
+      if (answer.code != 0 || !small || answer.length != size)
+        return "a joined payload that was refused, is too large to be joined, or has another length than it says";
       joined += size;
     } else if (small) {
       apart = true;

@@ -432,6 +432,7 @@ def said(exchange: Any, number: int) -> bytes:
 
 @given(st.lists(EXCHANGES, min_size=1, max_size=20))
 @example([([3, 200], [(0, 1, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])
+@example([([100, 300, 300], [(0, 1, 0, -1), (1, 0, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])  # joined, of another length
 @example([([INLINE], [(0, 0, 0, 0), (0, 0, 0, 0)], 0, 0, 0, 0)])  # an answer more than was asked for, and room for it
 @settings(max_examples=25)
 def test_native_code_believes_no_answer_that_cannot_be_meant(exchanges: list[Any]) -> None:
