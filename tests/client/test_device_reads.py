@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -139,6 +141,63 @@ def test_a_blocking_client_orders_with_the_stream_of_its_callers_thread(cupy: An
     assert {on for _, _, on in cupy.fake.copies} == {stream.ptr}
 
 
+@pytest.mark.ucx
+@over_ucx
+@asynchronous
+async def test_a_read_keeps_the_stream_that_its_caller_drops_meanwhile(wire: Any, cupy: Any) -> None:
+    with serving(slots=4, slot_bytes=64 << 10) as (ring, _):
+        async with UCXXClient(wire={wire}, settings=settings_with(staging_bytes=64 << 10)) as client:
+            outs = [cupy.empty(60_000, np.uint8) for _ in range(2)]
+            cupy.fake.stopped = True
+            await client.read(ring.write({"x": noise(60_000, 0)}), out=outs[0])  # has all of the staging memory
+            with cupy.cuda.Stream(non_blocking=True):
+                reading = asyncio.ensure_future(client.read(ring.write({"x": noise(60_000, 1)}), out=outs[1]))
+                await until(lambda: client._device_reads._staging._waiting)
+            other = cupy.cuda.Stream(non_blocking=True)
+            cupy.fake.stopped = False
+            await reading
+            assert other.ptr not in {on for _, _, on in cupy.fake.copies}, "a stream that has nothing to do with it"
+            cupy.fake.run_all()
+            assert outs[1].host.tobytes() == noise(60_000, 1).tobytes()
+
+
+@asynchronous
+async def test_a_stream_with_the_handle_of_one_that_is_gone_waits_for_the_arrival_too(cupy: Any) -> None:
+    out = cupy.empty(100, np.uint8)
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            cupy.fake.stopped = True
+            payload = await client.read(ring.write({"x": noise(100)}), out=out)
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                _ = payload["x"]
+            gone = stream.ptr
+            del stream
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                assert stream.ptr == gone
+                seen = payload["x"].astype(np.int32)
+            while cupy.fake.queues[stream.ptr]:  # this stream alone is driven
+                cupy.fake.step(stream.ptr)
+            assert (seen.host == noise(100)).all()
+
+
+@asynchronous
+async def test_another_threads_default_stream_waits_for_a_read_on_this_ones(cupy: Any) -> None:
+    cupy.fake.per_thread = cupy.fake.stopped = True
+    out = cupy.empty(100, np.uint8)
+
+    def look() -> tuple[Any, int]:
+        return payload["x"].astype(np.int32), cupy.fake.named(cupy.cuda.get_current_stream().ptr)
+
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            payload = await client.read(ring.write({"x": noise(100)}), out=out)
+            with ThreadPoolExecutor(1) as threads:
+                seen, stream = threads.submit(look).result()
+            while cupy.fake.queues[stream]:  # the second thread's default stream alone is driven
+                cupy.fake.step(stream)
+            assert (seen.host == noise(100)).all()
+
+
 # --- into new memory --------------------------------------------------------------------------------
 @pytest.mark.ucx
 @every_wire
@@ -186,6 +245,28 @@ async def test_memory_of_a_payload_is_used_again_only_after_what_looked_at_it(cu
             while cupy.fake.queues[mine]:  # what its memory is used for next is queued behind this
                 cupy.fake.step(mine)
             assert ran
+
+
+def test_memory_is_used_again_only_after_another_threads_default_stream_has_looked_at_it(cupy: Any) -> None:
+    cupy.fake.per_thread = True
+    ran: list[int] = []
+
+    def look() -> None:
+        _ = payload["x"]
+        cupy.fake.queue(lambda: ran.append(1))
+
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring,
+        BlockingClient(wire={"mapped"}, device="cupy") as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        payload = client.read(ring.write({"x": noise(100)}))
+        threads.submit(look).result()
+        (mine,) = {on for _, _, on in cupy.fake.copies}
+        payload.release()  # in a thread that has not looked
+        while cupy.fake.queues[mine]:  # what its memory is used for next is queued behind this
+            cupy.fake.step(mine)
+        assert ran
 
 
 @asynchronous

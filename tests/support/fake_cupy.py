@@ -6,6 +6,9 @@ they are queued, as CUDA does. So memory given away too early, and work that not
 
 A host may have several devices. Each thread has a current one; handle 0 names the default stream of that one, and
 handle 2 that of the thread that uses it; an event of one device is not recorded on a stream of another.
+
+A stream that was made is destroyed with its object: what it has in its queue still runs, its handle is an error, and
+the next stream that is made gets that handle.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 
 PER_THREAD = 2  # cudaStreamPerThread
+Queue = list[Callable[[], bool]]  # each says whether it is done
 
 
 class CUDARuntimeError(RuntimeError):
@@ -34,36 +38,40 @@ class Event:
         self.cuda: FakeCuda
         self.ptr = 0
         self.device = 0
-        self.place = SimpleNamespace(stream=0, reached=True)  # where it was recorded last
+        self.place = SimpleNamespace(queue=[], reached=True)  # where it was recorded last
 
     @property
     def done(self) -> bool:
         """Whether the stream has got here; it goes on by one thing where not."""
         self.cuda.questions += 1
         if not self.place.reached and not self.cuda.stopped:
-            self.cuda.step(self.place.stream)
+            self.cuda.advance(self.place.queue)
         return bool(self.place.reached)
 
     def synchronize(self) -> None:
         """Run the stream up to here."""
         self.cuda.waits += 1
         while not self.place.reached:
-            self.cuda.step(self.place.stream)
+            self.cuda.advance(self.place.queue)
 
 
 class Stream:
-    """A queue of callables, which ends with the object that made it."""
+    """A queue of callables. As in CuPy those with the same handle are equal."""
 
-    def __init__(self, cuda: FakeCuda, ptr: int, *, own: bool = False) -> None:
+    def __init__(self, cuda: FakeCuda, ptr: int, device_id: int = -1) -> None:
         self._cuda = cuda
         self.ptr = ptr
-        self._own = own
+        self.device_id = device_id  # -1 for a default stream
 
     def __del__(self) -> None:
-        if self._own:
-            while self._cuda.queues[self.ptr]:
-                self._cuda.step(self.ptr)
-            del self._cuda.queues[self.ptr], self._cuda.device_of[self.ptr]
+        if self.device_id >= 0:
+            self._cuda.destroy(self.ptr)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.ptr == other.ptr
+
+    def __hash__(self) -> int:
+        return self.ptr
 
     def synchronize(self) -> None:
         """Run all that is queued."""
@@ -96,7 +104,9 @@ class FakeCuda:
     def __init__(self, count: int) -> None:
         self.count = count
         # By handle; the default streams are 0 of the first device, -1 of the second, and so on.
-        self.queues: dict[int, list[Callable[[], bool]]] = {-device: [] for device in range(count)}
+        self.queues: dict[int, Queue] = {-device: [] for device in range(count)}
+        self._ended: list[Queue] = []  # of destroyed streams
+        self._free: list[int] = []  # their handles
         self.device_of = {-device: device for device in range(count)}
         self.entered: dict[int, list[tuple[int, Stream]]] = {}  # by thread, with its device
         self.current: dict[tuple[int, int], Stream] = {}  # by thread and device
@@ -113,7 +123,7 @@ class FakeCuda:
         self.pooled_in_use = 0
         self.pinned_on: list[int] = []  # the device that was current, for each block
         self.per_thread = False  # every thread has a default stream of its own
-        self._of_threads: dict[tuple[int, int], int] = {}
+        self._of_thread = threading.local()  # not by the thread's number, which a later thread may have
         self.stopped = False  # streams run only when somebody waits
         self.refuses_registration = False
         self.copies_left = self.marks_left = 1 << 62  # before every further one fails
@@ -127,18 +137,28 @@ class FakeCuda:
 
     def named(self, stream: int) -> int:
         """The queue that a handle names here and now."""
-        if stream != PER_THREAD:
-            return stream or -self.device
-        mine = self._of_threads.setdefault((threading.get_ident(), self.device), next(self._numbers) << 8)
-        self.queues.setdefault(mine, [])
-        self.device_of[mine] = self.device
-        return mine
+        if stream == PER_THREAD:
+            mine = vars(self._of_thread)
+            if self.device not in mine:
+                mine[self.device] = self._new_queue()
+            return int(mine[self.device])
+        if stream and stream not in self.queues:
+            raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+        return stream or -self.device
 
     def new_stream(self) -> Stream:
-        ptr = next(self._numbers) << 8
+        return Stream(self, self._new_queue(), self.device)
+
+    def _new_queue(self) -> int:
+        ptr = self._free.pop() if self._free else next(self._numbers) << 8
         self.queues[ptr] = []
         self.device_of[ptr] = self.device
-        return Stream(self, ptr, own=True)
+        return ptr
+
+    def destroy(self, ptr: int) -> None:
+        """End a stream, which does what is in its queue all the same."""
+        self._ended.append(self.queues.pop(ptr))
+        self._free.append(ptr)
 
     def current_stream(self, device: int | None = None) -> Stream:
         """Of a device, by default the current one."""
@@ -148,7 +168,7 @@ class FakeCuda:
 
     def device_for(self, stream: Stream) -> int:
         """The device that a stream is of; a default stream is of the current one."""
-        return self.device if stream.ptr in (0, PER_THREAD) else self.device_of[stream.ptr]
+        return self.device if stream.device_id < 0 else stream.device_id
 
     def queue(self, work: Callable[[], object], stream: int | None = None) -> None:
         """Queue work on a stream, by default the current one."""
@@ -159,23 +179,25 @@ class FakeCuda:
 
         self.queues[self.named(self.current_stream().ptr if stream is None else stream)].append(always)
 
-    def step(self, stream: int | None) -> None:
+    def step(self, stream: int) -> None:
         """Let a stream do one thing, or what it waits for."""
-        assert stream is not None
+        self.advance(self.queues[stream])
+
+    def advance(self, queue: Queue) -> None:
+        """`step`, for a stream that may be destroyed."""
         with self._stepping:  # a test drives streams while a thread of the package waits for one of their events
-            queue = self.queues[stream]
             if queue and queue[0]():
                 queue.pop(0)
 
     def run_all(self) -> None:
         """Let every stream do everything."""
-        while any(list(self.queues.values())):
-            for stream in list(self.queues):
-                self.step(stream)
+        while any(queues := [*self.queues.values(), *self._ended]):
+            for queue in queues:
+                self.advance(queue)
 
     def end(self) -> None:
         """Forget what is queued, then the memory."""
-        for queue in self.queues.values():
+        for queue in [*self.queues.values(), *self._ended]:
             queue.clear()
         self.memory.clear()
 
@@ -206,7 +228,7 @@ class FakeCuda:
         if recorded.device != self.device_of[stream]:
             raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
         # An event that is recorded again is another place: what waits for the one before still does.
-        recorded.place = place = SimpleNamespace(stream=stream, reached=False)
+        recorded.place = place = SimpleNamespace(queue=self.queues[stream], reached=False)
         self.queue(lambda: setattr(place, "reached", True), stream)
 
     def stream_wait_event(self, stream: int, event: int, _: int) -> None:
@@ -214,7 +236,7 @@ class FakeCuda:
 
         def wait() -> bool:
             if not place.reached:
-                self.step(place.stream)
+                self.advance(place.queue)
             return bool(place.reached)
 
         self.queues[self.named(stream)].append(wait)
@@ -223,6 +245,11 @@ class FakeCuda:
         self.waits += 1
         while self.queues[self.named(stream)]:
             self.step(self.named(stream))
+
+    def device_synchronize(self) -> None:
+        """Waits for the other devices too, which a program cannot tell from a slow device."""
+        self.waits += 1
+        self.run_all()
 
     def host_register(self, address: int, size: int, flags: int) -> None:
         if self.refuses_registration:
@@ -342,6 +369,8 @@ def fake_cupy(count: int = 1) -> Any:
 
         def __exit__(self, *_: object) -> None:
             cuda.current_device[threading.get_ident()].pop()
+
+        synchronize = staticmethod(cuda.device_synchronize)
 
     class Streams:
         """CuPy's class of streams."""

@@ -81,6 +81,21 @@ async def test_a_version_has_what_the_stream_of_the_iterator_was_to_write(cupy: 
         assert held.checksum == checksum_of(1)
 
 
+@asynchronous
+async def test_a_version_keeps_the_streams_that_its_iterator_drops(cupy: Any) -> None:
+    weights = {f"t{number}": noise(1000, number) for number in range(4)}  # they share a bucket
+
+    def made_on_streams_of_their_own() -> Iterator[tuple[str, Any]]:
+        for name, value in weights.items():
+            with cupy.cuda.Stream(non_blocking=True):
+                yield name, cupy.on_device(value)
+
+    async with engines("a", specs=specs_of(weights)) as made:
+        await build(made)
+        _, held = await asyncio.gather(made[0].send_weights(made_on_streams_of_their_own(), 1), made[1].receive(1))
+        assert held.checksum == weights_checksum(weights)
+
+
 @pytest.mark.parametrize("per_thread", [False, True])
 def test_verls_engine_takes_tensors_from_the_stream_of_the_thread_that_makes_them(cupy: Any, per_thread: bool) -> None:
     made = [

@@ -32,10 +32,10 @@ from transport.devices.streams import (
     Mark,
     address_of,
     copy_to_host,
-    handle_for_others,
     own_stream,
     pinned_memory,
     settled_on_failure,
+    stream_for_others,
 )
 from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
@@ -204,7 +204,7 @@ class DeviceReads:
         Raises DeadlineExceededError if the deadline passes during the wait for pinned memory, or for the stream.
         """
         if direct and target.size >= _DIRECT_BYTES:
-            before = Mark(target.stream, target.device)
+            before = Mark(target.stream.handle, target.device)
             await _by(deadline, self._completions.passed(before), "the caller's stream was not done with the memory")
             with contextlib.suppress(BufferUnsuitableError):  # the payload comes inside the answer: use staging
                 return await read(DeviceMemory(target, partial(self._checksum, deadline)).memory())
@@ -226,11 +226,11 @@ class DeviceReads:
     async def _checksum(self, deadline: Deadline, target: Target, array: Any) -> int:
         """XXH3 of directly received bytes, which are copied to the host on this client's own stream."""
         block = await self._block(target, deadline)
-        stream = own_stream(target.device)
+        handle = own_stream(target.device).handle
         try:
-            with settled_on_failure(stream, target.device):
-                copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
-                mark = Mark(stream, target.device)
+            with settled_on_failure(handle, target.device):
+                copy_to_host([(address_of(block), target.address, target.size)], target.device, handle)
+                mark = Mark(handle, target.device)
         except BaseException:
             self._staging.give_back(block)
             raise
@@ -262,7 +262,7 @@ def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
     device = library.describe(out).device
     stream = library.stream(device)
     if elsewhere:
-        stream = handle_for_others(stream, device)
+        stream = stream_for_others(stream, device)
     return Target(out, library, size, stream, own=False)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from transport.devices.arrays import DeviceTensor
 from transport.devices.libraries import library_of
-from transport.devices.streams import Mark, copy_to_host, settled_on_failure
+from transport.devices.streams import Mark, Stream, copy_to_host, settled_on_failure
 from transport.schema import Layout
 
 # Bytes of one step, and of the steps that are copied while one is hashed; up to which size tensors share a step.
@@ -26,7 +26,7 @@ class _Step:
 
     __slots__ = ("device", "end", "mark", "parts", "start", "stream")
 
-    def __init__(self, stream: tuple[int, int]) -> None:
+    def __init__(self, stream: tuple[int, Stream]) -> None:
         self.device, self.stream = stream
         self.parts: list[tuple[int, int, int]] = []  # start in the slot, bytes, address
         self.start = self.end = 0  # of all parts
@@ -40,11 +40,10 @@ class _Step:
 
     def queue(self, slot: int) -> None:
         """Queue the copies into the slot at address ``slot``, and the mark behind them."""
-        with settled_on_failure(self.stream, self.device):
-            copy_to_host(
-                [(slot + start, address, size) for start, size, address in self.parts], self.device, self.stream
-            )
-            self.mark = Mark(self.stream, self.device)
+        handle = self.stream.handle
+        with settled_on_failure(handle, self.device):
+            copy_to_host([(slot + start, address, size) for start, size, address in self.parts], self.device, handle)
+            self.mark = Mark(handle, self.device)
 
 
 class Source(NamedTuple):
@@ -54,7 +53,7 @@ class Source(NamedTuple):
     size: int
     address: int
     device: int
-    stream: int
+    stream: Stream
 
 
 def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
@@ -62,7 +61,7 @@ def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
 
     arrays: in the layout's order; the `DeviceTensor`s are contiguous and of the layout's dtypes.
     """
-    streams: dict[tuple[str, int], int] = {}
+    streams: dict[tuple[str, int], Stream] = {}
     found: list[Source | None] = []
     for array, placement in zip(arrays, layout.placements, strict=True):
         if not isinstance(array, DeviceTensor):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from transport.devices.arrays import DeviceTensor, is_torch, require_cupy
-from transport.devices.streams import Mark, on_own_stream, own_stream, require_device
+from transport.devices.streams import PER_THREAD, Mark, Stream, on_own_stream, own_stream, require_device
 from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
 from transport.runtime.installing import install
 from transport.schema import DTYPES, Placement
@@ -23,7 +23,7 @@ LibraryName = Literal["cupy", "torch"]
 
 
 class Library(Protocol):
-    """The interface of an array library. Streams are CUDA's handles as integers."""
+    """The interface of an array library."""
 
     name: LibraryName
 
@@ -33,15 +33,15 @@ class Library(Protocol):
     def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
         """The same values, contiguous and of ``dtype``, made on its device; None where the library lacks the dtype."""
 
-    def stream(self, device: int) -> int:
+    def stream(self, device: int) -> Stream:
         """The stream that is current in this thread."""
 
     def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
         """A new uint8 array; its memory is first used on the stream of `own_stream`, or on the current one."""
 
-    def keep(self, array: Any, device: int, home: int) -> None:
-        """Keep the memory of ``array`` from reuse, after ``array`` is gone, until the stream that is current now has
-        done the work queued by then.
+    def keep(self, array: Any, device: int, stream: Stream, home: Stream) -> None:
+        """Keep the memory of ``array`` from reuse, after ``array`` is gone, until ``stream`` has done the work queued
+        by then.
 
         home: the stream that it was first used on.
         """
@@ -72,9 +72,10 @@ class Cupy:
         except (TypeError, ValueError):  # CuPy has no float8
             return None
 
-    def stream(self, device: int) -> int:
+    def stream(self, device: int) -> Stream:
         """See `Library`."""
-        return int(require_cupy().cuda.get_current_stream(device).ptr)
+        current = require_cupy().cuda.get_current_stream(device)
+        return Stream(int(current.ptr), current)
 
     def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
         """See `Library`."""
@@ -82,9 +83,8 @@ class Cupy:
         with on_own_stream(device) if own else cupy.cuda.Device(device):
             return cupy.empty(nbytes, dtype=np.uint8)
 
-    def keep(self, array: Any, device: int, home: int) -> None:
+    def keep(self, array: Any, device: int, stream: Stream, home: Stream) -> None:
         """See `Library`. CuPy's pool reuses memory on the stream it was allocated for, so that stream waits."""
-        stream = require_cupy().cuda.get_current_stream(device)  # the object: the stream must live until then
         weakref.finalize(array, _wait_for, stream, device, home).atexit = False
 
     def view(self, array: Any, placement: Placement) -> Any:
@@ -99,9 +99,13 @@ class Cupy:
         return piece.reshape(placement.shape)
 
 
-def _wait_for(stream: Any, device: int, home: int) -> None:
-    if not sys.is_finalizing():  # CUDA may be unloaded by then, and there are no further allocations
-        Mark(int(stream.ptr), device).hold(home, device)
+def _wait_for(stream: Stream, device: int, home: Stream) -> None:
+    if sys.is_finalizing():  # CUDA may be unloaded by then, and there are no further allocations
+        return
+    if stream.handle == PER_THREAD:  # here it names the stream of the thread that drops the array
+        require_cupy().cuda.Device(device).synchronize()
+    else:
+        Mark(stream.handle, device).hold(home.handle, device)
 
 
 class Torch:
@@ -132,19 +136,20 @@ class Torch:
         theirs = getattr(self._torch, dtype.name, None)
         return None if theirs is None else self.describe(tensor.value.to(theirs).contiguous())
 
-    def stream(self, device: int) -> int:
-        """See `Library`."""
-        return int(self._torch.cuda.current_stream(device).cuda_stream)
+    def stream(self, device: int) -> Stream:
+        """See `Library`. torch does not destroy the streams that it makes."""
+        current = self._torch.cuda.current_stream(device)
+        return Stream(int(current.cuda_stream), current)
 
     def empty(self, nbytes: int, device: int, *, own: bool) -> Any:
         """See `Library`."""
         torch = self._torch
-        with torch.cuda.stream(torch.cuda.ExternalStream(own_stream(device), device) if own else None):
+        with torch.cuda.stream(torch.cuda.ExternalStream(own_stream(device).handle, device) if own else None):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
-    def keep(self, array: Any, device: int, home: int) -> None:
+    def keep(self, array: Any, device: int, stream: Stream, home: Stream) -> None:
         """See `Library`. torch's allocator does it after `record_stream`."""
-        array.record_stream(self._torch.cuda.current_stream(device))
+        array.record_stream(stream.owner)
 
     def view(self, array: Any, placement: Placement) -> Any:
         """See `Library`."""

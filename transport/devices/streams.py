@@ -1,7 +1,7 @@
 """CUDA through CuPy: copies on streams, marks in a stream's queue, host memory registered or pinned.
 
-A stream is CUDA's handle as an integer; 0 is the default stream of the device that a call names. Copies are queued, not
-waited for: a `Mark` after a copy tells when it is done.
+The calls take CUDA's handle of a stream, an integer; 0 is the default stream of the device that a call names. What
+outlives a call keeps a `Stream`. Copies are queued, not waited for: a `Mark` after a copy tells when it is done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,16 @@ log = logging.getLogger(__name__)
 PER_THREAD = 2  # cudaStreamPerThread: the default stream of the calling thread
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
+
+
+class Stream(NamedTuple):
+    """A stream, with the object that keeps it alive: CuPy destroys both together, and CUDA gives the handle out again.
+
+    So this is what is kept; the handle alone is only the argument of a call.
+    """
+
+    handle: int
+    owner: Any  # CuPy's or torch's object
 
 
 def require_device() -> int:
@@ -103,31 +113,32 @@ class Mark:
             self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
 
 
-def handle_for_others(stream: int, device: int) -> int:
-    """A handle with which other threads can queue work after this thread's current stream.
+def stream_for_others(stream: Stream, device: int) -> Stream:
+    """A stream on which other threads can queue work after this thread's current stream.
 
-    It is the stream's own handle. Exception: the handle of the per-thread default stream names another stream in
-    another thread; then it is the project's own stream, made to run after the work queued by now.
+    It is the stream itself. Exception: the handle of the per-thread default stream names another stream in another
+    thread; then it is the project's own stream, made to run after the work queued by now.
     """
-    if stream != PER_THREAD:
+    if stream.handle != PER_THREAD:
         return stream
     own = own_stream(device)
-    Mark(stream, device).hold(own, device)
+    Mark(stream.handle, device).hold(own.handle, device)
     return own
 
 
-def own_stream(device: int) -> int:
+def own_stream(device: int) -> Stream:
     """The stream of this project's own copies on a device. It waits for no other and lives as long as the process.
 
     CuPy's memory pool remembers memory by the stream it was allocated for, also when that stream is gone.
     """
-    return int(_own_stream(require_cupy(), device).ptr)
+    return _own_stream(require_cupy(), device)
 
 
 @cache
-def _own_stream(cupy: Any, device: int) -> Any:
+def _own_stream(cupy: Any, device: int) -> Stream:
     with cupy.cuda.Device(device):
-        return cupy.cuda.Stream(non_blocking=True)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        return Stream(int(stream.ptr), stream)
 
 
 @contextlib.contextmanager
@@ -136,7 +147,7 @@ def on_own_stream(device: int) -> Iterator[None]:
     cupy = require_cupy()
     with cupy.cuda.Device(device):
         before = cupy.cuda.get_current_stream()
-        _own_stream(cupy, device).use()
+        own_stream(device).owner.use()
         try:
             yield
         finally:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from transport.devices.libraries import Library
-from transport.devices.streams import PER_THREAD, Mark, address_of, copy_to_device, own_stream, settled_on_failure
+from transport.devices.streams import Mark, Stream, address_of, copy_to_device, own_stream, settled_on_failure
 
 
 class Target:
@@ -15,7 +14,7 @@ class Target:
     Made in the thread whose current stream is to be used.
     """
 
-    def __init__(self, array: Any, library: Library, size: int, stream: int, *, own: bool) -> None:
+    def __init__(self, array: Any, library: Library, size: int, stream: Stream, *, own: bool) -> None:
         described = library.describe(array)
         self.array = array
         self.size = size
@@ -25,7 +24,7 @@ class Target:
         self.library = library
         self._own = own  # allocated here, on a stream that the caller does not know
         self._mark: Mark | None = None
-        self._used_on: set[int] = set()
+        self._kept_for: set[Stream] = set()  # alive, so that no later stream has the handle of one of them
 
     @classmethod
     def new(cls, library: Library, device: int, size: int) -> Target:
@@ -34,20 +33,18 @@ class Target:
 
     def copy_from(self, source: Any) -> Mark:
         """Queue the copy of host memory, and the mark behind it. If that fails, the memory is no longer read."""
-        with settled_on_failure(self.stream, self.device):
+        handle = self.stream.handle
+        with settled_on_failure(handle, self.device):
             if self.size:
-                copy_to_device(self.address, address_of(source), self.size, self.device, self.stream)
-            self._mark = Mark(self.stream, self.device)
+                copy_to_device(self.address, address_of(source), self.size, self.device, handle)
+            self._mark = Mark(handle, self.device)
         return self._mark
 
     def make_stream_wait(self) -> None:
-        """The array is used now: work of another stream than ``stream`` is made to run after the arrival."""
+        """The array is used now: what the current stream does from now on runs after the arrival."""
         current = self.library.stream(self.device)
-        name = current if current != PER_THREAD else -threading.get_ident()
-        if current == self.stream or name in self._used_on:
-            return
-        if self._mark is not None:
-            self._mark.hold(current, self.device)
-        if self._own:
-            self.library.keep(self.array, self.device, self.stream)
-        self._used_on.add(name)  # last: another thread of the same stream passes only where the wait is queued
+        if self._mark is not None:  # each time: no handle tells whether the stream waits already, and a wait is cheap
+            self._mark.hold(current.handle, self.device)
+        if self._own and current not in self._kept_for:
+            self.library.keep(self.array, self.device, current, self.stream)
+            self._kept_for.add(current)

@@ -91,10 +91,10 @@ class Held:
         stream = library.stream(device)
         memory = library.empty(end - start, device, own=False)
         if end > start:
-            with settled_on_failure(stream, device):
+            with settled_on_failure(stream.handle, device):
                 target = library.describe(memory).address
-                copy_to_device(target, address_of(self.row) + start, end - start, device, stream)
-                self._copying.append(Mark(stream, device))
+                copy_to_device(target, address_of(self.row) + start, end - start, device, stream.handle)
+                self._copying.append(Mark(stream.handle, device))
         while self._copying and _passed(self._copying[0]):
             del self._copying[0]
         return memory

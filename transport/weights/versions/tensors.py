@@ -1,7 +1,7 @@
 """A sender's tensors as bytes: in host memory, or on a device with the stream that makes them.
 
 Device memory is not copied until it goes into a bucket. The stream is looked up in the thread that produced the tensor,
-because the current stream is a property of the thread; its handle is valid in every thread.
+because the current stream is a property of the thread, and kept with the bytes, because it may have no other user.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from transport.devices.copies import DeviceCopies, Source
 from transport.devices.libraries import library_of
 from transport.devices.streams import (
     Mark,
+    Stream,
     address_of,
     copy_to_host,
-    handle_for_others,
     pinned_memory,
     settled_on_failure,
+    stream_for_others,
 )
 from transport.errors import SchemaError
 from transport.ring.packing import as_array
@@ -39,7 +40,7 @@ class DeviceBytes:
 
     __slots__ = ("_keep", "address", "device", "size", "stream")
 
-    def __init__(self, address: int, size: int, device: int, stream: int, keep: object) -> None:
+    def __init__(self, address: int, size: int, device: int, stream: Stream, keep: object) -> None:
         self.address = address
         self.size = size
         self.device = device
@@ -64,7 +65,7 @@ class OnDevice:
         library = library_of(tensor.value)
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        stream = handle_for_others(library.stream(tensor.device), tensor.device)
+        stream = stream_for_others(library.stream(tensor.device), tensor.device)
         self.data = DeviceBytes(tensor.address, tensor.nbytes, tensor.device, stream, tensor.value)
 
     def box(self, start: Sequence[int], size: Sequence[int]) -> OnDevice:
@@ -120,9 +121,10 @@ def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
 def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
     """Copy to the host, and wait for that."""
     if data.size:
-        with settled_on_failure(data.stream, data.device):
-            copy_to_host([(to.ctypes.data, data.address, data.size)], data.device, data.stream)
-            Mark(data.stream, data.device).wait()
+        handle = data.stream.handle
+        with settled_on_failure(handle, data.device):
+            copy_to_host([(to.ctypes.data, data.address, data.size)], data.device, handle)
+            Mark(handle, data.device).wait()
 
 
 def pack(parts: list[tuple[int, Bytes]], memory: memoryview) -> int:
