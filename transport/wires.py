@@ -21,6 +21,7 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",
+    "TCP_MAX_IOV": "16",  # pieces of a message in one call of the kernel; UCX has no use for more
     # With blocking connects UCX frees a connection whose peer disconnects during the call and then uses it (a crash).
     "TCP_CONN_NB": "y",
     "TCP_CM_REUSEADDR": "y",  # a restarted listener gets its port at once, not after a minute

@@ -89,14 +89,18 @@ struct Reply : std::enable_shared_from_this<Reply> {
   std::shared_ptr<Mapping> mapping;  // UCX may be left with a send that it never completes
 };
 
-// The answer to a TAKE under way: its head, then payloads straight from their slots, with zeros in between.
+// The answer to a TAKE under way: its head, then payloads with zeros in between. Small payloads are copied behind the
+// head, since UCX passes few pieces to the kernel at a time; others go straight from their slots.
 struct TakeReply : std::enable_shared_from_this<TakeReply> {
   explicit TakeReply(std::shared_ptr<Mapping> slots) : mapping(std::move(slots)) {}
 
   Connection* connection = nullptr;
-  std::vector<std::byte> head;
-  std::vector<ucp_dt_iov_t> pieces;
-  std::vector<Attempt*> joined;
+  void copy(const std::byte* bytes, std::size_t count);
+  void find_copied();  // once all is copied
+
+  std::vector<std::byte> copied;
+  std::vector<ucp_dt_iov_t> pieces;  // without an address, until `find_copied`: what comes next in `copied`
+  std::vector<Attempt*> from_slots;
   std::shared_ptr<Mapping> mapping;
 };
 

@@ -24,6 +24,23 @@ constexpr std::array<std::byte, kTakenAlignment> kZeros{};
 
 }  // namespace
 
+void TakeReply::copy(const std::byte* bytes, std::size_t count) {
+  copied.insert(copied.end(), bytes, bytes + count);
+  if (pieces.back().buffer == nullptr)
+    pieces.back().length += count;
+  else if (count != 0)
+    pieces.push_back({nullptr, count});
+}
+
+void TakeReply::find_copied() {
+  std::byte* next = copied.data();
+  for (ucp_dt_iov_t& piece : pieces)
+    if (piece.buffer == nullptr) {
+      piece.buffer = next;
+      next += piece.length;
+    }
+}
+
 // --- demands ----------------------------------------------------------------------------------------
 void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
   connection.expect_no_more();
@@ -94,22 +111,21 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     reply = std::move(take_replies_.back());
     take_replies_.pop_back();
   }
-  reply->connection = &connection;
-  reply->pieces.clear();
-  reply->joined.clear();
-  reply->pieces.reserve(1 + 2 * claimed.size());
-  reply->joined.reserve(claimed.size());
-  std::vector<std::byte>& head = reply->head;
-  head.clear();
-  head.resize(sizeof(Header) + claimed.size() * sizeof(Taken));
-  reply->pieces.push_back({});
-
-  std::uint64_t joined = 0;  // bytes from the end of the head on
+  TakeReply& going = *reply;
+  going.connection = &connection;
+  going.pieces.clear();
+  going.from_slots.clear();
+  going.pieces.reserve(1 + 2 * claimed.size());
+  going.from_slots.reserve(claimed.size());
+  std::vector<std::byte>& copied = going.copied;
+  copied.clear();
+  copied.resize(sizeof(Header) + claimed.size() * sizeof(Taken));
   for (std::size_t at = 0; at < claimed.size(); ++at) {
     const Claimed& one = claimed[at];
     const auto note = ring_.note(one.id.slot, one.id.generation);
     const std::size_t note_bytes = note ? note->size() : 0;
-    Taken taken{.slot = one.id.slot,
+    store(copied.data() + sizeof(Header) + at * sizeof(Taken),
+          Taken{.slot = one.id.slot,
                 .generation = one.id.generation,
                 .rank = static_cast<std::uint8_t>(one.id.rank),
                 .flags = kChecked,
@@ -119,43 +135,60 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
                 .length = one.length,
                 .checksum = one.checksum,
                 .sequence = one.sequence,
-                .policy_version = one.policy_version};
+                .policy_version = one.policy_version});
     if (note) {
       const auto* const text = reinterpret_cast<const std::byte*>(note->data());
-      head.insert(head.end(), text, text + note_bytes);
+      copied.insert(copied.end(), text, text + note_bytes);
     }
-    Attempt& attempt = *adopt(connection, one.id.slot, one.id.generation, taken.rank, one.length);
+  }
+  std::size_t head = copied.size();
+  going.pieces.push_back({nullptr, head});
+
+  std::uint64_t joined = 0;  // bytes from the end of the head on
+  for (std::size_t at = 0; at < claimed.size(); ++at) {
+    const Claimed& one = claimed[at];
+    Attempt& attempt =
+        *adopt(connection, one.id.slot, one.id.generation, static_cast<std::uint8_t>(one.id.rank), one.length);
     attempt.hold = Attempt::Hold::claim;
-    attempt.tries = taken.attempts;
+    attempt.tries = static_cast<std::uint16_t>(one.id.attempts);
     attempt.state = Attempt::State::idle;
     attempt.answer = demand.number;
     attempt.together = claimed.size() > 1;
     const std::uint64_t at_bytes = aligned_taken(joined);
-    if (one.length <= demand.joined_most && one.length <= demand.asked.most_bytes &&
-        at_bytes + one.length <= demand.asked.most_bytes + at * kTakenAlignment) {
-      taken.flags |= kJoined;
-      if (at_bytes != joined) reply->pieces.push_back({const_cast<std::byte*>(kZeros.data()), at_bytes - joined});
-      if (one.length != 0) reply->pieces.push_back({ring_.payload(one.id.slot), one.length});
-      joined = at_bytes + one.length;
-      attempt.state = Attempt::State::sending;
-      reply->joined.push_back(&attempt);
-      ring_.count(connection.carried_, one.length);  // others are counted when they are read
+    if (one.length > demand.joined_most || one.length > demand.asked.most_bytes ||
+        at_bytes + one.length > demand.asked.most_bytes + at * kTakenAlignment)
+      continue;
+    const std::size_t row = sizeof(Header) + at * sizeof(Taken);
+    auto taken = load<Taken>(copied.data() + row);
+    taken.flags |= kJoined;
+    store(copied.data() + row, taken);
+    ring_.count(connection.carried_, one.length);  // others are counted when they are read
+    if (joined == 0 && one.length != 0) {
+      going.copy(kZeros.data(), aligned_taken(head) - head);
+      head = copied.size();
     }
-    store(head.data() + sizeof(Header) + at * sizeof(Taken), taken);
+    going.copy(kZeros.data(), at_bytes - joined);
+    joined = at_bytes + one.length;
+    std::byte* const payload = ring_.payload(one.id.slot);
+    if (one.length <= limits_.inline_bytes) {
+      going.copy(payload, one.length);
+    } else {
+      going.pieces.push_back({payload, one.length});
+      attempt.state = Attempt::State::sending;
+      going.from_slots.push_back(&attempt);
+    }
   }
-  if (joined != 0) head.resize(aligned_taken(head.size()));
-  store(head.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::status),
-                            static_cast<std::uint16_t>(claimed.size()), demand.number,
-                            static_cast<std::uint32_t>(joined), static_cast<std::uint32_t>(code)});
-  seal(head.data(), head.size());
-  reply->pieces[0] = {head.data(), head.size()};
+  store(copied.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::status),
+                              static_cast<std::uint16_t>(claimed.size()), demand.number,
+                              static_cast<std::uint32_t>(joined), static_cast<std::uint32_t>(code)});
+  seal(copied.data(), head);
+  going.find_copied();
 
-  TakeReply& going = *reply;
   ++connection.unsent_;
   const Waiter waiter{&Connection::take_sent, &going};
   const ucp_tag_t tag = tag_of(connection.client_base_, demand.number);
   if (going.pieces.size() == 1)
-    connection.endpoint_->send(head.data(), head.size(), tag, waiter, std::move(reply));
+    connection.endpoint_->send(copied.data(), copied.size(), tag, waiter, std::move(reply));
   else
     connection.endpoint_->send_pieces(going.pieces.data(), going.pieces.size(), tag, waiter, std::move(reply));
   FAULT_POINT("demand.answered");
@@ -165,7 +198,7 @@ void Connection::take_sent(void* self, std::uint32_t, ucs_status_t status, std::
   auto& reply = *static_cast<TakeReply*>(self);
   Connection& connection = *reply.connection;
   Service& service = *connection.service_;
-  for (Attempt* const attempt : reply.joined) service.sent(*attempt);
+  for (Attempt* const attempt : reply.from_slots) service.sent(*attempt);
   if (status == UCS_OK && service.take_replies_.size() < kTakeRepliesKept)
     service.take_replies_.push_back(reply.shared_from_this());  // else UCX may have it for ever
   connection.sent(status);

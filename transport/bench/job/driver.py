@@ -29,6 +29,7 @@ _STALL_S = 30.0  # without a payload consumed
 _OTHERS_S = 1.0  # the first to fail makes others fail, and may end after them
 _MOST_PAYLOADS = 1_000_000
 _IDLE_PAYLOADS = 300  # so that the 99th percentile is not the greatest
+_WARM_S = 0.2
 _IDLE_S = 0.004  # about what one takes, with the pause before it
 _SHIFT = 48
 
@@ -67,12 +68,16 @@ def measure(case: JobCase, seconds: float) -> JobSample:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-job-")))
         run = _Run(case, folder, stack)
         run.flow(case.batch)  # the first batch connects
-        begun = time.monotonic()
-        warm = 2 * case.batch if case.idle else 2 * case.window
-        run.flow(warm)
-        rate = warm * case.writers / (time.monotonic() - begun)
-        count = _IDLE_PAYLOADS if case.idle else int(rate * seconds / case.writers)
-        return run.measured(max(count, int(seconds / _IDLE_S) if case.idle else warm))
+        if case.idle:
+            run.flow(2 * case.batch)
+            return run.measured(max(_IDLE_PAYLOADS, int(seconds / _IDLE_S)))
+        warm, took = case.window, 0.0
+        while took < min(_WARM_S, seconds):  # a few windows are over before processors and connections have their speed
+            warm *= 2
+            begun = time.monotonic()
+            run.flow(warm)
+            took = time.monotonic() - begun
+        return run.measured(max(int(warm * seconds / took), 2 * case.window))
 
 
 class _Run:
