@@ -17,6 +17,7 @@ namespace transport::ucp {
 namespace {
 
 constexpr std::size_t kTakeRepliesKept = 8;
+constexpr std::uint64_t kCopied = 16 << 10;
 // What a death leaves, a lost hint or a claim, is looked for now and then while a demand waits.
 constexpr std::uint64_t kLookAgain_ns = 250'000'000;
 constexpr std::uint64_t kMillisecond = 1'000'000;
@@ -170,7 +171,7 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     going.copy(kZeros.data(), at_bytes - joined);
     joined = at_bytes + one.length;
     std::byte* const payload = ring_.payload(one.id.slot);
-    if (one.length <= limits_.inline_bytes) {
+    if (one.length <= kCopied) {
       going.copy(payload, one.length);
     } else {
       going.pieces.push_back({payload, one.length});
