@@ -30,8 +30,9 @@ _CHOSEN = {
     "MEMTYPE_CACHE": "n",
 }
 _RDMA = {"RNDV_THRESH": "8192"}
-# Where TCP alone carries payloads. An answer to TAKE (up to 8 MiB and its tickets) is sent in pieces, from the slots.
-# UCX would copy the pieces of a rendezvous before it sends them, and by default those of a long eager message as well.
+# Where TCP alone carries payloads. An answer to TAKE (up to 8 MiB and its tickets) is sent in pieces, large payloads
+# from their slots. UCX would copy the pieces of a rendezvous before it sends them, and by default those of a long eager
+# message as well.
 _TCP = {"RNDV_THRESH": "9m", "ZCOPY_THRESH": "1"}
 # While it is loaded, UCX writes hooks into mmap, munmap and others, to learn which memory is unmapped. For each it
 # would wait 50 ms, in which other threads that call the function spin, and it waits by the wall clock: a process that

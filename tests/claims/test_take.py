@@ -58,6 +58,22 @@ async def test_what_is_ready_comes_with_one_answer_oldest_first_and_is_consumed_
 
 
 @asynchronous
+async def test_payloads_of_every_size_come_in_order_in_one_answer() -> None:
+    """Small ones are copied behind the head of the answer, large ones are sent from their slots."""
+    sizes = [0, 16384, 16385, 1, 40000, 0, 64, 30000, 63, 20000, 0, 65]
+    written = [np.random.default_rng(size).bytes(size) for size in sizes]
+    with SharedRingBuffer.create(slots=len(sizes), slot_bytes=max(sizes)) as ring, UCXXServer(ring, mode="thread"):
+        for turned in (written, written[::-1], written[1:] + written[:1], [b"", b""]):
+            for data in turned:
+                ring.write_raw(data)
+            async with tcp() as client:
+                [address] = addresses(ring)
+                batch = await client.take(address, len(sizes))
+                assert contents(batch) == turned
+                assert (await batch.consume()).all()
+
+
+@asynchronous
 async def test_no_more_is_taken_than_was_asked_for_and_what_is_too_large_comes_alone(ring: SharedRingBuffer) -> None:
     for size in (100, 200, 5000, 100):
         ring.write_raw(bytes([size % 251]) * size)
