@@ -100,7 +100,7 @@ struct TakeReply : std::enable_shared_from_this<TakeReply> {
 
   std::vector<std::byte> copied;
   std::vector<ucp_dt_iov_t> pieces;  // without an address, until `find_copied`: what comes next in `copied`
-  std::vector<Attempt*> from_slots;
+  std::vector<Attempt*> joined;
   std::shared_ptr<Mapping> mapping;
 };
 

@@ -17,7 +17,8 @@ namespace transport::ucp {
 namespace {
 
 constexpr std::size_t kTakeRepliesKept = 8;
-constexpr std::uint64_t kCopied = 16 << 10;
+constexpr std::size_t kMostCopiedKept = std::size_t{1} << 20;
+constexpr std::uint64_t kCopied = 16 << 10;  // payloads of at most so many bytes
 // What a death leaves, a lost hint or a claim, is looked for now and then while a demand waits.
 constexpr std::uint64_t kLookAgain_ns = 250'000'000;
 constexpr std::uint64_t kMillisecond = 1'000'000;
@@ -115,12 +116,13 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
   TakeReply& going = *reply;
   going.connection = &connection;
   going.pieces.clear();
-  going.from_slots.clear();
+  going.joined.clear();
   going.pieces.reserve(1 + 2 * claimed.size());
-  going.from_slots.reserve(claimed.size());
+  going.joined.reserve(claimed.size());
   std::vector<std::byte>& copied = going.copied;
   copied.clear();
   copied.resize(sizeof(Header) + claimed.size() * sizeof(Taken));
+  std::size_t to_copy = 0;
   for (std::size_t at = 0; at < claimed.size(); ++at) {
     const Claimed& one = claimed[at];
     const auto note = ring_.note(one.id.slot, one.id.generation);
@@ -141,8 +143,10 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
       const auto* const text = reinterpret_cast<const std::byte*>(note->data());
       copied.insert(copied.end(), text, text + note_bytes);
     }
+    if (one.length <= kCopied) to_copy += one.length;
   }
   std::size_t head = copied.size();
+  copied.reserve(head + to_copy + (1 + claimed.size()) * kTakenAlignment);  // all memory before the first is adopted
   going.pieces.push_back({nullptr, head});
 
   std::uint64_t joined = 0;  // bytes from the end of the head on
@@ -171,13 +175,12 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     going.copy(kZeros.data(), at_bytes - joined);
     joined = at_bytes + one.length;
     std::byte* const payload = ring_.payload(one.id.slot);
-    if (one.length <= kCopied) {
+    if (one.length <= kCopied)
       going.copy(payload, one.length);
-    } else {
+    else
       going.pieces.push_back({payload, one.length});
-      attempt.state = Attempt::State::sending;
-      going.from_slots.push_back(&attempt);
-    }
+    attempt.state = Attempt::State::sending;
+    going.joined.push_back(&attempt);
   }
   store(copied.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::status),
                               static_cast<std::uint16_t>(claimed.size()), demand.number,
@@ -199,8 +202,9 @@ void Connection::take_sent(void* self, std::uint32_t, ucs_status_t status, std::
   auto& reply = *static_cast<TakeReply*>(self);
   Connection& connection = *reply.connection;
   Service& service = *connection.service_;
-  for (Attempt* const attempt : reply.from_slots) service.sent(*attempt);
-  if (status == UCS_OK && service.take_replies_.size() < kTakeRepliesKept)
+  for (Attempt* const attempt : reply.joined) service.sent(*attempt);
+  const bool small = reply.copied.capacity() <= kMostCopiedKept;
+  if (status == UCS_OK && small && service.take_replies_.size() < kTakeRepliesKept)
     service.take_replies_.push_back(reply.shared_from_this());  // else UCX may have it for ever
   connection.sent(status);
 }

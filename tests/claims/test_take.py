@@ -63,7 +63,7 @@ async def test_payloads_of_every_size_come_in_order_in_one_answer() -> None:
     sizes = [0, 16384, 16385, 1, 40000, 0, 64, 30000, 63, 20000, 0, 65]
     written = [np.random.default_rng(size).bytes(size) for size in sizes]
     with SharedRingBuffer.create(slots=len(sizes), slot_bytes=max(sizes)) as ring, UCXXServer(ring, mode="thread"):
-        for turned in (written, written[::-1], written[1:] + written[:1], [b"", b""]):
+        for turned in (written, written[::-1], written[1:] + written[:1], written[2:] + written[:2], [b"", b""]):
             for data in turned:
                 ring.write_raw(data)
             async with tcp() as client:

@@ -43,8 +43,11 @@ class Target:
     def make_stream_wait(self) -> None:
         """The array is used now: what the current stream does from now on runs after the arrival."""
         current = self.library.stream(self.device)
-        if self._mark is not None:  # each time: no handle tells whether the stream waits already, and a wait is cheap
-            self._mark.hold(current.handle, self.device)
+        mark = self._mark
+        if mark is not None and mark.passed:
+            mark = self._mark = None  # a graph that is captured later may not wait for what was queued before it
+        if mark is not None:  # each time: no handle tells whether the stream waits already
+            mark.hold(current.handle, self.device)
         if self._own and current not in self._kept_for:
             self.library.keep(self.array, self.device, current, self.stream)
             self._kept_for.add(current)

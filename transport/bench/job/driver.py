@@ -67,15 +67,15 @@ def measure(case: JobCase, seconds: float) -> JobSample:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-job-")))
         run = _Run(case, folder, stack)
-        run.flow(case.batch)  # the first batch connects
+        run.warm(case.batch)  # the first batch connects
         if case.idle:
-            run.flow(2 * case.batch)
+            run.warm(2 * case.batch)
             return run.measured(max(_IDLE_PAYLOADS, int(seconds / _IDLE_S)))
         warm, took = case.window, 0.0
         while took < min(_WARM_S, seconds):  # a few windows are over before processors and connections have their speed
             warm *= 2
             begun = time.monotonic()
-            run.flow(warm)
+            run.warm(warm)
             took = time.monotonic() - begun
         return run.measured(max(int(warm * seconds / took), 2 * case.window))
 
@@ -162,6 +162,11 @@ class _Run:
             time.sleep(_LOOK_S)
         self._began_ns = min(writer.answer()["began_ns"] for writer in self._writers)
         return True
+
+    def warm(self, count: int) -> None:
+        """`flow`, whose payloads are not measured. LinkError: not all came."""
+        if not self.flow(count):
+            raise LinkError(f"payloads were lost before the measurement: none came for {_STALL_S:.0f} s")
 
     def _check(self) -> None:
         """Raise LinkError when a process has ended, with what it said, and what others said that ended with it."""
