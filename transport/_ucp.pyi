@@ -148,12 +148,7 @@ def taken(memory: object, count: int) -> tuple[bytes, bytes, bool]:
     payload begins, 64 bits each; whether all are joined.
     """
 
-# what must be equal to transport/errors.py and transport/wire/frames.py
-CODES: dict[str, int]
-FATES: dict[str, int]
-
 # outcomes of a connection's ``ended``
-END_GONE: int
 END_GARBAGE: int
 END_INTERNAL: int
 

@@ -119,9 +119,9 @@ void send(const std::shared_ptr<Endpoint>& endpoint, nb::handle token, nb::handl
   endpoint->engine().expect_soon();
 }
 
-Request* receive(const std::shared_ptr<Endpoint>& endpoint, nb::handle token, nb::handle memory, std::uint64_t tag) {
+void receive(const std::shared_ptr<Endpoint>& endpoint, nb::handle token, nb::handle memory, std::uint64_t tag) {
   Place place = Place::of(memory, true);
-  return endpoint->receive(place.data, place.size, tag, waiter(endpoint, token), std::move(place.keep), place.memory);
+  endpoint->receive(place.data, place.size, tag, waiter(endpoint, token), std::move(place.keep), place.memory);
 }
 
 void abort_endpoint(Endpoint& endpoint) {
@@ -223,12 +223,7 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("failure", [](const Endpoint& endpoint) { return static_cast<int>(endpoint.failure()); })
       .def_prop_ro("under_way", &Endpoint::under_way)
       .def("send", send, "token"_a, "memory"_a, "tag"_a)
-      .def(
-          "receive",
-          [](const std::shared_ptr<Endpoint>& endpoint, nb::handle token, nb::handle memory, std::uint64_t tag) {
-            receive(endpoint, token, memory, tag);
-          },
-          "token"_a, "memory"_a, "tag"_a)
+      .def("receive", receive, "token"_a, "memory"_a, "tag"_a)
       .def(
           "send_stream",
           [](const std::shared_ptr<Endpoint>& endpoint, nb::handle token, nb::handle memory) {

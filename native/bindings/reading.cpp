@@ -96,7 +96,6 @@ std::uint32_t read(Link& link, nb::handle token, const nb::list& rows, const nb:
   const Records before(acks);
   if (rows.size() == 0 || rows.size() + before.view().size() > kMostRecords)
     throw nb::value_error("a message has 1 to 63 records");
-  if (link.next_number() >= kMessageNumbers) throw nb::value_error("the connection has no message numbers left");
   if (rows.size() == 1) {
     Want want = want_of(rows[0]);
     return begun(token, [&](void* owned) { return link.read(owned, {&want, 1}, before.view()); });
@@ -110,8 +109,6 @@ std::uint32_t read(Link& link, nb::handle token, const nb::list& rows, const nb:
 std::uint32_t ask(Link& link, nb::handle token, nb::handle record, const nb::list& before) {
   const Records told(before);
   const Record asked = record_of(record);
-  if (told.view().size() >= kMostRecords || link.next_number() >= kMessageNumbers)
-    throw nb::value_error("too many records, or no message numbers left");
   return begun(token, [&](void* owned) { return link.ask(owned, asked, told.view()); });
 }
 

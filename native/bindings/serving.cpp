@@ -25,29 +25,11 @@ std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_p
                           duration_ns(lease_s), own(ended));
 }
 
-// What must be equal to transport/errors.py and transport/wire/frames.py; tests/server/test_connection_requests.py compares.
-void bind_codes(nb::module_& module) {
-  nb::dict codes;
-  codes["StaleSlotError"] = static_cast<int>(Code::stale);
-  codes["WrongKeyError"] = static_cast<int>(Code::wrong_key);
-  codes["RankError"] = static_cast<int>(Code::rank);
-  codes["LengthMismatchError"] = static_cast<int>(Code::length);
-  codes["BusyError"] = static_cast<int>(Code::busy);
-  module.attr("CODES") = codes;
-  nb::dict fates;
-  fates["READABLE"] = static_cast<int>(Fate::readable);
-  fates["CONSUMED"] = static_cast<int>(Fate::consumed);
-  fates["GONE"] = static_cast<int>(Fate::gone);
-  module.attr("FATES") = fates;
-  module.attr("END_GONE") = static_cast<long>(End::gone);
-  module.attr("END_GARBAGE") = static_cast<long>(End::garbage);
-  module.attr("END_INTERNAL") = static_cast<long>(End::internal);
-}
-
 }  // namespace
 
 void bind_serving(nb::module_& module) {
-  bind_codes(module);
+  module.attr("END_GARBAGE") = static_cast<long>(End::garbage);
+  module.attr("END_INTERNAL") = static_cast<long>(End::internal);
 
   nb::class_<Service>(module, "Service", nb::is_final(), "State shared by the connections of one listener.")
       .def(nb::new_([](Engine& engine, Ring& ring, std::uint64_t inline_limit, double slowest_rate,

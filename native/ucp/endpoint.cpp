@@ -80,7 +80,6 @@ void Endpoint::lost() {
   for (Request* each = first_; each != nullptr; each = each->next)
     if (each->receives) matched.push_back(each);
   for (Request* each : matched) std::exchange(each->done, &nobody)(each->self, each->index, failure_, 0);
-  if (on_lost) std::exchange(on_lost, nullptr)(failure_);
 }
 
 // UCX calls the callbacks from inside of a cancellation, and they may cancel others: so start over after each.
@@ -99,7 +98,6 @@ void Endpoint::abort() {
   if (handle_ == nullptr) return;
   const ucp_ep_h handle = std::exchange(handle_, nullptr);
   if (failure_ == UCS_OK) failure_ = UCS_ERR_CANCELED;
-  on_lost = nullptr;
   engine_->endpoints_.erase(this);
   std::erase(engine_->lost_, this);
   if (engine_->foreign()) return;

@@ -142,9 +142,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Not while UCX may be replacing lanes (see `Endpoint.joined` in transport/wire/ucx.py).
   bool probe();
 
-  // Told once, from deferred work, when the peer is found to be gone; not by `abort`. Receives have been cancelled.
-  std::function<void(ucs_status_t)> on_lost;
-
  private:
   friend class Engine;
   Endpoint(Engine& engine, std::string peer);
@@ -214,7 +211,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine& operator=(const Engine&) = delete;
 
   int descriptor() const { return descriptor_; }
-  ucp_worker_h worker() const { return worker_; }
 
   // True when the descriptor is armed and the loop may sleep, once it has looked at the events; false when it should be
   // called again soon: it has run for as long as one turn of the loop may take, or more is asked behind these events.

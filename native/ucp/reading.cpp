@@ -28,7 +28,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     asked_ = asked;
     under_way_ = 1;  // this call itself: requests may complete at once
     failure_ = UCS_OK;
-    protocol_ = answered_ = each_ = false;
+    protocol_ = each_ = false;
     expects_ = asked != 0;
     records_ = text_bytes_ = 0;
     wants_.clear();
@@ -84,7 +84,8 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
       endpoint().receive(status_.data(), status_.size(), tag, {&Operation::status_arrived, this}, self_);
   }
 
-  void send() {
+  std::uint32_t send() {
+    if (asked_ != 0) post_receives();
     const std::size_t length = sizeof(Header) + records_ * sizeof(Record) + text_bytes_;
     store(control_.data(), Header{0, kVersion, static_cast<std::uint8_t>(Kind::control),
                                   static_cast<std::uint16_t>(records_), number_, 0, 0});
@@ -95,6 +96,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     FAULT_POINT("read.asked");
     engine_.expect_soon();
     one_less();
+    return number_;
   }
 
  private:
@@ -140,7 +142,6 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 
   // Everything in the message is checked before it is believed.
   void read_status(std::size_t length) {
-    answered_ = true;
     protocol_ = true;  // until it is found to fit
     const std::byte* const said = status_.data();
     if (status_fault(said, length, number_, before_, asked_) != nullptr) return;
@@ -221,7 +222,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   std::size_t text_bytes_ = 0;
   std::size_t under_way_ = 0;
   ucs_status_t failure_ = UCS_OK;
-  bool protocol_ = false, answered_ = false, each_ = false, expects_ = false;
+  bool protocol_ = false, each_ = false, expects_ = false;
   long value_ = 0;
   std::vector<std::byte> control_, status_;
   std::vector<Want> wants_;
@@ -263,52 +264,38 @@ std::uint32_t Link::read(void* token, std::span<Want> wants, std::span<const Rec
     if (want.range && (want.offset % kRangeUnit != 0 ||
                        want.offset / kRangeUnit > std::numeric_limits<std::uint32_t>::max()))
       throw std::invalid_argument("a range begins at a multiple of 64");
-  const std::uint32_t number = next_number_;
   const auto operation = begin(token, acks, wants.size());
   for (Want& want : wants) operation->add(std::move(want));
-  operation->post_receives();
-  operation->send();
-  return number;
+  return operation->send();
 }
 
 std::uint32_t Link::ask(void* token, const Record& record, std::span<const Record> before) {
-  const std::uint32_t number = next_number_;
   const auto operation = begin(token, before, 1);
   operation->add(record);
-  operation->post_receives();
-  operation->send();
-  return number;
+  return operation->send();
 }
 
 std::uint32_t Link::settle(void* token, std::span<const Record> records) {
-  const std::uint32_t number = next_number_;
   const auto operation = begin(token, {}, records.size());
   for (const Record& record : records) operation->add(record);
   operation->tell_each();
-  operation->post_receives();
-  operation->send();
-  return number;
+  return operation->send();
 }
 
 std::uint32_t Link::end(void* token, Record record, std::string_view reason, std::string_view consumer) {
   reason = whole_text(reason, kMostReason);
   consumer = whole_text(consumer, kMostConsumer);
   record.key = std::uint64_t{consumer.size()} << 32 | reason.size();
-  const std::uint32_t number = next_number_;
   const auto operation = begin(token, {}, 1);
   operation->add(record);
   operation->add(reason);
   operation->add(consumer);
   operation->tell_each();
-  operation->post_receives();
-  operation->send();
-  return number;
+  return operation->send();
 }
 
 std::uint32_t Link::tell(std::span<const Record> records) {
-  const std::uint32_t number = next_number_;
-  begin(nullptr, records, 0)->send();
-  return number;
+  return begin(nullptr, records, 0)->send();
 }
 
 }  // namespace transport::ucp

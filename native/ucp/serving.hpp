@@ -234,7 +234,6 @@ class Connection : public Deferred {
 
   void close();
 
-  bool closed() const { return closed_; }
   std::size_t attempts() const { return attempts_; }
   std::size_t unsent() const { return unsent_; }
   double last_active() const { return static_cast<double>(heard_ns_) * 1e-9; }  // seconds of the monotonic clock

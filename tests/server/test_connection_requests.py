@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import frame_codec
@@ -31,21 +33,42 @@ from scripted_peer import (
     states,
 )
 
-from transport import _ring, errors
-from transport.errors import LengthMismatchError, RankError, StaleSlotError, WrongKeyError
+from transport import _ring
+from transport.errors import (
+    BusyError,
+    LengthMismatchError,
+    RankError,
+    RingEndedError,
+    StaleSlotError,
+    WrongKeyError,
+)
 from transport.ring.buffer import SharedRingBuffer
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record, SlotFate
-from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 
 
 def test_native_code_has_the_same_codes() -> None:
-    native = engine()
-    assert {name: getattr(errors, name).status for name in native.CODES} == native.CODES
-    assert {fate.name: fate.value for fate in SlotFate} == native.FATES
+    text = (Path(__file__).resolve().parents[2] / "native" / "ucp" / "serving.hpp").read_text()
+
+    def native(enum: str) -> dict[str, int]:
+        found = re.search(rf"enum class {enum} : std::uint8_t {{ (.*?) }};", text)
+        assert found
+        return {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", found[1])}
+
+    errors = {
+        "stale": StaleSlotError,
+        "wrong_key": WrongKeyError,
+        "rank": RankError,
+        "length": LengthMismatchError,
+        "busy": BusyError,
+        "ended": RingEndedError,
+    }
+    codes = {name: error.status for name, error in errors.items()}
+    assert native("Code") == {"accepted": 0, "unknown": frames.UNKNOWN, **codes}
+    assert native("Fate") == {fate.name.lower(): fate.value for fate in SlotFate}
 
 
 # --- reading and acknowledging --------------------------------------------------------------------
