@@ -18,7 +18,7 @@ from plans import LOST_AFTER_S, Plan, Result
 from ring_trainers import RingTrainer
 from trainers import Trainer
 
-from transport.claims import network, places
+from transport.claims import demands, places
 from transport.claims.connection import ClaimConnection
 from transport.client import client as client_module
 from transport.client.connections import links
@@ -113,8 +113,8 @@ class World:
             mock.patch.object(links, "probe", mock.AsyncMock()),  # no port is a real one
             mock.patch.object(client_module, "StatusSocket", lambda *_: mock.Mock()),
             mock.patch.object(ClaimConnection, "__hash__", lambda each: each.link.number),  # the order of sets
-            mock.patch.object(network, "MOST_BYTES", 1024),
-            mock.patch.object(network, "_LOOK_S", 1.0),
+            mock.patch.object(demands, "MOST_BYTES", 1024),
+            mock.patch.object(demands, "_FIND_S", 1.0),
             mock.patch.object(places, "threading", mock.Mock(Thread=_AtOnce)),
         ):
             SimLink.world, SimLink.count = self, 0

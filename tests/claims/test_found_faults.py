@@ -192,7 +192,7 @@ def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
             demands = queue._network._rank(0).demands
             eventually(lambda: demands._takers._opening, "it is connected to")
             told.places = {}
-            eventually(lambda: not demands.places, "it is not found any more")
+            eventually(lambda: not demands._places, "it is not found any more")
         eventually(lambda: not demands._takers._places, "the connection has failed")
         assert demands.faults == {}
 

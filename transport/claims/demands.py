@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
+from transport.claims.connection import MOST_BYTES, ClaimConnection
 from transport.claims.outcomes import Served
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
 from transport.errors import (
@@ -32,12 +33,12 @@ from transport.wire.addresses import is_loopback
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
-    from transport.claims.connection import ClaimConnection
     from transport.claims.connections import ClaimConnections
     from transport.claims.places import RingAddress
 
 log = logging.getLogger(__name__)
 
+_FIND_S: Final = 0.25  # interval of `find`
 _WAIT_S: Final = 20.0  # of a demand at a listener; the next one follows at once
 _FEW: Final = 64  # connections, which are all looked at in every turn
 _LOOK_S: Final = 0.25  # more of them are looked at so often: is each still there?
@@ -63,7 +64,6 @@ class Demands:
         arrived: is given what came.
         settled: is told of each end of claims, with the positions whose end it is.
         most_attempts: what was claimed so often in vain is dead; 0: no limit.
-        look_s: interval of `find`.
 
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
@@ -79,18 +79,14 @@ class Demands:
         settled: Callable[[ClaimedRows, Positions, End], object],
         *,
         rank: int | str,
-        most_bytes: int,
         most_attempts: int,
-        look_s: float,
     ) -> None:
         self._all = connections
         self._find = find
         self._arrived = arrived
         self._settled = settled
         self._rank = rank
-        self._most_bytes = most_bytes
         self._most_attempts = most_attempts
-        self._look_s = look_s
         self.oldest_version: int | None = None
         self.ended: dict[str, bool] = {}
         self._takers = Takers(0)
@@ -114,11 +110,6 @@ class Demands:
         return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.in_hand} in hand>"
 
     @property
-    def places(self) -> Mapping[str, RingAddress]:
-        """As last found."""
-        return self._places
-
-    @property
     def faults(self) -> dict[str, TransportError]:
         """Why a place is not connected, by its name."""
         known = list(self._known.items())
@@ -138,7 +129,7 @@ class Demands:
 
     def _size(self) -> None:
         """No more payloads in a demand than fit its bytes: as many large ones as small ones are not held ready."""
-        fit = max(1, min(engine().MOST_TAKEN, self._most_bytes // max(1, self._largest)))
+        fit = max(1, min(engine().MOST_TAKEN, MOST_BYTES // max(1, self._largest)))
         most = min(self._most, fit)
         self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
 
@@ -262,7 +253,7 @@ class Demands:
         try:
             self._numbers[ask.demand], taken = link.demand(
                 ask.n,
-                most_bytes=self._most_bytes,
+                most_bytes=MOST_BYTES,
                 wait_s=_WAIT_S if ask.waits else 0.0,
                 rank=self._rank,
                 oldest_version=self.oldest_version,
@@ -318,7 +309,7 @@ class Demands:
             return batch.dropped >= n
         self._largest = max(batch.rows["length"].tolist())
         self._size()
-        return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > self._most_bytes
+        return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > MOST_BYTES
 
     # --- what goes on meanwhile -------------------------------------------------------------------------
     async def _follow(self) -> None:
@@ -332,7 +323,7 @@ class Demands:
                 if found is not self._places:
                     self._follow_to(found)
                 self._turn()
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(_FIND_S)
 
     def _follow_to(self, found: Mapping[str, RingAddress]) -> None:
         self._places = found

@@ -53,11 +53,8 @@ class WantedFields:
                 self._whole[at] = memory[begin : begin + ticket.size]
             else:
                 for begin, place, size in part.ranges:
-                    self._want(at, Want(ticket, rank, self._own[at][place : place + size], check, begin))
-
-    def _want(self, owner: int, want: Want) -> None:
-        self.wants.append(want)
-        self._owners.append(owner)
+                    self.wants.append(Want(ticket, rank, self._own[at][place : place + size], check, begin))
+                    self._owners.append(at)
 
     def arrived(self, failed: Iterable[int], wrong: Iterable[int]) -> set[int]:
         """Everything was read but the wants that ``failed``; the payloads that failed, or came ``wrong``."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from transport import _ring
 from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
-from transport.claims.connection import MOST_BYTES, ClaimConnection
+from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.demands import Demands
 from transport.claims.in_place import TakenPayloads
@@ -36,7 +36,6 @@ from transport.runtime.loop_thread import Job, LoopThread, Waits
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
-_LOOK_S: Final = 0.25
 MOST_FAILURES: Final = 256
 _COUNTED: Final = {
     Verdict.CONSUMED: ("done",),
@@ -168,9 +167,7 @@ class NetworkSource:
                 came,
                 self._settled,
                 rank=rank,
-                most_bytes=MOST_BYTES,
                 most_attempts=self._most_attempts,
-                look_s=_LOOK_S,
             )
             made.idling = asyncio.create_task(
                 self._give_back_when_idle(made, made.demands, self._claims.settings.claim_lease_s)

@@ -183,8 +183,7 @@ class InDirectory(Discovery):
     """
 
     def __init__(self, directory: Directory) -> None:
-        self.directory = directory
-        self._directory = directory
+        self.directory: Directory = directory
         self._observed = Observed()
         self._known: Mapping[str, Serving] = {}
         self._ended: Mapping[str, bytes] = {}
@@ -200,7 +199,7 @@ class InDirectory(Discovery):
         )  # and what it is made of; one object, for all threads
 
     def __repr__(self) -> str:
-        return f"rings in {self._directory!r}"
+        return f"rings in {self.directory!r}"
 
     def _look(self) -> None:
         """Have the directory read where that is due. Waits for the first answer alone, and raises its error."""
@@ -215,8 +214,8 @@ class InDirectory(Discovery):
 
     def _read(self) -> None:
         try:
-            records = self._directory.all()
-            ended = self._directory.ended()  # last: a ring says its end before its record goes
+            records = self.directory.all()
+            ended = self.directory.ended()  # last: a ring says its end before its record goes
         except Exception as error:
             # The rings are not in the store: they are written and read while that is away.
             self._failed = error
