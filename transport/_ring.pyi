@@ -410,11 +410,11 @@ class Views:
 
     def __init__(self, ring: Ring, most: int) -> None: ...
     def read(
-        self, owner: object, slot: int, generation: int, key: int, length: int, rank: int, consume: bool
+        self, owner: object, slot: int, generation: int, key: int, length: int, rank: int
     ) -> PayloadView | int | None:
         """`Ring.begin_read`, and a view of what it pinned; another answer of it; None: too many are out.
 
-        ``owner`` lives as long as the view. ``consume``: letting go is an acknowledgement, until told otherwise.
+        ``owner`` lives as long as the view.
         """
     def close(self) -> bool:
         """Acknowledge what letting go would acknowledge. True: no view is out; else the last one calls owner.close."""

@@ -25,8 +25,8 @@ class Views;
 // One view that is out, as a link in its attachment's list.
 class Hold {
  public:
-  Hold(nb::object keep, Views& views, const Wanted& wanted, bool consume)
-      : keep_(std::move(keep)), views_(&views), wanted_(wanted), consume_(consume) {}
+  Hold(nb::object keep, Views& views, const Wanted& wanted)
+      : keep_(std::move(keep)), views_(&views), wanted_(wanted) {}
   Hold(Hold&&) = default;
 
   // Consumes now; the memory stays pinned. False: it had been consumed.
@@ -51,7 +51,7 @@ class Hold {
   nb::object keep_;  // the Views
   Views* views_;
   Wanted wanted_;
-  bool consume_;
+  bool consume_ = false;
   bool linked_ = false;
   Hold *previous_ = nullptr, *next_ = nullptr;
 };
@@ -65,7 +65,7 @@ class Views {
 
   // A view; or nothing, where as many as allowed are out; or a ReadAnswer.
   static nb::object read(nb::handle_t<Views> self, nb::object owner, std::uint64_t slot, std::uint64_t generation,
-                         std::uint64_t key, std::uint64_t length, unsigned rank, bool consume);
+                         std::uint64_t key, std::uint64_t length, unsigned rank);
 
   std::size_t size() const { return out_; }
   Ring& ring() const { return *ring_; }
@@ -166,7 +166,7 @@ class PayloadView {
 };
 
 nb::object Views::read(nb::handle_t<Views> self, nb::object owner, std::uint64_t slot, std::uint64_t generation,
-                       std::uint64_t key, std::uint64_t length, unsigned rank, bool consume) {
+                       std::uint64_t key, std::uint64_t length, unsigned rank) {
   Views& views = *nb::inst_ptr<Views>(self);
   if (views.out_ >= views.most_) return nb::none();
   Ring& ring = views.ring();
@@ -174,7 +174,7 @@ nb::object Views::read(nb::handle_t<Views> self, nb::object owner, std::uint64_t
   const ReadAnswer answer = ring.begin_read(wanted);
   if (answer != ReadAnswer::ok) return nb::int_(static_cast<int>(answer));
   try {
-    nb::object hold = nb::cast(Hold(nb::borrow(self), views, wanted, consume));
+    nb::object hold = nb::cast(Hold(nb::borrow(self), views, wanted));
     nb::object view = nb::cast(PayloadView(hold, std::move(owner), ring.mapping(), ring.payload(slot), length));
     nb::inst_ptr<Hold>(hold)->link();
     ring.count(Counter::bytes_mapped, length);
@@ -210,7 +210,7 @@ void bind_views(nb::module_& module) {
 
   nb::class_<Views>(module, "Views", nb::is_final(), "The views of one attachment that are in use.")
       .def(nb::init<nb::handle_t<Ring>, std::size_t>(), "ring"_a, "most"_a)
-      .def("read", &Views::read, "owner"_a, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a, "consume"_a)
+      .def("read", &Views::read, "owner"_a, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
       .def("close", &Views::close)
       .def("unpin_all", &Views::unpin_all)
       .def("__len__", &Views::size);

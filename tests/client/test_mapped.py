@@ -145,7 +145,7 @@ def test_views_take_at_most_their_share_of_the_slots(
     attached = mapped.find(tickets[3])
     assert attached is not None
     for ticket in tickets[3:5]:
-        assert mapped.read(attached, ticket, 0, consume=True) is None
+        assert mapped.read(attached, ticket, 0) is None
     assert caplog.text.count("further payloads are copied") == 1
     copy = bytearray(10)
     mapped.copy_out(attached, tickets[3], 0, memoryview(copy))
@@ -180,7 +180,7 @@ def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRing
         (msgspec.structs.replace(ticket, slot=5, key=ring.key(5, 1)), 0, StaleSlotError),
     ):
         with pytest.raises(error):
-            mapped.read(attached, refused, rank, consume=True)
+            mapped.read(attached, refused, rank)
     assert states(ring) == (5, 1, 0)
     assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
 
@@ -212,7 +212,7 @@ def test_an_attachment_that_is_closed_under_its_views_keeps_their_slots(
     with pytest.raises(ClosedError):
         payload.ack()
     with pytest.raises(ClosedError):
-        mapped.read(attached, ticket, 0, consume=True)
+        mapped.read(attached, ticket, 0)
     payload.release()
     del made, array
     assert states(ring) == (5, 1, 0)
@@ -283,7 +283,10 @@ mapped = MappedRings()
 views = []
 while line := sys.stdin.readline().strip():
     ticket = Ticket.parse(line)
-    views.append(np.frombuffer(mapped.read(mapped.find(ticket), ticket, 0, consume=ticket.slot > 0), np.uint8))
+    view = mapped.read(mapped.find(ticket), ticket, 0)
+    if ticket.slot > 0:
+        view.hold.deliver()
+    views.append(np.frombuffer(view, np.uint8))
     print(views[-1].sum(), flush=True)
 if {closed}:
     mapped.close()

@@ -9,7 +9,7 @@ import pytest
 from helpers import dead_port
 
 from transport import BlockingClient, Settings, SharedRingBuffer, StaleSlotError, UCXXServer
-from transport.client.trace import PHASES, Trace, events, key_of, merge
+from transport.client.trace import Trace, events, key_of, merge
 from transport.errors import RetriesExhaustedError
 
 
@@ -34,7 +34,6 @@ def test_a_read_over_a_wire_has_its_phases(tmp_path: Path) -> None:
     ended = {each["name"]: each["ts"] for each in events(path) if each["ph"] == "e"}
     assert begun["read"] <= begun["connect"] <= ended["connect"] <= begun["transfer"] <= ended["transfer"]
     assert ended["transfer"] <= begun["verify"] <= ended["verify"] <= ended["read"]
-    assert set(found) <= set(PHASES)
 
 
 @pytest.mark.ucx

@@ -17,8 +17,10 @@ def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
 def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadView:
     ring = mapped.find(ticket)
     assert ring is not None
-    made = mapped.read(ring, ticket, 0, consume=consume)
+    made = mapped.read(ring, ticket, 0)
     assert made is not None
+    if consume:
+        made.hold.deliver()
     return made
 
 

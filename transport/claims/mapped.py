@@ -369,11 +369,11 @@ class RingsOfHost:
     def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
         at = claim.slot, claim.generation, ring.key(claim.slot, claim.generation), size, claim.rank
         try:
-            view = self._views_of(ring).read(ring, *at, consume=False)
+            view = self._views_of(ring).read(ring, *at)
             if isinstance(view, _ring.PayloadView):
                 return view
             if view is None:  # many are out
-                view = _ring.Views(ring.native, 1).read(ring, *at, consume=False)
+                view = _ring.Views(ring.native, 1).read(ring, *at)
             if not isinstance(view, _ring.PayloadView):
                 return None
             block = self._buffers.take(size)

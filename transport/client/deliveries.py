@@ -95,32 +95,31 @@ class Deliveries:
 
         Raises what `SharedRingBuffer.read_raw` raises.
         """
-        schema = self.schema_of(ticket)
+        schema, layout = (self.schema_of(ticket), None) if part is None else (part.schema, part.inside)
         view = None
         if out is None:
-            view = self._mapped.read(ring, ticket, rank, consume=False)
+            view = self._mapped.read(ring, ticket, rank)
         if view is not None:
             self._count("mapped", ticket.size)
             hold = view.hold
-            if part is not None:
-                ends = hold.acknowledge, hold.abandon, hold.deliver
-                return ReceivedPayload(ticket, rank, "mapped", view, part.schema, *ends, part.inside)
-            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon, hold.deliver)
+            ends = hold.acknowledge, hold.abandon, hold.deliver
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, *ends, layout)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
         self._count("mapped", ticket.size)
         data = destination if out is None else out
         acknowledge = partial(ring.acknowledge, ticket, rank)
-        if part is not None:
-            return ReceivedPayload(ticket, rank, "mapped", data, part.schema, acknowledge, layout=part.inside)
-        return ReceivedPayload(ticket, rank, "mapped", data, schema, acknowledge)
+        return ReceivedPayload(ticket, rank, "mapped", data, schema, acknowledge, layout=layout)
 
-    def copied_to_device(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> ReceivedPayload:
-        """The payload whose copy out of the slot is queued."""
+    def copied_to_device(
+        self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target, part: PayloadPart | None = None
+    ) -> ReceivedPayload:
+        """The payload whose copy out of the slot is queued, or ``part`` of it alone."""
+        schema, layout = (self.schema_of(ticket), None) if part is None else (part.schema, part.layout)
         self._count("mapped", ticket.size)
         acknowledge = partial(ring.acknowledge, ticket, rank)
-        return DevicePayload(ticket, rank, "mapped", target, self.schema_of(ticket), acknowledge)
+        return DevicePayload(ticket, rank, "mapped", target, schema, acknowledge, layout)
 
     # --- over a wire --------------------------------------------------------------------------------
     def received(

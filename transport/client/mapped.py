@@ -67,15 +67,14 @@ class MappedRings:
         self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
         log.info("ring %s cannot be mapped (%s); reading it over the network", ticket.ring[:8], why)
 
-    def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, *, consume: bool) -> PayloadView | None:
+    def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> PayloadView | None:
         """The payload's bytes as a read-only view that holds the pin, or None if too many views are in use.
 
-        ``consume``: releasing the view acknowledges the payload, unless its hold was changed before.
         Raises what `SharedRingBuffer.read_raw` raises.
         """
         views = self._views[ticket.ring]
         try:
-            view = views.read(ring, ticket.slot, ticket.generation, ticket.key, ticket.size, rank, consume)
+            view = views.read(ring, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         except RingFault as fault:
             raise named(fault) from None
         if type(view) is PayloadView:
@@ -93,8 +92,8 @@ class MappedRings:
             _ring.copy(destination, lease.view)
         ring.native.count("bytes_mapped", ticket.size)
 
-    def detach_finished(self) -> int:
-        """Detach from empty rings whose writer has ended; how many. Also forget refusals that are over."""
+    def detach_finished(self) -> None:
+        """Detach from empty rings whose writer has ended. Also forget refusals that are over."""
         now = time.monotonic()
         self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
         finished = [
@@ -106,7 +105,6 @@ class MappedRings:
             del self._views[ring_id]
             self._warned.discard(ring_id)
             self._rings.pop(ring_id).close()
-        return len(finished)
 
     def close(self) -> None:
         """Detach from every ring; from rings with views in use when the last view is released.

@@ -133,11 +133,6 @@ class ReceivedPayload(Mapping[str, Any]):
             )
         return self.ticket.layout(self._schema)
 
-    def only(self, schema: Schema, layout: Layout) -> Self:
-        """This payload, whose memory has only these fields."""
-        self._schema, self._layout, self._arrays = schema, layout, None
-        return self
-
     def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
 

@@ -243,8 +243,8 @@ class Reads:
         if ring is not None and to_device is not None:
             whole = self._buffers.take(ticket.size)
             self._mapped.copy_out(ring, ticket, rank, whole)
-            found = self._deliveries.copied_to_device(ring, ticket, rank, to_device(memoryview(part.copied(whole))))
-            return found.only(part.schema, part.layout)
+            target = to_device(memoryview(part.copied(whole)))
+            return self._deliveries.copied_to_device(ring, ticket, rank, target, part)
         buffer = self._buffers.take(part.layout.total)
         found_at = await self._remote.read_part(ticket, rank, part, buffer, deadline)
         alone = found_at is not None

@@ -40,14 +40,6 @@ class Deadline:
             raise DeadlineExceededError(f"the deadline passed {now - self.at:.3f} s ago")
         return self.at - now
 
-    def bounded(self, timeout_s: float, now: float) -> float:
-        """``timeout_s``, or what is left if that is less. Raises DeadlineExceededError when nothing is left."""
-        return min(timeout_s, self.remaining(now))
-
-    def earlier(self, timeout_s: float, now: float) -> Deadline:
-        """The deadline of a part of the operation that may take ``timeout_s`` at most."""
-        return Deadline(min(self.at, now + timeout_s))
-
 
 def backoff_ceiling(failures: int, settings: Settings = DEFAULTS) -> float:
     """Longest wait after the ``failures``-th failure in a row (from 1): doubles up to ``backoff_most_s``."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, Self, TextIO
+from typing import Any, Self, TextIO
 
 import msgspec
 
@@ -24,10 +24,6 @@ from transport.errors import UsageError
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
-
-PHASES: Final = ("read", "connect", "transfer", "verify", "back-off", "acknowledge", "map", "write")
-"""The read; a new connection; request to last byte; checksum of a large payload; wait between attempts; the slot's
-acknowledgement; a view of the segment instead of a transfer; the writing of a payload."""
 
 
 def key_of(ticket: Ticket) -> str:

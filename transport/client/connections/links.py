@@ -358,10 +358,8 @@ class Links:
         """
         if worker is self._worker:
             self._worker = None
-        elif worker is self._worker_apart:
-            self._worker_apart = None
         else:
-            return
+            self._worker_apart = None
         log.info("a shared-memory peer died or stopped answering; replacing all connections of its worker")
         for link in [link for link in self._tag_bases if link.worker is worker]:
             link.given_up = True

@@ -147,21 +147,19 @@ class EndpointPool(Generic[C]):
         self._take_out(oldest)
         return [oldest]
 
-    def _take_out(self, connection: C) -> bool:
+    def _take_out(self, connection: C) -> None:
         port, _ = self._idle.pop(connection, (None, 0.0))
         if port is None:
-            return False
+            return
         of_port = self._idle_of[port]
         del of_port[connection]
         if not of_port:
             del self._idle_of[port]
-        return True
 
-    def drop(self, connection: C) -> bool:
-        """Forget a connection that broke or was retired, in whatever state; False if it is not here."""
-        was_idle = self._take_out(connection)
-        was_in_use = self._in_use.pop(connection, None)
-        return was_idle or was_in_use is not None
+    def drop(self, connection: C) -> None:
+        """Forget a connection that broke or was retired, in whatever state, if it is here."""
+        self._take_out(connection)
+        self._in_use.pop(connection, None)
 
     # --- letting go ----------------------------------------------------------------------------
     def expired(self, now: float) -> list[C]:
