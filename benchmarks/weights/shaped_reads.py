@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--gbits", default="1,10,25", help="rates of the links in Gbit/s")
     parser.add_argument("--sizes", default="64KiB,1MiB,16MiB", help="of the payloads")
     parser.add_argument("--concurrency", type=int, default=8, help="reads at a time, with --way reads")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--repetitions", type=int, default=10, help="of stream and payloads, alternately")
     given = parser.parse_args()
     if reason := why_not():
