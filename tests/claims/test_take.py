@@ -283,6 +283,22 @@ async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads
         assert (taken.ticket.name, taken.attempts) == (first.name, 2)
 
 
+@pytest.mark.parametrize("data", [b"small" * 1000, LARGE], ids=["copied", "from the slot"])
+@asynchronous
+async def test_a_silent_holder_that_does_not_receive_its_answer_is_closed(ring: SharedRingBuffer, data: bytes) -> None:
+    """Whatever the size: else the answer and a place among the connections would stay with it."""
+    for _ in range(SLOTS):
+        ring.write_raw(data)
+    async with Stage(ring, heartbeat_s=0.1) as stage:
+        peer = await stage.peer()
+        assert (await peer.greet(lease_ms=500)).code == 0
+        await peer.settled()
+        peer.tell(demand(SLOTS))
+        await until(lambda: depth(ring) == (0, SLOTS), "they are claimed")
+        await until(lambda: peer.closed, "its lease has ended")
+        assert depth(ring) == (SLOTS, 0)
+
+
 # --- claims that end while UCX is in their slots ------------------------------------------------------------
 @asynchronous
 async def test_what_is_given_back_before_it_was_received_keeps_its_delay(ring: SharedRingBuffer) -> None:
