@@ -38,7 +38,8 @@ _TCP = {"RNDV_THRESH": "9m", "ZCOPY_THRESH": "1"}
 # would wait 50 ms, in which other threads that call the function spin, and it waits by the wall clock: a process that
 # starts while that is set back by a day hangs for a day. Without the hooks (MEM_MMAP_HOOK_MODE=none) UCX has no
 # registration cache, and crashes when a transfer with a rendezvous is given up (seen in 1.21, ucp_memh_invalidate).
-_TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0"}
+# By default UCX writes its warnings to standard output, which belongs to the program.
+_TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0", "LOG_FILE": "stderr"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "shm": ("sm", "tcp"),  # tcp makes the connection, shared memory carries the bytes
     "tcp": ("tcp", "self"),

@@ -78,6 +78,16 @@ def test_any_ucx_variable_of_the_users_is_usable(env: dict[str, str]) -> None:
     assert look(**env)["lost"] == []
 
 
+def test_what_ucx_itself_says_stays_out_of_standard_output() -> None:
+    with Child(
+        LOOK, env={"UCX_NO_SUCH_SETTING": "1", "UCX_WARN_UNUSED_ENV_VARS": "y"}, stderr=subprocess.PIPE
+    ) as child:
+        output, errors = child.process.communicate()
+        assert child.wait() == 0
+    json.loads(output)
+    assert "UCX_NO_SUCH_SETTING" in errors
+
+
 # What ucxx does where LD_LIBRARY_PATH and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY lead to the UCX of Debian 12.
 TOO_OLD = """
 import sys
