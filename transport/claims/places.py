@@ -22,6 +22,7 @@ from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime import threads
 from transport.store.directory import LEASE_S, Directory, Serving
 from transport.ticket import host_identity
 from transport.wire.addresses import LOOPBACK
@@ -205,7 +206,7 @@ class InDirectory(Discovery):
         """Have the directory read where that is due. Waits for the first answer alone, and raises its error."""
         if self._reading is None or (not self._reading.is_alive() and time.monotonic() >= self._due):
             self._reading = threading.Thread(target=self._read, name="transport directory", daemon=True)
-            self._reading.start()
+            threads.start(self._reading)
         if not self._reads:
             self._reading.join()
             if self._failed is not None:

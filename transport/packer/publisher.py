@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 
 from transport.errors import ClosedError, QueueFullError, QueueUnavailableError, TransportError
 from transport.queue.base import QueuedTicket, TicketQueue
+from transport.runtime import threads
 from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import Flag
 
@@ -98,7 +99,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         if mode == "background":
             self._thread = threading.Thread(target=self._run, name="transport publisher", daemon=True)
-            self._thread.start()
+            threads.start(self._thread)
 
     def __repr__(self) -> str:
         return f"<Publisher {self.mode}, {len(self._waiting)} waiting>"

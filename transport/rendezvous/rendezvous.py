@@ -30,6 +30,7 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
+from transport.runtime import threads
 from transport.runtime.blocking_calls import in_thread
 from transport.runtime.event_loop import check_loop
 from transport.store.base import Store
@@ -177,7 +178,7 @@ class Rendezvous:
             raise UsageError("this rendezvous was already entered; make a new one")
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._thread.start()
+        threads.start(self._thread)
         return self
 
     async def __aexit__(

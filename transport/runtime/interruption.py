@@ -31,6 +31,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NoReturn
 
+from transport.runtime import threads
+
 ORDER_S: Final = 1.0
 END_S: Final = 1.6
 STATUS: Final = 128 + signal.SIGINT
@@ -125,7 +127,7 @@ class TimeLimit:
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)  # a full pipe does not block the handler
         self._thread = threading.Thread(target=self._run, name="transport interruption", daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
 
     def begin(self, extra_s: float = 0.0) -> bool:
         """Note an interrupt; True for the first one. Called by signal handlers: it takes no lock."""

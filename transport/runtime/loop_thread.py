@@ -26,6 +26,7 @@ from typing import Any, Final, Generic, TypeVar
 import uvloop
 
 from transport.errors import ClosedError, UsageError
+from transport.runtime import threads
 from transport.runtime.stacks import Slow
 
 T = TypeVar("T")
@@ -285,7 +286,7 @@ class LoopThread:
         self._own = _Own()
         self.running = self._own.running
         self._thread = threading.Thread(target=_run, args=(self._own,), name=name, daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
         self._own.made.wait()
         self._at_exit = AtExit(self._close_at_exit)
 

@@ -19,7 +19,7 @@ import msgspec
 from transport import errors
 from transport.errors import ClosedError, InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime import stacks
+from transport.runtime import stacks, threads
 from transport.runtime.blocking_calls import started
 from transport.runtime.loop_thread import LoopThread
 from transport.server.after_writer import AfterWriter
@@ -73,7 +73,7 @@ class Processes:
         # a restarted supervisor adopts the listeners on these ports
         self._config = msgspec.structs.replace(self._config, ports=report.ports, first=False)
         self._watcher = threading.Thread(target=self._watch, name="transport supervisor watch", daemon=True)
-        self._watcher.start()
+        threads.start(self._watcher)
         return report.ports
 
     def _started(self) -> SupervisorReport:
@@ -104,7 +104,7 @@ class Processes:
         if process.stdin is None or process.stdout is None:
             raise InternalError("the supervisor has no pipes")
         killer = threading.Timer(_START_TIMEOUT_S, process.kill)
-        killer.start()
+        threads.start(killer)
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(msgspec.json.encode(self._config))

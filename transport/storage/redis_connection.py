@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from transport.errors import ClosedError, ConfigurationError, TransportError
-from transport.runtime import hurry
+from transport.runtime import hurry, threads
 from transport.storage.redis_script import REMEMBER_MS, Script, require_redis
 from transport.storage.urls import RedisURL
 
@@ -342,7 +342,7 @@ class RedisConnection:
                 room.listener = threading.Thread(
                     target=self._listen, args=(room,), name=f"redis {self._words.what}", daemon=True
                 )
-                room.listener.start()
+                threads.start(room.listener)
             return room.rings
 
     def wait(self, seen: int, timeout_s: float) -> None:

@@ -36,6 +36,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+from transport.runtime import threads
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
 from transport.ticket import Ticket, host_identity
@@ -180,7 +181,7 @@ class Announcement:
         self._ended = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="transport directory", daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
 
     def __repr__(self) -> str:
         return f"<Announcement of ring {self._ring[:8]} epoch {self._epoch}>"

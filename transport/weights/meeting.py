@@ -39,6 +39,7 @@ from transport.errors import (
     WeightsError,
     WeightsTimeoutError,
 )
+from transport.runtime import threads
 from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import TensorSpec
@@ -234,7 +235,7 @@ class Member:
             else:
                 here.set_result(None)
 
-        threading.Thread(target=run, name=f"stage of {self.name}").start()
+        threads.start(threading.Thread(target=run, name=f"stage of {self.name}"))
 
     def staged(self, version: int) -> bool:
         """Whether this version is staged, once what was begun has ended; raises its error."""
@@ -341,7 +342,7 @@ class _Beside:
 
     def __enter__(self) -> Self:
         if self._call is not None:
-            self._thread.start()
+            threads.start(self._thread)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
