@@ -23,8 +23,6 @@ from links import Links, why_not
 from transport.bench.units import parse_sizes
 
 _BENCH = [sys.executable, "-P", "-m", "transport", "bench"]
-
-
 _PROCESS = [sys.executable, "-P", str(Path(__file__).with_name("shaped_process.py"))]
 
 
@@ -40,7 +38,7 @@ def consumed(links: Links, sizes: str, seconds: float) -> dict[int, float]:
             command = [*links.within(1), *_PROCESS, "trainer", str(size), place, str(seconds)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             rollout.stdin.close()
-        rates[size] = float(done.stdout.splitlines()[0])
+        rates[size] = float(done.stdout)
     return rates
 
 

@@ -181,6 +181,19 @@ async def test_a_stream_with_the_handle_of_one_that_is_gone_waits_for_the_arriva
 
 
 @asynchronous
+async def test_no_stream_waits_for_a_copy_that_is_done(cupy: Any) -> None:
+    """A stream that captures a graph may not wait for what was queued before."""
+    out = cupy.empty(100, np.uint8)
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped() as client:
+            payload = await client.read(ring.write({"x": noise(100)}), out=out)
+            cupy.fake.run_all()
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                _ = payload["x"]
+                assert cupy.fake.queues[stream.ptr] == []
+
+
+@asynchronous
 async def test_another_threads_default_stream_waits_for_a_read_on_this_ones(cupy: Any) -> None:
     cupy.fake.per_thread = cupy.fake.stopped = True
     out = cupy.empty(100, np.uint8)

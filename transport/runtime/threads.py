@@ -7,10 +7,10 @@ import threading
 
 
 def start(thread: threading.Thread) -> None:
-    """Start it. What a signal's handler raises meanwhile comes out as it is; the thread may run then.
+    """Start the thread. Raises what a signal's handler raises meanwhile; the thread may have started then.
 
-    `Thread.start` waits by a Condition. Interrupted there, it releases a lock that nobody holds, and the RuntimeError
-    of that would hide the interrupt.
+    `Thread.start` waits on a `threading.Condition`. An exception in that wait can make the condition raise
+    `RuntimeError: release unlocked lock` instead.
     """
     handled = sys.exception()
     try:
