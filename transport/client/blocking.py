@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 from transport.claims.batch import TakenBatch, Verdicts
@@ -113,17 +113,14 @@ class BlockingClient:
         fields: Sequence[str] | None = None,
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client._reads.many(tickets, rank, timeout, concurrency, fields)
+        lists = self._client._reads.many(tickets, rank, timeout, concurrency, fields)
         try:
-            while True:
-                try:
-                    outcome = self._thread.run(_next(outcomes))
-                except _Finished:
-                    return
-                yield self._client._deliveries.hand_over_outcome(outcome)
+            while outcomes := self._thread.run(_next(lists)):  # a turn of the loop for each costs more than a read
+                for outcome in outcomes:
+                    yield self._client._deliveries.hand_over_outcome(outcome)
         finally:
             if not self._thread.closed:
-                self._thread.run(_finish(outcomes))
+                self._thread.run(_end(lists))
 
     def take_batch(
         self, address: str, n: int, *, wait_s: float = 0.0, **asked: Unpack[TakeBatchArguments]
@@ -176,21 +173,13 @@ class BlockingClient:
         self.close()
 
 
-class _Finished(Exception):
-    """StopAsyncIteration cannot cross a future."""
-
-
 async def _call(function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
 
 
-async def _next(outcomes: Any) -> ReadOutcome:
-    try:
-        outcome: ReadOutcome = await anext(outcomes)
-    except StopAsyncIteration:
-        raise _Finished from None
-    return outcome
+async def _next(lists: AsyncGenerator[list[ReadOutcome], None]) -> list[ReadOutcome]:
+    return await anext(lists, [])
 
 
-async def _finish(outcomes: Any) -> None:
-    await outcomes.aclose()
+async def _end(lists: AsyncGenerator[list[ReadOutcome], None]) -> None:
+    await lists.aclose()

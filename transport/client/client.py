@@ -219,9 +219,10 @@ class UCXXClient:
         early consumes nothing beyond. It also cancels what is still under way; use ``contextlib.aclosing`` to have
         that at once.
         """
-        async with contextlib.aclosing(self._reads.many(tickets, rank, timeout, concurrency, fields)) as outcomes:
-            async for outcome in outcomes:
-                yield self._deliveries.hand_over_outcome(outcome)
+        async with contextlib.aclosing(self._reads.many(tickets, rank, timeout, concurrency, fields)) as lists:
+            async for outcomes in lists:
+                for outcome in outcomes:
+                    yield self._deliveries.hand_over_outcome(outcome)
 
     @property
     def acknowledges(self) -> AckMode:

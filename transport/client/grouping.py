@@ -5,7 +5,7 @@ from __future__ import annotations
 from transport.settings import Settings
 from transport.ticket import Ticket
 
-BATCH_BYTES = 256 << 10  # small payloads answered by one message
+BATCH_BYTES = 512 << 10  # small payloads answered by one message
 
 
 def grouped(tickets: list[Ticket], settings: Settings, fields: int | None = None) -> list[list[tuple[int, Ticket]]]:

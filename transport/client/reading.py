@@ -262,8 +262,8 @@ class Reads:
         timeout: float | None,
         concurrency: int = CONCURRENCY,
         fields: Sequence[str] | None = None,
-    ) -> AsyncGenerator[ReadOutcome, None]:
-        """`UCXXClient.read_many`, but for handing over."""
+    ) -> AsyncGenerator[list[ReadOutcome], None]:
+        """`UCXXClient.read_many`, but for handing over: all that has come since the caller last asked."""
         self._check_open()
         wanted = None if fields is None else field_names(fields)
         deadline = self.deadline(timeout)
@@ -272,8 +272,9 @@ class Reads:
         asked = [Ticket.of(ticket) for ticket in listed]
         work = grouped(asked, self._settings, None if wanted is None else len(wanted))
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
-        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
-        expected = sum(len(group) for group in work)
+        finished: asyncio.Queue[list[ReadOutcome]] = asyncio.Queue(concurrency)
+        errors: list[Exception] = []  # of this package's own, or its caller's memory: every other one is an outcome
+        expected = len(asked)
         work.reverse()
 
         async def run() -> None:
@@ -281,17 +282,20 @@ class Reads:
                 while work:
                     await finished.put(await self._read_group(work.pop(), rank, deadline, wanted))
             except Exception as error:  # is raised where the outcomes are waited for
-                await finished.put(error)
+                errors.append(error)
+                await finished.put([])
 
         runners = [asyncio.get_running_loop().create_task(run()) for _ in range(min(concurrency, len(work)))]
         try:
             while expected:
                 outcomes = await finished.get()
-                if isinstance(outcomes, Exception):
-                    raise outcomes
+                while not finished.empty():
+                    outcomes += finished.get_nowait()
                 expected -= len(outcomes)
-                for outcome in outcomes:
-                    yield outcome
+                if outcomes:
+                    yield outcomes
+                if errors:
+                    raise errors[0]
         finally:
             for runner in runners:
                 runner.cancel()
