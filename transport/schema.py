@@ -276,14 +276,26 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         remaining = iter(lengths)
         placements = []
         end = 0
-        for spec in self.tensors:
-            shape = (next(remaining), *spec.shape[1:]) if spec.ragged else spec.shape
-            dtype = DTYPES.get(spec.dtype, _BYTES)
+        for name, dtype, shape, unit, ragged, kind in self._units:
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            nbytes = math.prod(shape) * dtype.itemsize
-            placements.append(Placement(spec.name, dtype, shape, offset, nbytes, spec.kind))
-            end = offset + nbytes
+            if ragged:
+                length = next(remaining)
+                shape, unit = (length, *shape), length * unit
+            placements.append(Placement(name, dtype, shape, offset, unit, kind))
+            end = offset + unit
         return Layout(tuple(placements), end)
+
+    @cached_property
+    def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str], ...]:
+        """Of each tensor name, dtype, shape and bytes, if it is ragged those of one of its rows, whether it is, and its
+        kind: a reader computes the layout of every payload.
+        """
+        units = []
+        for spec in self.tensors:
+            dtype = DTYPES.get(spec.dtype, _BYTES)
+            shape = spec.shape[1:] if spec.ragged else spec.shape
+            units.append((spec.name, dtype, shape, math.prod(shape) * dtype.itemsize, spec.ragged, spec.kind))
+        return tuple(units)
 
     # --- encodings -----------------------------------------------------------------------------
     def encode(self) -> bytes:

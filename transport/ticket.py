@@ -112,33 +112,23 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metadata: Metadata = {}
 
     def __post_init__(self) -> None:
-        for what in ("addresses", "ports", "lengths"):
-            if not isinstance(
-                getattr(self, what), tuple
-            ):  # a single address as text would pass as a sequence of letters
-                raise TicketError(f"{what}: expected a tuple, got {getattr(self, what)!r:.80}")
+        place = self.ring, self.segment, self.host, self.addresses, self.ports, self.schema_fingerprint
         try:
-            _check_place(self.ring, self.segment, self.host, self.addresses)
-        except TypeError:  # an unhashable value, hence no string
-            _check_place.__wrapped__(self.ring, self.segment, self.host, self.addresses)
-        if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _ring.MAX_PORTS:
-            raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports exceed a ticket's limits")
-        for port in self.ports:
-            _within("port", port, 1, 1 << 16)
-        _within("slot", self.slot, 0, _SLOT_LIMIT)
-        _within("generation", self.generation, 0, _SLOT_LIMIT)
-        _within("key", self.key, 0, _U64_LIMIT, secret=True)
-        _within("size", self.size, 0, MAX_BYTES + 1)
-        _within("readers", self.readers, 1, _ring.MAX_READERS + 1)
-        if self.checksum is not None:
-            _within("checksum", self.checksum, 0, _U64_LIMIT)
+            _check_place(*place)
+        except TypeError:  # an unhashable value, hence none that a ticket may have
+            _check_place.__wrapped__(*place)
+        numbers = self.slot, self.generation, self.key, self.size, self.readers, self.checksum
+        for number, (what, first, limit) in zip(numbers, _NUMBERS, strict=True):
+            if (type(number) is not int or not first <= number < limit) and (number is not None or what != "checksum"):
+                raise _outside(what, number, first, limit)
         if not (math.isfinite(self.created) and math.isfinite(self.deadline or 0.0)):
             raise TicketError(f"created={self.created} and deadline={self.deadline} must both be finite")
+        _check_tuple("lengths", self.lengths)
         if len(self.lengths) > MAX_TENSORS:
             raise TicketError(f"{len(self.lengths)} lengths; a schema has at most {MAX_TENSORS} tensors")
         for length in self.lengths:
-            _within("length", length, 0, MAX_BYTES + 1)
-        _hexadecimal("schema_fingerprint", self.schema_fingerprint)
+            if type(length) is not int or not 0 <= length <= MAX_BYTES:
+                raise _outside("length", length, 0, MAX_BYTES + 1)
         if self.schema is not None:
             try:
                 self._layout_by(self.schema)
@@ -238,7 +228,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """How `encode` begins for every ticket with this ring, segment, host, addresses and ports."""
         if not isinstance(place, tuple) or len(place) != 5:
             raise TicketError("give a tuple of ring, segment, host, addresses and ports")
-        _check_place(*place[:4])
+        _check_place(*place)
         count = len(_Row.__struct_fields__)  # an array of more than 15
         return b"".join((_PREFIX, b"\xdc", count.to_bytes(2, "big"), *map(_encode, place)))
 
@@ -338,10 +328,19 @@ def _check_version(version: object) -> None:
         )
 
 
-def _within(what: str, value: int, first: int, limit: int, *, secret: bool = False) -> None:
-    if type(value) is not int or not first <= value < limit:
-        shown = "what came" if secret else f"{value!r:.40}"
-        raise TicketError(f"{what}: expected an integer of {first}..{limit - 1}, got {shown}")
+_NUMBERS: Final = (
+    ("slot", 0, _SLOT_LIMIT),
+    ("generation", 0, _SLOT_LIMIT),
+    ("key", 0, _U64_LIMIT),
+    ("size", 0, MAX_BYTES + 1),
+    ("readers", 1, _ring.MAX_READERS + 1),
+    ("checksum", 0, _U64_LIMIT),  # or None
+)
+
+
+def _outside(what: str, value: object, first: int, limit: int) -> TicketError:
+    shown = "what came" if what == "key" else f"{value!r:.40}"
+    return TicketError(f"{what}: expected an integer of {first}..{limit - 1}, got {shown}")
 
 
 def _hexadecimal(what: str, value: str) -> None:
@@ -350,10 +349,30 @@ def _hexadecimal(what: str, value: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...]) -> None:
+def _check_place(
+    ring: str,
+    segment: str,
+    host: str,
+    addresses: tuple[str, ...],
+    ports: tuple[int, ...],
+    fingerprint: str = NO_SCHEMA,
+) -> None:
     """Cached, because all tickets of a ring have the same values."""
     _hexadecimal("ring", ring)
+    _hexadecimal("schema_fingerprint", fingerprint)
+    _check_tuple("addresses", addresses)  # a single address as text would pass as a sequence of letters
+    _check_tuple("ports", ports)
     _words("segment, host and addresses", (segment, host, *addresses))
+    if len(addresses) > MAX_ADDRESSES or len(ports) > _ring.MAX_PORTS:
+        raise TicketError(f"{len(addresses)} addresses and {len(ports)} ports exceed a ticket's limits")
+    for port in ports:
+        if type(port) is not int or not 1 <= port < 1 << 16:
+            raise _outside("port", port, 1, 1 << 16)
+
+
+def _check_tuple(what: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise TicketError(f"{what}: expected a tuple, got {value!r:.80}")
 
 
 def _words(what: str, values: tuple[str, ...]) -> None:
@@ -367,6 +386,8 @@ def _plain(metadata: Mapping[str, Any]) -> Metadata:
         return {}
     plain: Metadata = {}
     for name, value in metadata.items():
+        if not isinstance(name, str):
+            raise TicketError(f"metadata: the name {name!r:.80} is no str")
         plain[name] = (
             [_scalar(name, item) for item in value] if isinstance(value, list | tuple) else _scalar(name, value)
         )
@@ -375,10 +396,8 @@ def _plain(metadata: Mapping[str, Any]) -> Metadata:
     except (TypeError, ValueError, OverflowError) as error:  # an int above 64 bits, half a surrogate pair
         raise TicketError(f"the metadata cannot be encoded: {error}") from error
     most = MAX_METADATA_BYTES + _room(plain)
-    if size > most or not all(isinstance(name, str) for name in plain):
-        raise TicketError(
-            f"metadata: expected str names and at most {MAX_METADATA_BYTES} encoded bytes, got {size} bytes"
-        )
+    if size > most:
+        raise TicketError(f"metadata: expected at most {MAX_METADATA_BYTES} encoded bytes, got {size}")
     return plain
 
 

@@ -65,7 +65,7 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--queue", "kafka"], "--queue kafka: choose some of rings, redis"),
+        (["--queue", "kafka"], "--queue kafka: choose some of"),
         pytest.param(
             ["--queue", "redis", "--layout", "packed"],
             "--queue redis --layout packed: batches of redis are lists",

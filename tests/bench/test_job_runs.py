@@ -68,6 +68,14 @@ def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout
     assert (row["queue"], row["wire"], row["layout"]) == ("rings", "tcp", layout)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.ucx
+@pytest.mark.parametrize("wire", ["tcp", "mapped"])
+def test_every_payload_of_rings_is_consumed_once_by_a_trainer(capsys: pytest.CaptureFixture[str], wire: str) -> None:
+    (row,) = rows_of(capsys, "--queue", "trainer", "--wire", wire)
+    assert (row["queue"], row["wire"]) == ("trainer", wire)
+
+
 @pytest.mark.nightly
 @pytest.mark.ucx
 def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureFixture[str]) -> None:

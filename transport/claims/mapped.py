@@ -26,7 +26,7 @@ from transport.ring.states import named
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema
-from transport.ticket import NO_SCHEMA, Ticket
+from transport.ticket import NO_SCHEMA
 
 log = logging.getLogger(__name__)
 
@@ -363,10 +363,11 @@ class RingsOfHost:
         """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
         if not claim.data or claim.ring.native.closed:
             return None
-        data = self._payload(claim.ring, claim.native, Ticket.decode(claim.data).size)
+        data = self._payload(claim.ring, claim.native)
         return None if data is None else PayloadBytes("mapped", data)
 
-    def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim, size: int) -> Any:
+    def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim) -> Any:
+        size = claim.length
         at = claim.slot, claim.generation, ring.key(claim.slot, claim.generation), size, claim.rank
         try:
             view = self._views_of(ring).read(ring, *at)

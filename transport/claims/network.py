@@ -45,6 +45,7 @@ _COUNTED: Final = {
     Verdict.AGED: ("discarded", "aged"),
 }
 _IN_QUESTION: Final = int(Verdict.IN_QUESTION)
+_OF_A_CLAIM: Final = ["slot", "generation", "attempts", "policy_version"]
 _FAILED: Final = {
     Verdict.DISCARDED: DeliveryState.DISCARDED,
     Verdict.DEAD: DeliveryState.DEAD,
@@ -241,16 +242,16 @@ class NetworkSource:
     def _claims_of(self, batch: TakenBatch, consumer: str) -> list[NetworkClaim]:
         made = []
         rank = batch.claims.rank
-        for at, payload in enumerate(batch):
-            name, attempts = payload.name, payload.attempts
+        for at, (slot, generation, attempts, version) in enumerate(batch.rows[_OF_A_CLAIM].tolist()):
+            name = f"{batch.ring}/{slot}/{generation}"
             made.append(
                 NetworkClaim(
                     name,
-                    payload.encoded,
+                    bytes(batch.note(at)),
                     rank,
                     attempts,
                     f"{name} {rank} {attempts} {consumer}",
-                    payload.policy_version,
+                    None if version == _ring.NO_VERSION else version,
                     source=self,
                     batch=batch,
                     position=batch.first + at,

@@ -25,7 +25,12 @@ def job(
     ] = "4KiB,64KiB,1MiB",
     writers: Annotated[int, typer.Option(min=1, max=64, help="Writer processes, each with its own ring.")] = 1,
     trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes that share the payloads.")] = 1,
-    queue: Annotated[str, typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, redis.")] = "rings",
+    queue: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,…", help="Queues to measure: some of rings, trainer (rings, by the class Trainer), redis."
+        ),
+    ] = "rings",
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp.")
     ] = "mapped,tcp",

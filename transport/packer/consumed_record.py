@@ -54,7 +54,7 @@ class ConsumedRecord:
 
     def accept(self, ring: str, slot: int, generation: int, rank: int) -> bool:
         """Record the payload as consumed. False, without a change, if it or a later one of its slot is recorded."""
-        if type(ring) is not str or any(type(number) is not int for number in (slot, generation, rank)):
+        if type(ring) is not str or not type(slot) is type(generation) is type(rank) is int:
             raise TypeError("a payload is a ring's id and three whole numbers")
         if not ring.isascii():
             raise UsageError(f"ring={ring!a:.80}: give the ring's id, as its tickets have it")

@@ -16,7 +16,6 @@ from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-QUEUES = ("rings", "redis")
 WIRES = ("mapped", "shm", "tcp")
 LAYOUTS = ("list", "padded", "packed")
 _MOST_WINDOW = 128
@@ -77,10 +76,8 @@ def check_queues(names: str) -> list[str]:
         UsageError: not a queue, or not one of this version.
         MissingDependencyError: something that a queue needs is not installed.
     """
-    queues = check_names("--queue", names, QUEUES)
+    queues = check_names("--queue", names, tuple(KINDS))
     for name in queues:
-        if name not in KINDS:
-            raise UsageError(f"--queue {name}: not in this version; choose some of {', '.join(KINDS)}")
         if KINDS[name].service == "redis":
             redis_service.check()
             if importlib.util.find_spec("redis") is None:

@@ -101,7 +101,7 @@ class RingWriter(TicketWriter):
 
 
 class TicketTrainer:
-    """Batches of claimed tickets; the next one is fetched while one is consumed."""
+    """As `Trainer` is used: batches of claims; the next one is fetched while one is consumed."""
 
     def __init__(self, job: Job) -> None:
         self._packer = _Packer()
@@ -263,6 +263,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
+    "trainer": Kind(RingWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }
 
