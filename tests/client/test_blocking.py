@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,42 @@ def test_a_tickets_text_is_as_good_as_the_ticket(ring: SharedRingBuffer, client:
     for use in (client.read, client.ack, client.discard, client.state, lambda wrong: list(client.read_many([wrong]))):
         with pytest.raises(TicketError, match="a int is not a ticket"):
             use(3)  # type: ignore[arg-type]
+
+
+def test_payloads_of_one_message_are_handed_over_in_one_turn_of_the_loop(
+    ring: SharedRingBuffer, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tickets, turns = [ring.write_raw(noise(1000, seed)) for seed in range(24)], 0
+    run = client._thread.run
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(client._thread, "run", counted)
+    assert sorted(outcome.index for outcome in client.read_many(tickets)) == list(range(24))
+    assert turns < 12
+
+
+def test_what_is_wrong_in_the_client_itself_is_raised_after_what_has_come(
+    ring: SharedRingBuffer, client: BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = ring.write_raw(noise(10)), ring.write_raw(noise(69_000))  # a message each
+    reads = client._client._reads
+    read_group = reads._read_group
+
+    async def fails(group: Any, *arguments: Any) -> Any:
+        if group[0][1] == large:
+            raise ZeroDivisionError
+        return await read_group(group, *arguments)
+
+    monkeypatch.setattr(reads, "_read_group", fails)
+    came = []
+    with pytest.raises(ZeroDivisionError):
+        for each in client.read_many([small, large], concurrency=1):
+            came.append(each.ticket)
+    assert came == [small]
 
 
 def test_payloads_are_acknowledged_discarded_and_asked_about(ring: SharedRingBuffer, client: BlockingClient) -> None:
