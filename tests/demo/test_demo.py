@@ -161,20 +161,21 @@ def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) ->
         BlockingClient(schemas=[POLICY_SCHEMA], wire="mapped") as client,
     ):
         replaced = ring.write(newest.parameters())
-        queue.announce(POLICY_TOPIC, 1, offer(replaced, newest.parameters(), 1))
+        queue.announce(POLICY_TOPIC, 1, offer(replaced, 1))
         ring.discard(replaced)
         follower = PolicyFollower(queue, client, follower_policy, rank=0)
         follower.follow()
         assert (follower.announced, len(follower.pauses_s), follower.missed) == (1, 0, 1)
 
-        queue.announce(POLICY_TOPIC, 2, offer(ring.write(newest.parameters()), newest.parameters(), 2))
+        queue.announce(POLICY_TOPIC, 2, offer(ring.write(newest.parameters()), 2))
         follower.follow()
         assert (follower.announced, len(follower.pauses_s), follower.missed) == (2, 1, 1)
         follower.follow()
         assert len(follower.pauses_s) == 1
 
-        other = Policy(seed=3).parameters()  # what is offered is not what was written: it is not played with
-        queue.announce(POLICY_TOPIC, 3, offer(ring.write(other), newest.parameters(), 3))
+        other = ring.write(Policy(seed=3).parameters())
+        forged = msgspec.structs.replace(other, checksum=replaced.checksum)
+        queue.announce(POLICY_TOPIC, 3, offer(forged, 3))  # not what was written: it is not played with
         follower.follow()
         assert (follower.announced, len(follower.pauses_s), follower.missed) == (3, 1, 2)
     assert follower_policy.version == 2

@@ -62,6 +62,16 @@ async def test_a_tensor_larger_than_a_bucket_is_split_and_arrives_contiguous() -
 
 
 @asynchronous
+async def test_tensors_in_the_other_byte_order_arrive_as_the_same_numbers() -> None:
+    swapped = {name: array.astype(array.dtype.newbyteorder()) for name, array in version_of(1).items()}
+    async with engines("ab") as made:
+        assert await transfer(made, 1, swapped) == checksum_of(1)
+        received = {name: array async for name, array in made[2].get_weights()}
+    for name, array in version_of(1).items():
+        np.testing.assert_array_equal(received[name], array)
+
+
+@asynchronous
 async def test_a_trainer_whose_iterator_fails_tells_why_and_nobody_holds_a_part() -> None:
     def failing() -> Iterator[tuple[str, Any]]:
         for number, item in enumerate(version_of(2).items()):

@@ -49,9 +49,8 @@ class PolicyPublisher(UCXXRolloutMixin):
 
     def publish(self, policy: Policy) -> None:
         """Announce the policy's present parameters in place of those before."""
-        parameters = policy.parameters()
-        replaced, self._newest = self._newest, self.write_to_buffer(parameters)
-        self._queue.announce(POLICY_TOPIC, policy.version, offer(self._newest, parameters, policy.version))
+        replaced, self._newest = self._newest, self.write_to_buffer(policy.parameters())
+        self._queue.announce(POLICY_TOPIC, policy.version, offer(self._newest, policy.version))
         # Only now: a rollout that finds the old version gone finds a newer one announced. Overwriting would not do,
         # since it leaves alone what some rollouts have read and others never will.
         if replaced is not None:

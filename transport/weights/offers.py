@@ -1,6 +1,6 @@
 """Versions on offer: replicas take a new version between two requests, without being paused.
 
-    notice = offer(ticket, weights, version)                   # in the trainer; any queue or store carries the notice
+    notice = offer(ring.write(weights), version)               # in the trainer; any queue or store carries the notice
     taker = Taker(worker); taker.take(client, notice, rank=0)  # complete and proven, or still the previous version
 
 There is no group and no manager: replicas may skip versions and take the newest. As in an update, a replica serves all
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from transport.client.blocking import BlockingClient
-from transport.errors import ProtocolError, WeightsChecksumError
+from transport.errors import ProtocolError, UsageError, WeightsChecksumError
 from transport.runtime.decoders import hiding
 from transport.ticket import Ticket
 from transport.weights.versions.layout import weights_checksum
@@ -34,9 +33,14 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     ticket: bytes
 
 
-def offer(ticket: Ticket, weights: Mapping[str, Any], version: int) -> bytes:
-    """Describe a version whose tensors were written under this ticket."""
-    return msgspec.msgpack.encode(Offer(version, weights_checksum(weights), ticket.encode()))
+def offer(ticket: Ticket, version: int) -> bytes:
+    """Describe a version whose tensors were written under this ticket, which has the checksum of what was written.
+
+    UsageError for a ticket without a checksum; a ring gives none.
+    """
+    if ticket.checksum is None:
+        raise UsageError(f"{ticket.name} has no checksum, which proves a version: write the version to a ring")
+    return msgspec.msgpack.encode(Offer(version, ticket.checksum, ticket.encode()))
 
 
 _decode = msgspec.msgpack.Decoder(Offer).decode

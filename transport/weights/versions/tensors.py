@@ -1,5 +1,7 @@
 """A sender's tensors as bytes: in host memory, or on a device with the stream that makes them.
 
+Bytes are in the host's byte order, since a dtype's name, which is all that travels, does not tell the order.
+
 Device memory is not copied until it goes into a bucket. The stream is looked up in the thread that produced the tensor,
 because the current stream is a property of the thread, and kept with the bytes, because it may have no other user.
 """
@@ -28,7 +30,7 @@ from transport.devices.streams import (
 )
 from transport.errors import SchemaError
 from transport.ring.packing import as_array
-from transport.schema import ALIGNMENT
+from transport.schema import ALIGNMENT, DTYPES
 
 _WINDOW_BYTES = 2 << 20  # of a device's tensor that is looked at on the host at a time
 
@@ -87,13 +89,15 @@ Tensor = np.ndarray[Any, Any] | OnDevice
 def tensor_of(value: object, name: str) -> Tensor:
     """The value as a tensor of a version. Call it in the thread that made the value, immediately after.
 
+    It is in the host's byte order: an array in the other one is copied.
+
     SchemaError for what cannot be one; MissingDependencyError for device memory without CuPy.
     """
     if isinstance(value, OnDevice):
         return value
     array = as_array(value, name)
     if not isinstance(array, DeviceTensor):
-        return array
+        return array.astype(DTYPES[array.dtype.name], copy=False)
     if not array.contiguous:
         plain = library_of(array.value).converted(array, array.dtype)
         if plain is None:
