@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from helpers import asynchronous, leaving_at_once
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
-from transport import _ring
+from transport import UCXXClient, _ring
 from transport.errors import (
     AuthenticationError,
     ChildrenLostError,
@@ -26,12 +27,14 @@ from transport.errors import (
     UsageError,
     WeightsChecksumError,
 )
+from transport.server.running import OneThread
+from transport.ticket import Ticket
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
-from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.feed import Feed
-from transport.weights.transfer.messages import Start
+from transport.weights.transfer.messages import Frame, Start
 from transport.weights.versions.copies import Copies, Held, attach
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -256,6 +259,38 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
             await task
         sender.abandon()
         (await sender.reserve(64)).abort()
+    finally:
+        await asyncio.to_thread(sender.close)
+
+
+@asynchronous
+async def test_a_listener_leaves_a_bucket_to_its_reader_for_the_whole_of_an_attempt() -> None:
+    sender = BucketSender(BUCKET, 1, address="127.0.0.1", wires=frozenset({"tcp"}))
+    feed = Feed(sender.lost)
+    tickets: list[Ticket] = []
+
+    def announced(ticket: bytes) -> Frame:
+        tickets.append(Ticket.decode(ticket))
+        return Start(1)
+
+    try:
+        await sender.begin(feed, ["child"])
+        await sender.publish(await sender.reserve(BUCKET), ("child",), announced)
+        ring, running = sender._ring, sender._server._run  # type: ignore[union-attr]
+        assert ring is not None
+        assert isinstance(running, OneThread)
+        assert running._thread is not None
+
+        async def swept(now: float) -> None:
+            running._listeners[0].sweep(now)
+
+        async with UCXXClient(wire={"tcp"}, settings=SETTINGS, ack="manual") as client:
+            begun = time.monotonic()
+            payload = await client.read(tickets[0])
+            for seconds, reading in ((SETTINGS.read_timeout(BUCKET), 1), (10 * SETTINGS.read_timeout(BUCKET), 0)):
+                await asyncio.to_thread(running._thread.run, swept(begun + seconds))
+                assert ring.statistics().reading == reading
+            payload.release()
     finally:
         await asyncio.to_thread(sender.close)
 

@@ -25,14 +25,13 @@ from transport.devices.libraries import parse_device
 from transport.errors import ClosedError, SchemaError, UsageError, WeightsTimeoutError
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
-from transport.settings import Settings
 from transport.ticket import host_identity
 from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Metadata, Proof, Weights
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Role, ShardDescription, completed, pack, unpack
 from transport.weights.sharding.shards import whole_model
-from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.changes import ShardBase
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
@@ -48,20 +47,8 @@ from transport.wire.addresses import advertised
 
 _BUCKET_BYTES, _IN_FLIGHT = 32 << 20, 8
 _WHOLE_BUCKET_BYTES, _WHOLE_IN_FLIGHT = 256 << 20, 2  # of whole models
-_READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
 _OPTIONS = EngineOptions()
-# A bucket has one port, and the whole group waits for it: retry soon. A parent that ended is noticed by its feed, so a
-# slow answer is no sign of that: several buckets share a link, and a host may be busy.
-_SETTINGS = Settings(
-    port_quarantine_s=0.2,
-    port_quarantine_most_s=1.0,
-    backoff_first_s=0.1,
-    backoff_most_s=0.5,
-    read_timeout_s=50.0,
-    connect_timeout_s=20.0,
-    handshake_timeout_s=20.0,
-)
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +245,7 @@ class WeightsEngine:
         if self._client is None and any(each.mapped is None for each in role.incoming):
             wires = self._options.wires
             self._client = UCXXClient(
-                wire="auto" if wires is None else wires, secret=self._options.secret, settings=_SETTINGS
+                wire="auto" if wires is None else wires, secret=self._options.secret, settings=SETTINGS
             )
         try:
             try:
@@ -396,7 +383,6 @@ class WeightsEngine:
             self._scratch,
             feed,
             self._sender,
-            _READ_TIMEOUT_S,
             self._own,
             self.spoil,
             self._held,

@@ -18,6 +18,7 @@ from transport.ring.leases import WriteLease
 from transport.ring.states import SlotState
 from transport.schema import Schema
 from transport.server.server import UCXXServer
+from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Frame
@@ -26,6 +27,20 @@ from transport.weights.transfer.threads import in_thread
 from transport.wires import Wire
 
 _LOOK_S = 0.2  # longest wait in a thread, so that a cancelled sender ends soon
+_ATTEMPT_S = 50.0
+# Of the listener and of those that read from it. A bucket has one port, and the whole group waits for it: retry soon. A
+# parent that ended is noticed by its feed, so a slow answer is no sign of that: several buckets share a link, and a
+# host may be busy. Both sides give an attempt the same time, and each adds the time of the bucket's bytes.
+SETTINGS = Settings(
+    port_quarantine_s=0.2,
+    port_quarantine_most_s=1.0,
+    backoff_first_s=0.1,
+    backoff_most_s=0.5,
+    read_timeout_s=_ATTEMPT_S,
+    ack_timeout_s=_ATTEMPT_S,
+    connect_timeout_s=20.0,
+    handshake_timeout_s=20.0,
+)
 
 
 class BucketSender:
@@ -78,7 +93,13 @@ class BucketSender:
         ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=bucket_bytes, prefix=self._prefix)
         try:
             self._server = UCXXServer(
-                ring, (0,), addresses=(self._address,), wires=self._wires, secret=self._secret, mode="thread"
+                ring,
+                (0,),
+                addresses=(self._address,),
+                settings=SETTINGS,
+                secret=self._secret,
+                wires=self._wires,
+                mode="thread",
             ).start()
         except BaseException:
             ring.close()

@@ -82,7 +82,6 @@ class ShardReceiving:
         scratch: Scratch,
         feed: Feed,
         sender: BucketSender,
-        read_timeout_s: float,
         own: Mapping[str, np.ndarray[Any, Any]] | None,
         spoil: Any,
         base: ShardHeld | None = None,
@@ -95,7 +94,6 @@ class ShardReceiving:
         self._scratch = scratch
         self._feed = feed
         self._sender = sender
-        self._read_timeout_s = read_timeout_s
         self._own = own
         self._spoil = spoil
         self._base = base
@@ -285,9 +283,8 @@ class ShardReceiving:
             if straight is not None:
                 self._spoil()
             async with self._link:
-                payload = await self._client.read(
-                    ticket, out=data, rank=landing.rank(frame.sender), timeout=self._read_timeout_s
-                )  # verified by its checksum, and read again when that fails, over a wire
+                payload = await self._client.read(ticket, out=data, rank=landing.rank(frame.sender))
+                # verified by its checksum, and read again when that fails, over a wire
             checksum = ticket.checksum or 0
             if payload.wire == "mapped" and await in_thread(_ring.checksum, data.data) != checksum:
                 raise WeightsChecksumError(f"bucket {frame.index} of sender {frame.sender}: checksum mismatch")
