@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from random_shardings import local, model, random_sharding
 from shard_members import SPARSE, Serving, version_of
 from sharded_job import Job, job
+from weights_engines import engine, transfer
 
+from transport import UCXXClient
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.plan.steps import Proof
@@ -23,6 +26,7 @@ from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.plan import make_plan
 from transport.weights.sharding.roles import Outgoing, build_topology
+from transport.weights.transfer import receiving
 from transport.weights.transfer.changes import ShardBase, apply, encoded_size
 from transport.weights.transfer.parts import PartLanding
 from transport.weights.transfer.sending import gather
@@ -287,3 +291,44 @@ async def test_a_second_version_of_one_group_is_sent_whole() -> None:
                 group.create_task(trainer.engine.send_weights(tensors, version))
                 received = group.create_task(rank.engine.receive(version))
             assert received.result().proof.version == version
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_relay_keeps_few_changes_for_a_slow_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, in_flight, due = 256 << 10, 2, 64
+    weights = np.zeros(due * bucket // 4, np.float32)
+    sizes = {"bucket_bytes": bucket, "in_flight": in_flight}
+    made = [engine("trainer", delta=True, shape="chain", **sizes)]
+    made += [engine(name, host=name, wires=frozenset({"tcp"}), **sizes) for name in ("relay", "child")]
+    read = UCXXClient.read
+    enough = asyncio.Event()
+    count = held = 0
+
+    async def counted(client: UCXXClient, *arguments: Any, **named: Any) -> Any:
+        nonlocal count, held
+        if client is made[2]._client:
+            await enough.wait()
+        payload = await read(client, *arguments, **named)
+        if client is made[1]._client:
+            count += 1
+            if count == due:
+                only = tracemalloc.Filter(True, receiving.__file__)
+                found = tracemalloc.take_snapshot().filter_traces([only])
+                held = sum(each.size for each in found.statistics("filename"))
+                enough.set()
+        return payload
+
+    try:
+        await transfer(made, 1, {"w": weights})
+        weights = weights + (np.random.default_rng(0).random(len(weights)) < 0.4)
+        monkeypatch.setattr(UCXXClient, "read", counted)
+        tracemalloc.start()
+        await transfer(made, 2, {"w": weights.astype(np.float32)})
+    finally:
+        tracemalloc.stop()
+        for each in made:
+            await each.close()
+    assert count == due
+    arriving = waiting = in_flight * bucket
+    assert 0 < held < 2 * arriving + waiting + bucket, "what arrives at both, what waits, and small objects"

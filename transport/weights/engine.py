@@ -6,8 +6,8 @@
 No rank has the model. `build_topology` computes the plan from the layouts, once as long as they stay. A rank that
 sends and one that receives are the same class. Without a layout the first trainer's rank sends the whole model,
 whatever its tensors are, as one part that all receivers want. Memory: a sender has `in_flight` buckets; a
-receiver two versions of what it lands, `in_flight` buckets for arrivals, and as many if it relays; with ``in_place`` no
-version.
+receiver two versions of what it lands, `in_flight` buckets for arrivals, as many if it relays, and as many bytes of
+changes that wait there; with ``in_place`` no version.
 """
 
 from __future__ import annotations

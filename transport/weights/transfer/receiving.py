@@ -2,7 +2,7 @@
 
 Each parent has a task that follows its messages. Buckets are read side by side, as many as there is memory for, in
 whatever order they come. What was proven in its place goes on to the children from there: a slow child delays no
-reading.
+reading. Changes are kept for the children beside their places; where too many wait, buckets go on whole.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transport import _ring
@@ -22,7 +23,7 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
-from transport.weights.sharding.buckets import Chunk
+from transport.weights.sharding.buckets import Chunk, size_of
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Incoming, Role, completed
 from transport.weights.sharding.shards import whole_model
@@ -112,6 +113,7 @@ class ShardReceiving:
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._buckets = self._bytes = 0
+        self._waiting = 0  # bytes of changes that are kept for the children
 
     def _plan(self, role: Role, layout: Layout) -> None:
         self._role = role
@@ -254,26 +256,41 @@ class ShardReceiving:
     # --- one bucket -------------------------------------------------------------------------------------------
     async def _take(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None) -> None:
         """Read a bucket or its changes, put it into its place, relay it."""
-        kept = _NOTHING
+        changes = None
         async with self._room:
             if ticket is None:
                 await in_thread(landing.change, bucket, frame, _NOTHING)
             else:
-                kept = await self._read(landing, frame, bucket, ticket)
+                changes = await self._read(landing, frame, bucket, ticket)
         if landing.incoming.wired:
-            fill = partial(landing.collect, bucket) if frame.records is None else partial(_copy_of, kept)
-            size, checksum = (0, 0) if ticket is None else (ticket.size, ticket.checksum or 0)
-            # A relay that waits for its children keeps none of the memory and threads that reading needs: this rank's
-            # link would idle, and with it those of all before it. One bucket waits, the others behind it, in order.
-            async with self._turn:
-                await relay(self._sender, self._feed, landing.incoming.wired, frame, checksum, size, fill)
+            await self._relay(landing, frame, bucket, ticket, changes)
         landing.placed()
         self._buckets, self._bytes = self._buckets + 1, self._bytes + (0 if ticket is None else ticket.size)
         self._progress(self._buckets, 0, self._bytes)
         self._finish(landing)
 
-    async def _read(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket) -> Bytes:
-        """Read a bucket into its place; returns its changes, if it has only these and they are relayed."""
+    async def _relay(
+        self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None, changes: Bytes | None
+    ) -> None:
+        """Send a bucket on: its changes, if they were kept, otherwise what stands in its place."""
+        size, checksum = (0, 0) if ticket is None else (ticket.size, ticket.checksum or 0)
+        fill = partial(landing.collect, bucket) if changes is None else partial(_copy_of, changes)
+        if frame.records and changes is None:
+            size, checksum = size_of(bucket), frame.checksum
+            frame = msgspec.structs.replace(frame, records=None, checksum=0)
+        # A relay that waits for its children keeps none of the memory and threads that reading needs: this rank's
+        # link would idle, and with it those of all before it. One bucket waits, the others behind it, in order.
+        async with self._turn:
+            await relay(self._sender, self._feed, landing.incoming.wired, frame, checksum, size, fill)
+        if changes is not None:
+            self._waiting -= len(changes)
+
+    async def _read(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket) -> Bytes | None:
+        """Read a bucket into its place; returns a copy of its changes, if it has only these and they are relayed.
+
+        None, too, where what waits for the children has as many bytes as may be read: a bucket needs no memory to
+        wait in its place, from where all of it can be sent.
+        """
         if self._client is None:
             raise InternalError("a replica that receives over a wire has no client")
         straight = landing.place_of(bucket) if frame.records is None else None
@@ -296,7 +313,11 @@ class ShardReceiving:
                 else:
                     await in_thread(landing.change, bucket, frame, data)
                 self._sender.bytes_copied += len(data)
-            return data.copy() if frame.records is not None and landing.incoming.wired else _NOTHING
+            most = self._scratch.count * self._role.bucket_bytes
+            if frame.records is None or not landing.incoming.wired or self._waiting + len(data) > most:
+                return None
+            self._waiting += len(data)
+            return data.copy()
         finally:
             self._scratch.give(scratch)
 
