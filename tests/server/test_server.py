@@ -195,10 +195,9 @@ def test_an_address_that_is_not_of_this_host_is_named(ring: SharedRingBuffer, mo
 
 # --- the end of the process --------------------------------------------------------------------------
 IN_A_THREAD = """
-import os, sys
+import sys
 from transport import SharedRingBuffer, UCXXServer
 from transport.client.blocking import BlockingClient
-from transport.errors import ClosedError
 ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
 server = UCXXServer(ring, addresses=("127.0.0.1",), mode="thread")
 ticket = ring.write_raw(b"x")
@@ -225,24 +224,28 @@ print("main done", flush=True)
         assert child.wait() == 0
 
 
-def test_a_forked_child_cannot_close_the_listeners_of_its_parent() -> None:
-    code = f"""{IN_A_THREAD}
-server.start()
-ports = server.ports
-pid = os.fork()
-if pid == 0:
-    try:
-        server.close()
-    except ClosedError:
-        sys.exit(7)
-    sys.exit(1)
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), server.ports == ports, flush=True)
-with BlockingClient(wire={{"tcp"}}, ack="manual") as client:
-    print(len(client.read(ring.write_raw(b"xyz"), timeout=10.0).data), flush=True)
-server.close()
+@both_modes
+def test_a_forked_child_that_leaves_the_with_of_its_parent_stops_no_listener(mode: Any) -> None:
+    code = """
+import os, sys
+from transport import SharedRingBuffer, UCXXServer
+from transport.client.blocking import BlockingClient
+def servers(ring):
+    return {owner.pid for owner in ring.native.owners() if owner.alive}
+with SharedRingBuffer.create(slots=2, slot_bytes=1000) as ring:
+    with UCXXServer(ring, addresses=("127.0.0.1",), mode=sys.argv[1]) as server:
+        ports, pids = server.ports, servers(ring)
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print(server.ports == ports, servers(ring) == pids, flush=True)
+        with BlockingClient(wire={"tcp"}, ack="manual") as client:
+            print(len(client.read(ring.write_raw(b"xyz"), timeout=10.0).data), flush=True)
 """
-    with Child(code) as child:
-        assert child.line() == "7 True"
+    with Child(code, mode) as child:
+        assert child.line() == "7"
+        assert child.line() == "True True"
         assert child.line() == "3"
         assert child.wait() == 0
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from transport import errors
-from transport.errors import ClosedError, InternalError, TransportError
+from transport.errors import InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import stacks, threads
 from transport.runtime.blocking_calls import started
@@ -190,7 +189,6 @@ class OneThread:
         self._ring = ring
         self._config = config
         self._listeners: list[Listener] = []
-        self._pid = os.getpid()
         self._thread: LoopThread | None = None
 
     def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
@@ -212,11 +210,6 @@ class OneThread:
         await asyncio.gather(*(listener.stop() for listener in self._listeners))
 
     def stop(self) -> None:
-        """Close the listeners on their own loop, then end the thread. Idempotent; also called at the process's exit.
-
-        Raises ClosedError in a forked child: the listeners belong to the parent, which continues to serve.
-        """
-        if os.getpid() != self._pid:
-            raise ClosedError("this server belongs to the process that forked this one")
+        """Close the listeners on their own loop, then end the thread. Idempotent; also called at the process's exit."""
         if self._thread is not None:
             self._thread.close()

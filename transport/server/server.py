@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import os
 import resource
 import time
 from collections.abc import Sequence
@@ -112,6 +113,7 @@ class UCXXServer:
             log_format=log_format,
         ).checked()
         self._run: Processes | OneThread | None = None
+        self._process = 0  # that started it
         self._closing = False
         self.given_up = 0  # payloads that were not consumed when `close` ended the ring's data
 
@@ -154,7 +156,7 @@ class UCXXServer:
             else:
                 run = OneThread(self._ring, self._config)
             ports = run.start(self._wanted)
-            self._run, self._closing = run, False
+            self._run, self._process, self._closing = run, os.getpid(), False
             self._ring.native.set_ports(ports)
             return self
         except BaseException:  # also for Ctrl-C: the caller has no object yet with which to stop the processes
@@ -166,6 +168,8 @@ class UCXXServer:
     def close(self, drain_s: float = 0.0, *, told_s: float | None = None) -> None:
         """Stop listening. Idempotent. An interrupt ends the wait for readers; call again to finish an interrupted stop.
 
+        Nothing in a forked child: the parent continues to serve.
+
         Args:
             drain_s: wait this long for unread payloads to be consumed first, and behind `end_data` for the trainers
                 that are connected to hear the end. Payloads that are still unread afterwards stay in the ring, but no
@@ -174,7 +178,7 @@ class UCXXServer:
                 where it comes during the wait. None: a signal changes nothing.
         """
         run = self._run
-        if run is None:
+        if run is None or os.getpid() != self._process:
             return
         self._closing = True
         try:
