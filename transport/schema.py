@@ -25,7 +25,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -68,6 +68,20 @@ KINDS: Final = ("text", "bytes", "value")
 _BYTES: Final = np.dtype(np.uint8)
 
 
+def wrong_shape(shape: Sequence[int], dtype: np.dtype[Any]) -> str | None:
+    """Why no array of a payload has this shape; None: one may."""
+    if len(shape) > MAX_DIMENSIONS:
+        return f"{len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed"
+    nbytes = dtype.itemsize
+    for size in shape:
+        if not 0 <= size <= MAX_BYTES:
+            return f"dimension {_short(size)} is outside 0..{MAX_BYTES}"
+        nbytes *= size or 1  # numpy, too, refuses a shape whose other dimensions overflow
+    if nbytes > MAX_BYTES:
+        return f"{dtype} {_short(shape)} is more than {MAX_BYTES} bytes"
+    return None
+
+
 class UpTo(msgspec.Struct, frozen=True):
     """A ragged leading dimension of at most `limit` entries, for `Schema.of`."""
 
@@ -99,16 +113,9 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not isinstance(self.shape, tuple) or not all(type(size) is int for size in self.shape):
             raise SchemaError(f"{self.name}: shape {_short(self.shape)} is not a tuple of ints")
-        if len(self.shape) > MAX_DIMENSIONS:
-            raise SchemaError(f"{self.name}: {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
-        for size in self.shape:
-            if not 0 <= size <= MAX_BYTES:
-                raise SchemaError(
-                    f"{self.name}: dimension {_short(size)} is outside 0..{MAX_BYTES}; give UpTo(most) where it differs"
-                )
-        # A zero counts as one: numpy, too, refuses a shape whose other dimensions overflow.
-        if math.prod(max(1, size) for size in self.shape) * self.storage.itemsize > MAX_BYTES:
-            raise SchemaError(f"{self.name}: {self.dtype} {_short(self.shape)} is more than {MAX_BYTES} bytes")
+        wrong = wrong_shape(self.shape, self.storage)
+        if wrong is not None:
+            raise SchemaError(f"{self.name}: {wrong}{'; give UpTo(most) where it differs' if -1 in self.shape else ''}")
         if not isinstance(self.ragged, bool):
             raise SchemaError(f"{self.name}: ragged is {_short(self.ragged)}; give true or false")
         if self.ragged and not self.shape:

@@ -181,7 +181,10 @@ class Level(enum.IntEnum):
         ([1 << 40000], r"^messages\[0\]: an int of 5001 bytes cannot be sent"),
         ({frozenset(): 1}, r"^messages\[frozenset\(\)\]: a frozenset cannot be sent as a key"),
         (lambda: 0, r"^messages: a function cannot be sent"),
-        ([[0] * (MAX_VALUES + 1)], r"more than 1048576 values in this field"),
+        ([[0] * (MAX_VALUES + 1)], r"^messages\[0\]: .* at most 4194304"),
+        ({"a": [np.zeros((1,) * 33)]}, r"^messages\.a\[0\]: .* 33 dimensions; at most 32"),
+        ({"a": [np.zeros((0, 1 << 41), np.int8)]}, r"^messages\.a\[0\]: .* 2199023255552"),
+        ({"a": [np.zeros((0, 1 << 39), np.int64)]}, r"^messages\.a\[0\]: .* 549755813888"),
     ],
 )  # fmt: skip
 def test_what_cannot_travel_is_named_by_its_path(value: object, message: str) -> None:
@@ -213,3 +216,13 @@ def test_nesting_is_bounded(wrap: Any) -> None:
     assert same(sent(deep), deep)
     with pytest.raises(SchemaError, match="nested more than 64 deep"):
         pieces_of(wrap(deep), "x")
+
+
+@pytest.mark.slow
+def test_a_value_that_is_written_can_be_read_whatever_forms_its_values_take() -> None:
+    array = np.zeros((0,) * 32)
+    parts = 5 + array.ndim
+    most = [array] * (MAX_VALUES // parts)
+    assert len(sent(most)) == len(most)
+    with pytest.raises(SchemaError, match="at most 4194304"):
+        pieces_of([*most, array], "x")

@@ -12,10 +12,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from transport import _ring
 from transport.errors import MissingDependencyError, PayloadDamagedError
-from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, MAX_DIMENSIONS
-from transport.values.forms import HEAD, MAGIC, MAX_DEPTH, MAX_VALUES, Form
+from transport.schema import ALIGNMENT, DTYPES, wrong_shape
+from transport.values.forms import HEAD, MAGIC, Form, wrong_tree
 from transport.values.images import check_image, image_bytes, make_image
 
 # What the parts of a form that are not what they should be lead to, UnicodeDecodeError among them.
@@ -73,8 +72,8 @@ class _Field:
             raise _Wrong(f"{tree_bytes} bytes of a tree are more than there are")
         tree = memory.data[HEAD.size : end]
         # Depth, counts and sizes are checked before anything is made of them.
-        wrong = _ring.check_tree(tree, 2 * MAX_DEPTH + 4, 4 * MAX_VALUES)
-        if wrong:
+        wrong = wrong_tree(tree)
+        if wrong is not None:
             raise _Wrong(wrong)
         self._begin = self._end = -(-end // ALIGNMENT) * ALIGNMENT
         self._taken = 0
@@ -104,9 +103,7 @@ class _Field:
 
     def _array(self, dtype: str, shape: list[int], offset: int) -> np.ndarray:
         kind = DTYPES[dtype]
-        if len(shape) > MAX_DIMENSIONS or not all(type(each) is int and each >= 0 for each in shape):
-            raise _Wrong(f"an array of shape {shape!r:.80}")
-        if math.prod(max(1, each) for each in shape) * kind.itemsize > MAX_BYTES:
+        if not all(type(each) is int for each in shape) or wrong_shape(shape, kind) is not None:
             raise _Wrong(f"an array of shape {shape!r:.80}")
         return self._piece(offset, math.prod(shape) * kind.itemsize).view(kind).reshape(shape)
 

@@ -10,14 +10,24 @@ import msgspec
 import numpy as np
 
 from transport.errors import SchemaError
-from transport.schema import ALIGNMENT, DTYPES
+from transport.schema import ALIGNMENT, DTYPES, wrong_shape
 from transport.values.arrays import NAMES, Array, found_array
-from transport.values.forms import HEAD, MAGIC, MAX_DEPTH, MAX_INTEGER_BYTES, MAX_VALUES, OWN_PIECE_BYTES, Form
+from transport.values.forms import (
+    HEAD,
+    MAGIC,
+    MAX_DEPTH,
+    MAX_INTEGER_BYTES,
+    MAX_VALUES,
+    OWN_PIECE_BYTES,
+    Form,
+    wrong_tree,
+)
 from transport.values.images import image_class, image_parts
 
 _PLAIN: Final = frozenset((NoneType, bool, float, str))  # what MessagePack has, in any range
 _TEXT: Final = frozenset((str,))
 _NUMBERS: Final = frozenset((bool, int))
+_LARGEST: Final = f"a field has at most {MAX_VALUES}; make arrays of long lists of numbers"
 _encode = msgspec.msgpack.Encoder().encode
 _Ext = msgspec.msgpack.Ext
 
@@ -92,19 +102,23 @@ class _Tree:
     def __init__(self) -> None:
         self.pieces: list[tuple[int, Array]] = []
         self.end = 0
-        self._count = 1
+        self._entries = 0  # of the containers
         self._above: list[int] = []  # ids of the containers that the present one is in
 
     def encoded(self, value: object) -> bytes:
         """The bytes of the tree."""
         tree = self._walk(value)
         try:
-            return _encode(tree)
+            encoded = _encode(tree)
         except UnicodeEncodeError:
             _find_text(value)
             raise
         except (OverflowError, TypeError, RuntimeError, ValueError) as error:
             raise _Stuck(f"it was changed while it was written ({error})") from error
+        wrong = wrong_tree(encoded)
+        if wrong is not None:
+            raise _Stuck(f"{wrong}; {_LARGEST}")
+        return encoded
 
     def _walk(self, value: Any) -> Any:
         kind = type(value)
@@ -115,9 +129,9 @@ class _Tree:
 
     # --- containers -----------------------------------------------------------------------------------
     def _enter(self, value: Any) -> None:
-        self._count += 2 * len(value)
-        if self._count > 2 * MAX_VALUES:
-            raise _Stuck(f"there are more than {MAX_VALUES} values in this field; make arrays of long lists of numbers")
+        self._entries += len(value)
+        if self._entries > MAX_VALUES:  # the tree cannot have fewer values, and would be made first
+            raise _Stuck(f"it has too many values; {_LARGEST}")
         if id(value) in self._above:
             raise _Stuck(f"this {type(value).__name__} contains itself")
         if len(self._above) >= MAX_DEPTH:
@@ -163,7 +177,6 @@ class _Tree:
                 for key, each in value.items():
                     found[key] = self._walk(each)
             else:
-                self._count += len(value)
                 found = []
                 for key, each in value.items():
                     self._key(key)
@@ -207,7 +220,9 @@ class _Tree:
 
     def _array(self, array: Array) -> Any:
         dtype = array.dtype
-        self._count += 5 + len(array.shape)
+        wrong = wrong_shape(array.shape, dtype)
+        if wrong is not None:
+            raise _Stuck(f"this array cannot be sent: {wrong}")
         name = NAMES.get(dtype) or dtype.name
         if isinstance(array, np.ndarray) and dtype not in NAMES:
             array = array.astype(DTYPES[name])  # of the other byte order
@@ -227,7 +242,6 @@ class _Tree:
         flat: list[Any] = []
         key: Any = None
         self._enter(value.info)
-        self._count += len(value.info) + 12
         try:
             for key, each in value.info.items():
                 self._key(key)

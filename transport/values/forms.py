@@ -12,14 +12,16 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+from transport import _ring
+
 MAGIC: Final = b"val1"
 HEAD: Final = struct.Struct("<4sI")
 
 MAX_DEPTH: Final = 64
 """Lists in dicts in tuples …, counted together."""
 
-MAX_VALUES: Final = 1 << 20
-"""Values of one field, containers and keys included. Numbers of an array do not count."""
+MAX_VALUES: Final = 1 << 22
+"""Values of one field as MessagePack has them: containers, keys and the parts of a form included."""
 
 OWN_PIECE_BYTES: Final = 1024  # bytes objects from here on lie beside the tree, and are copied once only
 MAX_INTEGER_BYTES: Final = 4096
@@ -38,3 +40,8 @@ class Form:
         7  # mode, width, height, offset, size, palette's mode or nil, palette's bytes, info as flat keys and values
     )
     MAPPING: Final = 8  # key, value, key, value …: a dict with keys other than text
+
+
+def wrong_tree(tree: bytes | memoryview) -> str | None:
+    """Why these bytes are no tree whose depth and number of values are within the limits; None: they are one."""
+    return _ring.check_tree(tree, 2 * MAX_DEPTH + 4, MAX_VALUES)  # a form may be two containers, as an image is
