@@ -365,24 +365,9 @@ class Ring:
     def wait_published(self, seen: int, timeout_s: float) -> bool: ...
 
 @final
-class Hold:
-    """What is done when a view's last array is gone. Does not keep the memory."""
-
-    def acknowledge(self) -> bool:
-        """Consume now; the memory stays pinned as long as the view. False: it had been consumed. FAULT_DETACHED."""
-    def deliver(self) -> None:
-        """Letting go is an acknowledgement from now on: the caller has received the payload."""
-    def abandon(self) -> None:
-        """Letting go is no acknowledgement: the payload stays for another attempt."""
-
-@final
 class PayloadView(Buffer):
-    """A payload's bytes in its slot, read-only. The pin is held while the object or any export of it lives.
+    """A payload's bytes in its slot, read-only. The pin is held while the object or any export of it lives."""
 
-    At its end, on whichever thread, the payload is consumed or only unpinned, as its `Hold` says by then.
-    """
-
-    hold: Hold
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
 

@@ -105,8 +105,7 @@ def test_the_pin_lasts_as_long_as_any_array_into_the_view(
 def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuffer, mapped: MappedRings) -> None:
     ticket = ring.write_raw(noise(100))
     made = view(mapped, ticket)
-    assert made.hold.acknowledge()
-    assert not made.hold.acknowledge()
+    assert not ring.acknowledge(ticket)
     assert states(ring) == (5, 0, 1)
     with pytest.raises(StaleSlotError):
         ring.read_raw(ticket)
@@ -116,14 +115,35 @@ def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuf
     assert ring.statistics().consumes == 1
 
 
-def test_what_is_abandoned_is_not_consumed_by_letting_go(ring: SharedRingBuffer, mapped: MappedRings) -> None:
-    made = view(mapped, ring.write_raw(b"x"))
-    hold = made.hold
-    hold.abandon()
+def test_letting_go_consumes_nothing_and_acknowledging_needs_no_memory(
+    ring: SharedRingBuffer, mapped: MappedRings
+) -> None:
+    ticket = ring.write_raw(b"x")
+    made = view(mapped, ticket, consume=False)
+    attached = mapped.find(ticket)
+    assert attached is not None
     del made
     assert states(ring) == (5, 1, 0)
-    assert hold.acknowledge()  # which needs no memory
+    assert attached.acknowledge(ticket)
     assert states(ring) == (6, 0, 0)
+
+
+@asynchronous
+async def test_what_is_acknowledged_on_arrival_is_consumed_and_not_rewritten_while_its_arrays_live() -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
+        async with UCXXClient(wire={"mapped"}) as client, UCXXClient(wire={"mapped"}) as other:
+            tickets = [ring.write_raw(noise(1000, seed)) for seed in range(2)]
+            kept = [(await client.read(ticket))["data"] for ticket in tickets]
+            assert (ring.unread(), ring.claim()) == ([], [])
+            for ticket in tickets:
+                with pytest.raises(StaleSlotError):
+                    await other.read(ticket)
+            for seed in range(2, 12):  # more than there are slots
+                assert np.array_equal((await other.read(ring.write_raw(noise(1000, seed))))["data"], noise(1000, seed))
+            for seed, array in enumerate(kept):
+                assert np.array_equal(array, noise(1000, seed))
+            del array, kept
+            assert states(ring) == (4, 0, 0)
 
 
 def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: MappedRings) -> None:
@@ -157,10 +177,9 @@ def test_views_take_at_most_their_share_of_the_slots(
 
 
 def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped: MappedRings) -> None:
-    made = view(mapped, ring.write_raw(noise(100)))
-    payload = ReceivedPayload(
-        ring.tickets()[0], 0, "mapped", made, ring.tickets()[0].schema, made.hold.acknowledge, made.hold.abandon
-    )
+    ticket = ring.write_raw(noise(100))
+    made = view(mapped, ticket)
+    payload = ReceivedPayload(ticket, 0, "mapped", made, ticket.schema, lambda: True)
     assert memoryview(made).readonly
     for array in (look(made), payload.data, payload["data"], payload["data"][3:].view()):
         assert not array.flags.writeable
@@ -201,35 +220,33 @@ def test_an_attachment_that_is_closed_under_its_views_keeps_their_slots(
     ring: SharedRingBuffer, mapped: MappedRings
 ) -> None:
     ticket = ring.write_raw(noise(100))
-    made = view(mapped, ticket)
-    array, hold = look(made), made.hold
+    made = view(mapped, ticket, consume=False)
+    array = look(made)
     attached = mapped.find(ticket)
     assert attached is not None
     attached.close()
     assert states(ring) == (5, 0, 1)  # the memory is looked at, whoever closes
     assert np.array_equal(array, noise(100))
-    payload = ReceivedPayload(ticket, 0, "mapped", made, ticket.schema, hold.acknowledge, hold.abandon)
     with pytest.raises(ClosedError):
-        payload.ack()
+        attached.acknowledge(ticket)
     with pytest.raises(ClosedError):
         mapped.read(attached, ticket, 0)
-    payload.release()
     del made, array
     assert states(ring) == (5, 1, 0)
 
 
 # --- the end -------------------------------------------------------------------------------------
-def test_close_acknowledges_what_was_delivered_and_detaches_with_the_last_array(ring: SharedRingBuffer) -> None:
+def test_close_acknowledges_nothing_and_detaches_with_the_last_array(ring: SharedRingBuffer) -> None:
     mapped = MappedRings()
-    delivered, undecided = (view(mapped, ring.write_raw(noise(100, seed)), seed == 0) for seed in range(2))
+    consumed, unread = (view(mapped, ring.write_raw(noise(100, seed)), seed == 0) for seed in range(2))
     mapped.close()
     assert ring.statistics().consumes == 1
     assert states(ring) == (4, 0, 2)
-    for seed, made in enumerate((delivered, undecided)):
+    for seed, made in enumerate((consumed, unread)):
         assert np.array_equal(look(made), noise(100, seed))
-    del delivered, made
+    del consumed, made
     assert sum(owner.alive for owner in ring.native.owners()) == 2
-    del undecided
+    del unread
     assert states(ring) == (5, 1, 0)
     assert sum(owner.alive for owner in ring.native.owners()) == 1
 
@@ -272,7 +289,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_process_that_ends_with_views_in_hand_has_consumed_them_and_leaves_nothing(closed: bool) -> None:
+def test_a_process_that_ends_with_views_in_hand_leaves_what_it_did_not_acknowledge_and_no_pin(closed: bool) -> None:
     code = f"""
 import sys
 import numpy as np
@@ -283,9 +300,10 @@ mapped = MappedRings()
 views = []
 while line := sys.stdin.readline().strip():
     ticket = Ticket.parse(line)
-    view = mapped.read(mapped.find(ticket), ticket, 0)
+    ring = mapped.find(ticket)
+    view = mapped.read(ring, ticket, 0)
     if ticket.slot > 0:
-        view.hold.deliver()
+        ring.acknowledge(ticket)
     views.append(np.frombuffer(view, np.uint8))
     print(views[-1].sum(), flush=True)
 if {closed}:
@@ -316,7 +334,7 @@ with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring, BlockingClient(wir
     assert os.waitpid(child, 0)[1] == 0
     assert bytes(held) == b"held"
     assert ring.statistics().reading == 1
-    assert ring.statistics().consumes == 0
+    assert ring.statistics().consumes == 1  # as it arrived
 """
     ended = subprocess.run(
         [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", body], capture_output=True, text=True

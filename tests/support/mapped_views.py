@@ -20,7 +20,7 @@ def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadVi
     made = mapped.read(ring, ticket, 0)
     assert made is not None
     if consume:
-        made.hold.deliver()
+        assert ring.acknowledge(ticket)
     return made
 
 

@@ -56,8 +56,8 @@ class UCXXClient:
         wire: "auto", or the set of wires that may carry payloads ("mapped", "shm", "tcp", "rdma", "cuda"). A read
             that would go over another one is refused.
         ack: "on_arrival" acknowledges when a payload, verified, is handed to the caller: as `read` returns,
-            as `read_many` yields. "on_consumed" and "manual" leave it to `payload.ack()`. A mapped payload is
-            acknowledged by `ack` or at the end of its ``with``.
+            as `read_many` yields. "on_consumed" and "manual" leave it to `payload.ack()`, or to the end of the
+            payload's ``with``.
         secret: shared secret to prove to listeners.
         verify: compare the checksum of what arrives with the ticket's.
         device: "cupy" or "torch" (":1" for the second device): reads without `out` go to new memory there, and their

@@ -99,16 +99,13 @@ class Deliveries:
         view = None
         if out is None:
             view = self._mapped.read(ring, ticket, rank)
-        if view is not None:
-            self._count("mapped", ticket.size)
-            hold = view.hold
-            ends = hold.acknowledge, hold.abandon, hold.deliver
-            return ReceivedPayload(ticket, rank, "mapped", view, schema, *ends, layout)
-        if destination is None:
-            destination = self._buffers.take(ticket.size)
-        self._mapped.copy_out(ring, ticket, rank, destination)
+        data: Any = view
+        if view is None:
+            if destination is None:
+                destination = self._buffers.take(ticket.size)
+            self._mapped.copy_out(ring, ticket, rank, destination)
+            data = destination if out is None else out
         self._count("mapped", ticket.size)
-        data = destination if out is None else out
         acknowledge = partial(ring.acknowledge, ticket, rank)
         return ReceivedPayload(ticket, rank, "mapped", data, schema, acknowledge, layout=layout)
 
@@ -163,7 +160,7 @@ class Deliveries:
         if self.mode == "on_arrival":
             if self.closed:
                 raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
-            payload._handed_over()
+            payload.ack()
         return payload
 
     def hand_over_outcome(self, outcome: ReadOutcome) -> ReadOutcome:

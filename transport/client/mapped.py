@@ -107,10 +107,7 @@ class MappedRings:
             self._rings.pop(ring_id).close()
 
     def close(self) -> None:
-        """Detach from every ring; from rings with views in use when the last view is released.
-
-        Views whose release would acknowledge their payload acknowledge it now: it has been delivered.
-        """
+        """Detach from every ring; from rings with views in use when the last view is released."""
         for ring_id, ring in self._rings.items():
             if self._views[ring_id].close():
                 ring.close()

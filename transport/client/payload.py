@@ -10,11 +10,10 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from transport._ring import PayloadView, RingFault
+from transport._ring import PayloadView
 from transport.devices.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
 from transport.ring.packing import decoded_views
-from transport.ring.states import named
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 from transport.wires import Wire
@@ -41,11 +40,9 @@ class ReceivedPayload(Mapping[str, Any]):
 
     __slots__ = (
         "__weakref__",
-        "_abandon",
         "_acknowledge",
         "_arrays",
         "_data",
-        "_deliver",
         "_layout",
         "_schema",
         "acknowledged",
@@ -62,8 +59,6 @@ class ReceivedPayload(Mapping[str, Any]):
         data: Any,
         schema: Schema | None,
         acknowledge: Callable[[], bool],
-        abandon: Callable[[], None] | None = None,
-        deliver: Callable[[], None] | None = None,
         layout: Layout | None = None,
     ) -> None:
         self.ticket = ticket
@@ -75,8 +70,6 @@ class ReceivedPayload(Mapping[str, Any]):
         self._schema = schema
         self._layout = layout  # of some fields only; otherwise it is made when it is asked for
         self._acknowledge = acknowledge
-        self._abandon = abandon
-        self._deliver = deliver
 
     def __repr__(self) -> str:
         state = "released" if self._data is None else "acknowledged" if self.acknowledged else "not acknowledged"
@@ -146,19 +139,9 @@ class ReceivedPayload(Mapping[str, Any]):
         """Acknowledge: this rank has consumed the payload, and its slot may be reused. False: acknowledged before."""
         if self.acknowledged:
             return False
-        try:
-            accepted = self._acknowledge()
-        except RingFault as fault:  # of a view's hold, which is native
-            raise named(fault) from None
+        accepted = self._acknowledge()
         self.acknowledged = True
         return accepted
-
-    def _handed_over(self) -> None:
-        """With ack="on_arrival": acknowledge now; a view when its last array is released."""
-        if self._deliver is None:
-            self.ack()
-        elif not self.acknowledged:
-            self._deliver()
 
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
@@ -179,8 +162,6 @@ class ReceivedPayload(Mapping[str, Any]):
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if kind is None:
             self.ack()
-        elif self._abandon is not None and not self.acknowledged:
-            self._abandon()
         self.release()
 
 
