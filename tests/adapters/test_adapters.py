@@ -20,9 +20,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("adapter", "missing", "remedy"),
     [
-        ("torch", "torch", "pip install 'torch>=2.3'"),
-        ("torch.tensors", "torch", "pip install 'torch>=2.3'"),
-        ("cosmos_rl", "torch", "pip install 'torch>=2.3'"),
+        ("torch", "torch", "pip install 'torch>=2.6'"),
+        ("torch.tensors", "torch", "pip install 'torch>=2.6'"),
+        ("cosmos_rl", "torch", "pip install 'torch>=2.6'"),
         ("ray", "ray", r"pip install 'ray>=2\.40'"),
     ],
 )

@@ -1,13 +1,17 @@
-"""A trainer with worker processes, for tests/adapters/torch: ``python torch_loop.py METHOD FOLDER [wait]``.
+"""A trainer with worker processes, for tests/adapters/torch: ``python torch_loop.py METHOD URL [wait]``.
 
-Prints one JSON object. With ``wait`` it says "waiting" with its second batch in hand, and goes no further.
+Prints one JSON object. With ``wait`` it says "waiting" with its second batch in hand, and goes no further. With
+``second worker first`` it prints the steps of all batches, of which the second of two workers has the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,7 @@ import numpy as np
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
-    from torch.utils.data import DataLoader
-
+    from torch.utils.data import DataLoader, get_worker_info
 
 from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
@@ -31,6 +34,23 @@ def pad(samples: list[Sample]) -> tuple[Any, list[int]]:
     return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), [sample.metadata["step"] for sample in samples]
 
 
+class SecondFirst(TicketDataset):
+    """Its first worker begins when the second one has a batch."""
+
+    has_one = multiprocessing.Event()
+
+    @contextlib.contextmanager
+    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+        if get_worker_info().id == 0:
+            self.has_one.wait()
+        with super().stream(stopping) as stream:
+            yield stream
+
+    def collated(self, batch: Any) -> Any:
+        self.has_one.set()
+        return super().collated(batch)
+
+
 def refusal(loader: Any) -> str:
     try:
         next(iter(loader))
@@ -41,6 +61,11 @@ def refusal(loader: Any) -> str:
 
 def main() -> None:
     method, url = sys.argv[1], sys.argv[2]
+    if sys.argv[3:] == ["second worker first"]:
+        late = SecondFirst(url, collate=pad, fill_s=0.1, schemas=[SCHEMA])
+        batches = TicketLoader(late, num_workers=2, multiprocessing_context=method)
+        print([step for _, steps in batches for step in steps])
+        return
     dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})
     workers = 2 if method == "fork" else 1  # spawned ones import torch each
     loader = TicketLoader(dataset, num_workers=workers, multiprocessing_context=method)

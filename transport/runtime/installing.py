@@ -18,7 +18,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "s3": ("fsspec>=2024.6", "s3fs>=2024.6"),
     "gs": ("fsspec>=2024.6", "gcsfs>=2024.6"),
     "hf": ("fsspec>=2024.6", "huggingface_hub>=0.24"),
-    "torch": ("torch>=2.3",),
+    "torch": ("torch>=2.6",),
     "torchrun": ("torch>=2.5",),  # the first that reads the entry points of other packages
     "images": ("pillow>=10.0",),
     "demo": ("gymnasium>=1.0",),

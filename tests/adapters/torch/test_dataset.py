@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ with warnings.catch_warnings():  # of what torch imports
 import torch_loop
 from torch.utils.data import DataLoader
 
+from transport import SharedRingBuffer
 from transport.adapters.torch import TicketDataset, TicketLoader
 from transport.adapters.torch.tensors import tensors
 from transport.client.blocking import BlockingClient
@@ -187,6 +189,7 @@ def test_the_version_that_is_trained_bounds_the_age(worker: Worker, dataset: Cal
     [
         ({"batch_size": 4}, "batch_size: the TicketDataset makes the batches"),
         ({"persistent_workers": True, "num_workers": 1}, "persistent_workers=True"),
+        ({"in_order": True, "num_workers": 2}, "in_order=True"),
     ],
 )
 def test_what_a_loader_cannot_do_is_refused(
@@ -324,6 +327,18 @@ def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: W
         assert "UsageError" in found["plain"] and "use it instead of DataLoader" in found["plain"]
         assert "only the trainer process reads into its device memory" in found["device"]
         assert 'multiprocessing_context="spawn"' in found["inherited"]
+
+
+@pytest.mark.slow
+def test_the_last_batch_comes_from_whichever_worker_has_it_and_the_iteration_ends() -> None:
+    run = f"last-batch-{os.getpid()}-"
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=run) as ring:
+        ring.write({"tokens": np.arange(1, dtype=np.int32), "step": 1}, metadata={"step": 1})
+        ring.end_data()
+        with loop("fork", f"rings:{run}", "second worker first") as trainer:
+            output, errors = trainer.communicate()
+        assert (trainer.returncode, output) == (0, "[1]\n"), errors
+        assert ring.unread() == []
 
 
 @pytest.mark.slow

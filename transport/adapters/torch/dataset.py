@@ -279,6 +279,9 @@ def _in_a_worker(
 class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when types are checked
     """torch's DataLoader for a `TicketDataset`; it reports used batches to the worker processes.
 
+    The queue alone decides the order: a batch is given as soon as a worker has it. In torch's order, worker by worker,
+    it would wait for a worker that has none, and whose iteration ends only when this batch is used.
+
     Args:
         dataset: makes the batches, so batch_size, sampler and collate_fn are not accepted here.
         num_workers: 0: the trainer's own process fetches, and tensors are views of the received memory.
@@ -294,6 +297,8 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
             raise UsageError(
                 "persistent_workers=True is not supported: unused payloads are given back when a worker ends"
             )
+        if options.setdefault("in_order", False):
+            raise UsageError("in_order=True: the loop would wait for a worker that waits for the loop; leave it out")
         super().__init__(dataset, num_workers=num_workers, batch_size=None, collate_fn=_as_it_is, **options)
         self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
         self._in_hand: _Delivery | None = None
