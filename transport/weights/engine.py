@@ -318,7 +318,9 @@ class WeightsEngine:
 
         weights: its local tensors by name, or pairs of name and tensor, which are then held until the end. Tensors
             must not change meanwhile. Without a layout pairs are held only while they are sent, once the model's
-            tensors are known; they come in an order that stays.
+            tensors are known; they come in an order that stays. A plain iterator has the loop while it makes a tensor:
+            one that may take longer than ``stall_s`` is to be an asynchronous one, else receivers take this member for
+            stopped.
         """
         feed, role, layout = self._feed, self._role, self.layout
         if feed is None or role is None:
