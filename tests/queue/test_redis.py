@@ -160,6 +160,32 @@ def test_an_acknowledgement_that_was_done_unheard_is_given_after_the_remembered_
         assert queue.depth() == QueueDepth(done=3, discarded=1)
 
 
+@pytest.mark.parametrize("keep_finished", [0, 2])
+def test_an_acknowledgement_whose_answer_was_lost_is_given_however_few_finished_tickets_are_remembered(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, keep_finished: int
+) -> None:
+    with RedisQueue(place(server), keep_finished=keep_finished) as queue:
+        queue.publish(tickets(5))
+        queue.ack_many(queue.claim(1, consumer="a"))  # the script is there
+        claims = queue.claim(4, consumer="a")
+        lose_answers(monkeypatch)
+        assert queue.ack_many(claims) == claims
+        assert queue.ack_many(claims) == claims[4 - keep_finished :]  # a call of the program's own has that bound
+        assert queue.depth() == QueueDepth(done=5)
+
+
+def test_dead_deliveries_are_claimed_again_once_when_the_answer_was_lost(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisQueue(place(server), max_deliveries=1) as queue:
+        queue.publish(tickets(5))
+        queue.retry_many(queue.claim(5, consumer="a"))
+        assert queue.requeue(1) == 1  # the script is there
+        lose_answers(monkeypatch)
+        assert queue.requeue(2) == 2
+        assert queue.depth() == QueueDepth(ready=3, dead=2, retried=5)
+
+
 def test_a_connection_to_a_host_that_is_gone_without_a_word_ends_though_nothing_is_sent(server: RedisServer) -> None:
     """The one that waits for wake-ups sends nothing: only the kernel's probes tell that its server is elsewhere."""
     with RedisQueue(place(server)) as queue:

@@ -12,7 +12,8 @@ A ticket published for n readers is n independent *deliveries*, one per rank:
 * A claim belongs to its claimant until it is ended, or its lease is over. What a claim that is over asks for is refused
   and has no effect. An unfinished delivery whose claim is over is claimed again, with ``attempts`` + 1.
 * A claim has one end. A call that asks for the end that it had has the same answer as the first one, so a call that was
-  interrupted is repeated. Redis forgets it when the delivery is claimed again: then the answer is no.
+  interrupted is repeated. Redis forgets the end when the delivery is claimed again, and every queue when it forgets the
+  ticket: then the answer is no.
 * A delivery that was claimed ``max_deliveries`` times without success is ``dead``, with its reason: a ticket that kills
   its trainers must not kill them all.
 * Finished tickets are remembered (without their bytes) for the ``KEEP_FINISHED`` last of them, so that
@@ -205,7 +206,7 @@ class TicketQueue(abc.ABC):
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """Consume; returns the claims that the caller still owned, each once. Train only on the returned ones.
 
-        Asked again with the same claims the answer is the same.
+        Asked again with the same claims the answer is the same, while the queue remembers their tickets.
         """
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:

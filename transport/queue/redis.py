@@ -64,7 +64,8 @@ class RedisQueue(TicketQueue):
             (``claim_lease_s``).
         max_deliveries: claims in vain after which a delivery is dead.
         max_tickets: unfinished tickets beyond which publishing raises QueueFullError. None: the server's memory.
-        keep_finished: how many finished tickets are remembered (about 200 bytes each).
+        keep_finished: how many finished tickets are remembered (about 200 bytes each), and with each how its claims
+            ended. A program that repeats `ack_many` behind so many others is refused.
         patience_s: how long to wait for a server that is away before QueueUnavailableError.
         clock: seconds that leases are measured with; None: the server's own.
     """

@@ -301,9 +301,10 @@ return first[2] and math.max(0, math.ceil(tonumber(first[2]) - now)) or -1
 )
 
 # state afterwards, reason, delay in ms, then token and rank of each claim. 1 for each that was the caller's. How a
-# claim ended stands in its row beside its token, so a call that asks again has the same answer.
+# claim ended stands in its row beside its token, so another call that asks for this end has the same answer.
 MOVE = Script(
     PREPARED
+    + ONCE
     + """
 local to, reason, delay = ARGV[5], ARGV[6], tonumber(ARGV[7])
 local accepted, wake = {}, false
@@ -332,7 +333,7 @@ for at = 8, #ARGV, 2 do
 end
 write_back()
 if wake then redis.call('PUBLISH', channel, '') end
-return accepted
+return remember(accepted)
 """
 )
 
@@ -354,6 +355,7 @@ return accepted
 # limit. How many dead deliveries may be claimed again. They stand in `back`, and in the group as given out.
 REQUEUE = Script(
     PREPARED
+    + ONCE
     + """
 local again = 0
 for _, delivery in ipairs(redis.call('ZRANGE', failed, 0, -1)) do
@@ -376,6 +378,6 @@ for _, delivery in ipairs(redis.call('ZRANGE', failed, 0, -1)) do
 end
 write_back()
 if again > 0 then redis.call('PUBLISH', channel, '') end
-return again
+return remember(again)
 """
 )
