@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of, some
-from helpers import eventually, free
+from helpers import Child, eventually, free
 from packers import SCHEMA, Packer, Worker, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
@@ -23,6 +23,16 @@ from transport.store.directory import Announcement, Directory
 
 pytestmark = pytest.mark.ucx
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+
+ANNOUNCER = """
+import sys
+from transport.queue import open_queue
+with open_queue(f"rings:{sys.argv[1]}") as queue:
+    print(queue.announce("policy", 1, b"first"), flush=True)
+    sys.stdin.readline()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
 
 
 def payload_of(queue: FoundRings, claim: Claim) -> bytes:
@@ -281,3 +291,27 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
                 announcer.announce("policy", 10, "text")  # type: ignore[arg-type]
             assert announcer.announce("policy", 10, b"bytes")
         assert not OnThisHost(f"notices-{prefix}").segments()
+        assert reader.latest("policy") is None
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+def test_notices_of_one_host_outlive_an_announcer_while_another_lives(prefix: str, killed: bool) -> None:
+    with open_queue(f"rings:{prefix}") as reader:
+        with Child(ANNOUNCER, prefix) as first, open_queue(f"rings:{prefix}") as second:
+            assert first.line() == "True"
+            assert second.announce("policy", 2, b"second")
+            if killed:
+                first.kill()
+            else:
+                first.tell("close")
+                assert first.line() == "closed"
+            for queue in (reader, second):
+                notice = queue.latest("policy")
+                assert notice is not None
+                assert notice.payload == b"second"
+            with open_queue(f"rings:{prefix}") as third:
+                assert not third.announce("policy", 1)
+                assert third.announce("policy", 3, b"third")
+            assert not second.announce("policy", 3)
+        assert not OnThisHost(f"notices-{prefix}").segments()
+        assert reader.latest("policy") is None

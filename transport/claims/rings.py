@@ -457,7 +457,8 @@ class FoundRings(TicketQueue):
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """See `TicketQueue.announce`. On one host the notice ends with the process that announced it."""
+        """See `TicketQueue.announce`. On one host the notice ends with the last of the processes
+        that announced on its topic."""
         self._check_open()
         return self._notices.announce(topic, arguments.number(version, "version of announce()"), payload)
 

@@ -1,7 +1,7 @@
 """Notices of a run whose rings are its queue: in the store of its directory, or in a small ring for each topic.
 
 A notice on one host is a payload of a ring that overwrites its oldest. Readers observe that ring: they hold no owner
-place of it, and nothing they do delays the announcer. It ends with the process that announced.
+place of it, and nothing they do delays the announcer. It ends with the last process that announced.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from transport import _ring
 from transport.errors import QueueUnsuitableError, RingBusyError, RingError, StoreError, UsageError
 from transport.queue.base import Notice
+from transport.ring.attachment import remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
@@ -165,25 +166,25 @@ class RingNotices:
         """An observer of the segment that has this name now."""
         with self._lock:
             seen = self._seen.get(name)
-            if seen is not None and seen.native.keeper_alive:
-                return seen
-            try:
-                found = SharedRingBuffer.attach(name, role="observer")
-            except RingError:
-                return seen
-            if seen is not None and found.ring_id == seen.ring_id:
-                found.close()
-                return seen
             if seen is not None:
+                if seen.native.still_named:
+                    return seen
+                del self._seen[name]
                 seen.close()
-            self._seen[name] = found
-            return found
+            try:
+                seen = self._seen[name] = SharedRingBuffer.attach(name, role="observer")
+            except RingError:
+                return None
+            return seen
 
     def close(self) -> None:
-        """Notices end with who announced them."""
+        """Notices end with the last of those who announced them."""
         with self._lock:
-            for ring in (*self._own.values(), *self._seen.values()):
+            for ring in self._seen.values():
                 ring.close()
+            for ring in self._own.values():
+                ring.close(keep_unread=True)
+                remove_if_dead(ring.name)
             self._own.clear()
             self._seen.clear()
 
