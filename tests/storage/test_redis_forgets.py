@@ -1,4 +1,4 @@
-"""Servers that forget acknowledgements when they are killed: refused, unless the place says that they may."""
+"""Servers that forget what they have answered when they are killed: refused, unless the place says that they may."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
     snapshots: tuple[str, ...], opened: Callable[[str], Any], refusal: type[Exception]
 ) -> None:
     with redis_server(*FORGETFUL, *snapshots) as server:
-        with pytest.raises(
-            refusal, match=r"killed, it loses acknowledgements.*CONFIG SET appendonly yes.*may_forget=yes"
-        ):
+        with pytest.raises(refusal, match=r"killed, it loses .*CONFIG SET appendonly yes.*may_forget=yes"):
             opened(server.place())
         with opened(server.place() + "&may_forget=yes"):
             pass
 
 
-def test_a_directory_of_rings_needs_no_append_only_file() -> None:
-    with redis_server(*FORGETFUL) as server, open_queue(f"rings+{server.place()}") as queue:
-        assert queue.claim(1, consumer="test") == []
+def test_a_directory_of_rings_whose_ends_and_notices_do_not_come_back_is_refused_as_well() -> None:
+    with redis_server(*FORGETFUL) as server:
+        with pytest.raises(StoreUnsuitableError, match=r"ends of rollouts.*may_forget=yes"):
+            open_queue(f"rings+{server.place()}")
+        with open_queue(f"rings+{server.place()}&may_forget=yes") as queue:
+            assert queue.claim(1, consumer="test") == []
 
 
 def test_a_server_that_got_its_file_later_is_admitted() -> None:

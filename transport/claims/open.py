@@ -24,8 +24,8 @@ def open_queue(url: str) -> TicketQueue:
 
     Raises:
         ConfigurationError: the text is none of these.
-        QueueUnsuitableError: this server cannot hold a queue.
-        QueueUnavailableError: the server does not answer.
+        QueueUnsuitableError, StoreUnsuitableError: this server cannot hold a queue, or this place no directory.
+        QueueUnavailableError, StoreUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
     if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
@@ -43,8 +43,7 @@ def open_rings(text: str) -> FoundRings:
     """`open_queue` for the rings of a run."""
     scheme, _, place = text.partition(":")
     if scheme != "rings":
-        # A server publishes itself again: what a directory forgets comes back.
-        store = open_store(text.removeprefix("rings+"), may_forget=True)
+        store = open_store(text.removeprefix("rings+"))
         return FoundRings(InDirectory(Directory(store)), store=store)
     if place.startswith("//"):
         return FoundRings(AtAddresses(place.removeprefix("//")))

@@ -52,7 +52,8 @@ from transport.storage.urls import RedisURL
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and the end of a lease causes no wake-up
 _IDS_PER_QUERY = 1000
 
-_WORDS = Words("queue", QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
+_LOST = "acknowledgements, and payloads are trained on twice"
+_WORDS = Words("queue", _LOST, QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
 
 
 class RedisQueue(TicketQueue):

@@ -57,6 +57,7 @@ class Words(NamedTuple):
     """What the server is used for ("queue", "store"), and the error classes to raise."""
 
     what: str  # "queue"
+    lost: str  # with what a killed server forgets
     failed: type[TransportError]
     full: type[TransportError]
     busy: type[TransportError]
@@ -235,19 +236,19 @@ class RedisConnection:
             self._check_append_only_file()
 
     def _check_append_only_file(self) -> None:
-        """Acknowledgements must survive a kill of the server, else rollouts republish payloads that were trained on."""
+        """What was answered must survive a kill of the server, unless the user accepts the loss."""
         kept = self._patiently(self._persistence).get("aof_enabled")
         if kept is None:
             log.warning(
-                "%s does not report whether its append-only file is enabled: without one, payloads may be trained on "
-                "twice after the server is killed",
+                "%s does not report whether its append-only file is enabled: without one, it loses %s if it is killed",
                 self.name,
+                self._words.lost,
             )
         elif not int(kept):
             raise self._words.unsuitable(
-                f"{self.name} has no append-only file: if it is killed, it loses acknowledgements, and payloads are "
-                "trained on twice. Enable the file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or "
-                "accept the loss with may_forget=yes in the URL"
+                f"{self.name} has no append-only file: if it is killed, it loses {self._words.lost}. Enable the file "
+                "(redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or accept the loss with may_forget=yes in "
+                "the URL"
             )
 
     def _persistence(self, client: redis.Redis) -> Mapping[str, Any]:

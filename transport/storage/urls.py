@@ -34,7 +34,7 @@ class RedisURL(NamedTuple):
 
     url: str  # as the redis package takes it
     run: str
-    may_forget: bool = False  # accept a server without append-only file, which loses acknowledgements when it is killed
+    may_forget: bool = False  # accept a server without append-only file, which forgets all when it is killed
 
 
 def has_scheme(text: str) -> bool:

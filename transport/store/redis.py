@@ -34,7 +34,8 @@ from transport.store.base import (
 )
 from transport.wire.addresses import address_towards
 
-_WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
+_LOST = "decisions, the ends of rollouts and notices, which nobody writes again"
+_WORDS = Words("store", _LOST, StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _KEYS = ("values", "versions", "index", "leases", "revision", "calls")
 
 _COMMON = """
