@@ -239,17 +239,16 @@ class World:
             wait_s = LEASE_S / 3 + self.rng.uniform(0.001, 0.01)
             if host.alive and not host.cut:
                 try:
+                    serving = Serving(
+                        ring=host.ring, host=f"host-{host.number}", addresses=(host.address,), ports=host.ports
+                    )
                     if published != host.ring:
-                        epoch = directory.next_epoch()
                         published = host.ring
                         version = None
-                    if version is None or not directory.renew(host.ring, version):
-                        version = directory.publish(
-                            Serving(
-                                ring=host.ring, host=f"host-{host.number}", addresses=(host.address,),
-                                ports=host.ports, epoch=epoch,
-                            )
-                        )  # fmt: skip
+                    if version is None:
+                        version = directory.publish(serving)
+                    elif not directory.renew(host.ring, version):
+                        version = directory.publish_again(serving, version) or version
                     if self.now - self.renewed.get(host.number, self.now) >= LOST_AFTER_S:
                         self.silent_until[host.number] = self.now
                     self.renewed[host.number] = self.now

@@ -24,8 +24,7 @@ def test_the_more_rings_there_are_the_more_seldom_all_of_them_are_read(
     now, read, reading = 0.0, 0, set[threading.Thread]()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     serving = [
-        Serving(ring=f"{at:032x}", host="elsewhere", addresses=("10.0.0.1",), ports=(7001,), epoch=1)
-        for at in range(rings)
+        Serving(ring=f"{at:032x}", host="elsewhere", addresses=("10.0.0.1",), ports=(7001,)) for at in range(rings)
     ]
 
     def every(_: Directory) -> list[Serving]:
@@ -49,7 +48,7 @@ def test_while_nothing_has_changed_the_places_are_not_made_again(monkeypatch: py
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     directory = Directory(MemoryStore())
-    first = Serving(ring="1" * 32, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,), epoch=1)
+    first = Serving(ring="1" * 32, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,))
     directory.publish(first)
     places = InDirectory(directory)
     found = places.served(())
@@ -57,7 +56,7 @@ def test_while_nothing_has_changed_the_places_are_not_made_again(monkeypatch: py
     assert set(places.served({first.ring})) == set()
     assert set(places.served(())) == {first.ring}
     now = 60.0
-    directory.publish(Serving(ring="2" * 32, host="elsewhere", addresses=("10.0.0.2",), ports=(7001,), epoch=2))
+    directory.publish(Serving(ring="2" * 32, host="elsewhere", addresses=("10.0.0.2",), ports=(7001,)))
     places.served(())  # as before, while the directory is read
     assert places._reading is not None
     places._reading.join()
@@ -67,7 +66,7 @@ def test_while_nothing_has_changed_the_places_are_not_made_again(monkeypatch: py
 def test_rings_that_were_found_are_used_while_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     now, away, asked = 0.0, False, 0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    serving = [Serving(ring="a" * 32, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,), epoch=1)]
+    serving = [Serving(ring="a" * 32, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,))]
 
     def every(_: Directory) -> list[Serving]:
         nonlocal asked

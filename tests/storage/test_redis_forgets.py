@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsu
 from transport.queue import open_queue
 from transport.storage.urls import RedisURL, parse_url
 from transport.store import Entry, open_store
+from transport.store.directory import Announcement, Directory
 
 if TYPE_CHECKING:
     import redis
@@ -109,6 +111,24 @@ def loading(client: redis.Redis) -> bool:
     with contextlib.suppress(redis.exceptions.ConnectionError):
         return bool(client.info("persistence")["loading"])
     return False
+
+
+def test_a_worker_that_starts_behind_what_the_server_forgot_is_found() -> None:
+    def announced(ring: int, port: int) -> Announcement:
+        worker: Any = SimpleNamespace(ring_id=f"{ring:032x}", data_ended=False)
+        served: Any = SimpleNamespace(addresses=("10.0.0.1",), ports=(port,))
+        return stack.enter_context(Announcement(directory, worker, served))
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(redis_server(*FORGETFUL))
+        directory = Directory(stack.enter_context(open_store(server.place() + "&may_forget=yes")), lease_s=1.0)
+        *_, before = [announced(ring, 5000) for ring in range(3)]
+        server.kill()
+        server.start()
+        eventually(lambda: len(directory.all()) == 3, "every worker is published again")
+        announced(2, 6000)  # another one has taken over the ring of the last
+        before.close()  # whose record it has not any more
+        assert [each.ports for each in directory.all()] == [(5000,), (5000,), (6000,)]
 
 
 @pytest.mark.parametrize("said", ["", "1", "no", "yes&may_forget=yes"])

@@ -57,7 +57,7 @@ def test_a_finder_looks_for_absent_rings_until_they_are_there_or_it_ends() -> No
         assert await finder.after(ticket, UnreachableError("away")) is None
         looking = [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
         assert len(looking) == 1
-        Directory(store).publish(Serving(ring=ticket.ring, host="h", addresses=("10.0.0.1",), ports=(7001,), epoch=1))
+        Directory(store).publish(Serving(ring=ticket.ring, host="h", addresses=("10.0.0.1",), ports=(7001,)))
         await asyncio.wait_for(looking[0], 60)  # it ends by itself, since no ring is absent
         store.delete(f"servers/{ticket.ring}")
         assert await finder.after(ticket, UnreachableError("away")) is None

@@ -38,7 +38,7 @@ from transport.errors import (
 )
 from transport.runtime import threads
 from transport.runtime.decoders import ready
-from transport.store.base import ABSENT, Store
+from transport.store.base import ABSENT, Change, Store
 from transport.ticket import Ticket, host_identity
 from transport.wire.addresses import is_loopback
 
@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 30.0
 _PREFIX = "servers/"
-_EPOCHS = "servers-epoch"
 _ENDED = "ended/"
 _ENDED_S = 3600.0  # that an end stays, for trainers that come late
 # After these errors a reader looks up the ring in the directory.
@@ -68,7 +67,6 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     host: str  # as in tickets
     addresses: tuple[str, ...]
     ports: tuple[int, ...]
-    epoch: int  # increases with every start of a server that uses this store
 
     def moved(self, ticket: Ticket) -> Ticket:
         """The ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
@@ -128,32 +126,30 @@ class Directory:
         """The rings whose writers have said their end within the last hour, with the fingerprints of their schemas."""
         return {key.removeprefix(_ENDED): entry.value for key, entry in self._store.scan(_ENDED).items()}
 
-    def next_epoch(self) -> int:
-        """The epoch for a server that starts: greater than that of all servers before."""
-        return self._store.add(_EPOCHS)
+    def publish(self, serving: Serving) -> int:
+        """Publish a server that starts, with a new lease, whatever is there: a ring has one writer at a time.
 
-    def publish(self, serving: Serving) -> int | None:
-        """Publish with a new lease; the record's version. None: a server of a later epoch serves this ring.
-
-        ConfigurationError: the store is on another host, and would tell others of loopback alone.
+        Returns the record's version. ConfigurationError: the store is on another host, and would tell others of
+        loopback alone.
         """
+        version = self._write(serving, None)
+        assert version is not None  # nothing was expected
+        return version
+
+    def publish_again(self, serving: Serving, version: int) -> int | None:
+        """The same in place of the record that this server has published, or of none. None: there is another one."""
+        return self._write(serving, version) or self._write(serving, ABSENT)
+
+    def _write(self, serving: Serving, expected: int | None) -> int | None:
         if all(map(is_loopback, serving.addresses)) and (own := self._store.reached_from()) is not None:
             raise ConfigurationError(
                 f"ring {serving.ring[:8]} would be found at {', '.join(serving.addresses)}, where other hosts reach "
                 f"themselves: set TRANSPORT_ADDRESSES to an address that they reach, such as {own}"
             )
-        key, value = _PREFIX + serving.ring, msgspec.msgpack.encode(serving)
-        while True:
-            entry = self._store.get(key)
-            before = self.find(serving.ring) if entry is not None else None
-            if before is not None and before.epoch > serving.epoch:
-                return None
-            version = self._store.compare_and_set(
-                key, value, ABSENT if entry is None else entry.version, lease_s=self.lease_s
-            )
-            if version is not None:
-                self._store.delete(_ENDED + serving.ring)  # of the writer before, whose file this one has
-                return version  # else another write was faster: read again
+        record = Change(_PREFIX + serving.ring, msgspec.msgpack.encode(serving), expected, self.lease_s)
+        end = Change(_ENDED + serving.ring, None)  # of the writer before, whose file this one has
+        versions = self._store.put_many([record, end])
+        return None if versions is None else versions[0]
 
     def renew(self, ring: str, version: int) -> bool:
         """Restart the lease of a record; False if the record is gone."""
@@ -175,16 +171,16 @@ class Announcement:
         self._server = server
         self._ring = ring.ring_id
         self._written = ring
-        self._epoch = directory.next_epoch()
         self._published = self._serving()
         self._version = directory.publish(self._published)
+        self._withdrawn = False
         self._ended = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._keep, name="transport directory", daemon=True)
         threads.start(self._thread)
 
     def __repr__(self) -> str:
-        return f"<Announcement of ring {self._ring[:8]} epoch {self._epoch}>"
+        return f"<Announcement of ring {self._ring[:8]}>"
 
     def _serving(self) -> Serving:
         return Serving(
@@ -192,21 +188,21 @@ class Announcement:
             host=host_identity(),
             addresses=self._server.addresses,
             ports=self._server.ports,
-            epoch=self._epoch,
         )
 
     def _keep(self) -> None:
         while not self._ended.wait(self._directory.lease_s / 3):
             try:
-                if self._version is None:
-                    log.warning("a later server serves ring %s; this server is no longer published", self._ring[:8])
-                    return
                 serving = self._serving()
                 if not serving.ports:  # the server is being closed
                     return
-                if serving != self._published or not self._directory.renew(self._ring, self._version):
-                    self._version = self._directory.publish(serving)
-                    self._published = serving
+                if serving == self._published and self._directory.renew(self._ring, self._version):
+                    continue
+                version = self._directory.publish_again(serving, self._version)
+                if version is None:
+                    log.warning("another server has published ring %s; trying again later", self._ring[:8])
+                else:
+                    self._version, self._published = version, serving
             except TransportError as error:
                 log.warning("publishing ring %s again failed: %s; trying again later", self._ring[:8], error)
 
@@ -216,7 +212,7 @@ class Announcement:
             return
         self._ended.set()
         self._thread.join(_JOIN_S)
-        if self._version is not None:
+        if not self._withdrawn:
             try:
                 if self._written.data_ended:  # before it is gone, so that no trainer sees neither
                     self._directory.end(self._ring, self._written.fingerprint)
@@ -225,7 +221,7 @@ class Announcement:
                 log.warning(
                     "withdrawing ring %s failed, it stays published until its lease ends: %s", self._ring[:8], error
                 )
-            self._version = None  # last, so that after an interrupt the next call finishes
+            self._withdrawn = True  # last, so that after an interrupt the next call finishes
 
     def __enter__(self) -> Self:
         return self
