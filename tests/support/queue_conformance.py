@@ -273,6 +273,13 @@ class QueueConformance(QueueSuite):
         assert latest.consumer == "a" or self.takes_ahead  # a listener that discards names the peer
         assert queue.known([ticket(0).id]) == {ticket(0).id: (DISCARDED,)}
 
+    def test_versions_are_compared_to_their_last_bit(self, queue: TicketQueue) -> None:
+        version = 2**53
+        queue.publish(ticket(0), policy_version=version)
+        queue.publish(ticket(1), policy_version=version + 1)
+        [claim] = queue.claim(2, consumer="a", oldest_version=version + 1)
+        assert (claim.ticket_id, claim.policy_version) == (ticket(1).id, version + 1)
+
     def test_age_is_judged_again_when_a_ticket_comes_back_and_by_each_rank(self, queue: TicketQueue) -> None:
         queue.publish(ticket(0), policy_version=3, readers=2)
         [claim] = queue.claim(1, consumer="a", oldest_version=3)

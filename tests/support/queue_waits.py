@@ -36,6 +36,12 @@ class QueueWaits:
         assert queue.latest("policy", newer_than=2) == notice
         assert queue.latest("other") is None
 
+    def test_notices_are_compared_to_the_last_bit_of_their_versions(self, queue: TicketQueue) -> None:
+        if self.has_notices:
+            ascending = [-(2**62) - 1, -(2**62), -10, -3, 0, 9, 10, 2**53, 2**53 + 1]
+            assert all(queue.announce("policy", version) for version in ascending)
+            assert not any(queue.announce("policy", version) for version in ascending)
+
     # --- waiting -------------------------------------------------------------------------------------
     def test_waits_end_without_anything_when_the_time_is_over(self, queue: TicketQueue) -> None:
         assert queue.claim(1, 0.01, consumer="a") == []

@@ -67,7 +67,7 @@ ANNOUNCE = Script(
     + ONCE
     + """
 local before = redis.call('HGET', notices, 'version/' .. ARGV[5])
-if before and tonumber(before) >= tonumber(ARGV[6]) then return 0 end
+if before and not less(before, ARGV[6]) then return 0 end
 redis.call('HSET', notices, 'version/' .. ARGV[5], ARGV[6], 'payload/' .. ARGV[5], ARGV[7])
 redis.call('PUBLISH', channel, '')
 return remember(1)

@@ -61,6 +61,14 @@ local function count(rank, name, amount)
     local field = rank .. '/' .. name
     added[field] = (added[field] or 0) + amount
 end
+-- Of versions, as text: as numbers they would be doubles, which have 53 bits.
+local function less(one, other)
+    local negative = string.sub(one, 1, 1) == '-'
+    if negative ~= (string.sub(other, 1, 1) == '-') then return negative end
+    if negative then one, other = other, one end
+    if #one ~= #other then return #one < #other end
+    return one < other
+end
 local function parts(delivery)
     local seq, rank = string.match(delivery, '(%d+)/(%d+)')
     return seq, tonumber(rank)
@@ -213,7 +221,7 @@ CLAIM = Script(
     PREPARED
     + """
 local rank, wanted, consumer, lease, random = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8]), ARGV[9]
-local oldest = tonumber(ARGV[10])
+local oldest = ARGV[10]
 local group = 'rank' .. rank
 local taken = remembered()
 local answer = {}
@@ -235,12 +243,11 @@ local leased = {}
 local function take(seq, data)
     local delivery = seq .. '/' .. rank
     local row = row_of(delivery)
-    local version = tonumber(ticket_of(seq).version)
-    if oldest and version and version < oldest then
+    local version = ticket_of(seq).version
+    if oldest ~= '' and version ~= '' and less(version, oldest) then
         row.consumer = consumer
         count(rank, 'aged', 1)
-        local reason = string.format('policy version %.0f is older than %.0f', version, oldest)
-        move(delivery, row, 'discarded', reason)
+        move(delivery, row, 'discarded', 'policy version ' .. version .. ' is older than ' .. oldest)
         return
     end
     count(rank, row.state, -1)
