@@ -102,6 +102,19 @@ def test_finished_tickets_are_remembered_up_to_the_bound_without_their_bytes(ser
         assert client.xlen("transport:{test}:queue:tickets") == 1
 
 
+def test_a_ticket_keeps_its_bytes_while_one_of_its_deliveries_is_dead(server: RedisServer) -> None:
+    with RedisQueue(place(server), max_deliveries=1) as queue, redis.Redis(port=server.port) as client:
+        queue.publish(ticket(0), readers=2)
+        for rank in (0, 1):
+            queue.retry_many(queue.claim(1, rank=rank, consumer="a"))
+        for left in (1, 0):
+            assert queue.requeue(1) == 1
+            [claim] = [*queue.claim(1, rank=0, consumer="b"), *queue.claim(1, rank=1, consumer="b")]
+            assert queue.ack(claim)
+            assert client.xlen("transport:{test}:queue:tickets") == left
+        assert queue.depth() == QueueDepth(done=2, retried=2)
+
+
 # --- connections and servers that end -----------------------------------------------------------------------
 def test_what_was_done_when_the_answer_was_lost_is_done_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch

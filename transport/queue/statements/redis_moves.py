@@ -115,7 +115,7 @@ local function write_back()
     if #closed > 0 then
         local entries = {}
         for _, seq in ipairs(closed) do
-            if ticket_of(seq).dead then
+            if (ticket_of(seq).died or 0) > 0 then
                 redis.call('SADD', dead, seq)
             else
                 entries[#entries + 1] = seq .. '-0'
@@ -136,6 +136,8 @@ local function move(delivery, row, to, reason, ready_at)
     local seq, rank = parts(delivery)
     count(rank, row.state, -1)
     count(rank, to, 1)
+    if row.state == 'dead' then ticket_of(seq).died = ticket_of(seq).died - 1 end
+    if to == 'dead' then ticket_of(seq).died = (ticket_of(seq).died or 0) + 1 end
     row.state = to
     if reason then row.reason = reason end
     keep_row(delivery)
@@ -151,7 +153,6 @@ local function move(delivery, row, to, reason, ready_at)
     if to ~= 'done' then
         redis.call('ZADD', failed, tonumber(seq) * 16 + 15 - rank, delivery)
     end
-    if to == 'dead' then ticket_of(seq).dead = true end
     close(seq, rank)
     return false
 end
