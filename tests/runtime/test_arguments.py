@@ -38,6 +38,7 @@ REFUSED: list[Wrong] = [
     lambda queue: queue.claim(2**70, consumer="a"),
     lambda queue: queue.claim(1, consumer="a", oldest_version=-(2**70)),
     lambda queue: queue.failures(2**70),
+    lambda queue: queue.failures(-1),
     lambda queue: queue.announce("t", 2**70),
     lambda queue: queue.latest("t", 2**70),
     lambda queue: queue.retry(CLAIM, float("inf")),

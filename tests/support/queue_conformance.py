@@ -211,6 +211,7 @@ class QueueConformance(QueueSuite):
         [claim] = queue.claim(1, consumer="a")
         assert queue.discard(claim, "its host is gone")
         [failure] = queue.failures()
+        assert queue.failures(0) == []
         assert (failure.ticket_id, failure.rank, failure.state) == (ticket(0).id, 0, DISCARDED)
         assert (failure.consumer, failure.reason) == ("a", "its host is gone")
         assert queue.depth(0) == QueueDepth(discarded=1)

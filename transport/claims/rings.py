@@ -427,7 +427,7 @@ class FoundRings(TicketQueue):
     def failures(self, limit: int = 100) -> list[Failure]:
         """See `TicketQueue.failures`: what rings on this host remember, and what this process discarded elsewhere."""
         self._check_open()
-        limit = arguments.number(limit, "limit of failures()")
+        limit = arguments.most(limit, "limit of failures()")
         found = failures_of(self._here.seen(), limit)
         known = {(failure.ticket_id, failure.rank) for failure in found}
         logs = [*(network.failures for network in list(self._networks.values())), self._past_failures]
@@ -443,7 +443,7 @@ class FoundRings(TicketQueue):
     def unfinished(self, n: int) -> list[bytes]:
         """See `TicketQueue.unfinished`, of the rings on this host."""
         self._check_open()
-        return unfinished_of(self._here.seen(), n)
+        return unfinished_of(self._here.seen(), arguments.most(n, "n of unfinished()"))
 
     def segments_here(self) -> list[str]:
         """Names of the segments of the rings on this host."""
@@ -457,8 +457,7 @@ class FoundRings(TicketQueue):
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
-        """See `TicketQueue.announce`. On one host the notice ends with the last of the processes
-        that announced on its topic."""
+        """See `TicketQueue.announce`. On one host the notice ends with the last process that announced on its topic."""
         self._check_open()
         return self._notices.announce(topic, arguments.number(version, "version of announce()"), payload)
 

@@ -28,6 +28,11 @@ def number_or_none(value: Any, what: str) -> int | None:
     return None if value is None else number(value, what)
 
 
+def most(value: Any, what: str) -> int:
+    """How many are wanted; 0: none."""
+    return at_least(0, number(value, what), what)
+
+
 def lease(lease_s: float | None) -> float:
     """How long claims last: what the caller gave, else what the operator configured."""
     chosen = lease_or_configured(lease_s)

@@ -224,7 +224,7 @@ class RedisQueue(TicketQueue):
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded or died, the latest published first."""
-        limit = arguments.number(limit, "limit of failures()")
+        limit = arguments.most(limit, "limit of failures()")
         rows = zip(*(iter(self._run(FAILURES, limit)),) * 6, strict=True)
         return [
             Failure(
@@ -235,10 +235,10 @@ class RedisQueue(TicketQueue):
 
     def requeue(self, limit: int = 100) -> int:
         """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many."""
-        return int(self._run(REQUEUE, arguments.number(limit, "limit of requeue()"))[0])
+        return int(self._run(REQUEUE, arguments.most(limit, "limit of requeue()"))[0])
 
     def unfinished(self, n: int) -> list[bytes]:
-        return [_bytes(data) for data in self._run(UNFINISHED, arguments.number(n, "n of unfinished()"))]
+        return [_bytes(data) for data in self._run(UNFINISHED, arguments.most(n, "n of unfinished()"))]
 
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

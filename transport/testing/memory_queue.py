@@ -189,7 +189,7 @@ class MemoryQueue(TicketQueue):
         return QueueDepth(**sums)
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        limit = arguments.number(limit, "limit of failures()")
+        limit = arguments.most(limit, "limit of failures()")
         with self._contents.changed:
             self._check_open()
             self._end_leases()
@@ -201,7 +201,7 @@ class MemoryQueue(TicketQueue):
         ]
 
     def requeue(self, limit: int = 100) -> int:
-        limit = arguments.number(limit, "limit of requeue()")
+        limit = arguments.most(limit, "limit of requeue()")
         with self._contents.changed:
             self._check_open()
             self._end_leases()
@@ -214,7 +214,7 @@ class MemoryQueue(TicketQueue):
         return len(dead[:limit])
 
     def unfinished(self, n: int) -> list[bytes]:
-        n = arguments.number(n, "n of unfinished()")
+        n = arguments.most(n, "n of unfinished()")
         with self._contents.changed:
             self._check_open()
             ordered = sorted(self._contents.deliveries.values(), key=lambda each: -each.sequence)

@@ -31,7 +31,7 @@ FAILURES = Script(
     PREPARED
     + """
 local answer = {}
-for _, delivery in ipairs(redis.call('ZREVRANGE', failed, 0, ARGV[5] - 1)) do
+for _, delivery in ipairs(redis.call('ZREVRANGEBYSCORE', failed, '+inf', '-inf', 'LIMIT', 0, ARGV[5])) do
     local seq, rank = parts(delivery)
     local row = row_of(delivery)
     local id = ticket_of(seq).id
