@@ -88,6 +88,13 @@ def test_open_store_opens_the_file_of_a_url(path: Path) -> None:
         assert list(store.scan("")) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["s" * 300, "folder"])
+def test_a_file_that_cannot_be_made_is_no_store(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StoreUnsuitableError):
+        SQLiteStore(tmp_path / name)
+
+
 def test_the_file_of_another_program_is_no_store(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA application_id = 7")

@@ -246,11 +246,14 @@ class Database:
                 f"use a local path (every process of this store must be on that host)"
             )
         # An existing file is not opened here: closing any descriptor of it drops the locks of this whole process.
-        with contextlib.suppress(FileExistsError):
-            try:
-                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-            except PermissionError as error:
-                raise StoreUnsuitableError(f"this user cannot create files in {self.path.parent}: {error}") from error
+        try:
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise StoreUnsuitableError(
+                f"the store {self.path} cannot be made: {error.strerror}; give a path where this user can make files"
+            ) from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         if self._is_new(connection):
