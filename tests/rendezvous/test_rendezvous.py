@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -231,6 +232,18 @@ async def test_a_restart_ends_in_a_new_round() -> None:
             assert (await alone.join()).round == 1
             assert await alone.restart("no memory") is None
             assert (await alone.join()).round == 2
+
+
+@asynchronous
+async def test_what_members_say_is_recorded_as_far_as_it_is_unicode_and_as_records_have_room() -> None:
+    said = f"no checkpoint {os.fsdecode(bytes([255]))}.pt" + "!" * 5000  # as names of files are
+    with MemoryStore() as store:
+        async with Rendezvous(store, RUN, Rules(**QUICK)) as alone:
+            await alone.join()
+            assert await alone.restart(said) is None
+            assert (await alone.join()).round == 2
+            closing = await alone.close(Reason.NO_RESTART, said)
+            assert closing.message.startswith("no checkpoint ?.pt!")
 
 
 @asynchronous

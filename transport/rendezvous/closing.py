@@ -9,13 +9,11 @@ import msgspec
 from transport.errors import RunLostError, StaleRoundError, StoreUnsuitableError
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.member_states import Member
-from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
+from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode, text
 from transport.store.base import Store
 from transport.store.decision import Next, advance
 
 log = logging.getLogger(__name__)
-
-_MOST_MESSAGE = 4096
 
 
 def closed(run: str, current: Round, reason: Reason, by: str, message: str) -> Round:
@@ -26,7 +24,7 @@ def closed(run: str, current: Round, reason: Reason, by: str, message: str) -> R
         round=current.number,
         incarnation=current.incarnation,
         by=by,
-        message=message[:_MOST_MESSAGE],
+        message=text(message),
     )
     return msgspec.structs.replace(current, phase=Phase.CLOSED, closing=closing)
 

@@ -26,7 +26,8 @@ from transport.runtime.decoders import ready
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARACTERS)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+MOST_TEXT_CHARACTERS = 4096
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT_CHARACTERS)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -132,6 +133,14 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 ready(Closing, Round, Seat, Place, Peer, Roster)
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+def text(said: str) -> str:
+    """What a member says, as a record holds it: cut where it is longer than records have it.
+
+    Halves of surrogate pairs, which UTF-8 does not have and names of files may, are question marks.
+    """
+    return said[:MOST_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def encode(record: msgspec.Struct) -> bytes:

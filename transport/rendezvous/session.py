@@ -41,6 +41,7 @@ from transport.rendezvous.records import (
     check_name,
     decode,
     encode,
+    text,
 )
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Store
@@ -189,9 +190,10 @@ class Session:
 
     def say(self, status: Status, message: str = "") -> None:
         """Report that this round's work is done, or ask for a new round. Does nothing without a rank."""
+        said = text(message)
         with self._lock:
             if self._member.state is State.ACTIVE:
-                self._wanted, self._wanted_message = status, message
+                self._wanted, self._wanted_message = status, said
         self.step()
 
     def surrender(self) -> None:
@@ -403,7 +405,7 @@ class Session:
         seat = self._seat
         if seat is None or self._member.state is not State.ACTIVE or seat.status is self._wanted:
             return
-        said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message[:4096])
+        said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message)
         key = self.keys.seat(seat.round, seat.slot)
         lease_s = None if self._stays(said) else self.rules.lease_s
         version = self._store.compare_and_set(key, encode(said), self._seated.version, lease_s=lease_s)
