@@ -364,6 +364,29 @@ async def test_a_worker_that_copies_does_so_before_the_pause_and_its_copy_is_pro
         assert worker.staged == [(1, True), (2, True), (3, True), (4, True), (5, True)]
 
 
+class Changes(ReferenceWorker):
+    """Its stage of version 2 puts another tensor into the mapping that it got."""
+
+    def stage(self, weights: Any, version: int) -> Any:
+        if version == 2:
+            weights["head"] = weights["head"] + 1
+        return weights
+
+
+@asynchronous
+async def test_a_stage_that_changes_the_mapping_that_it_got_is_not_served() -> None:
+    worker = Changes()
+    async with group(worker) as (manager, _, _):
+        await manager.update(1)
+        with pytest.raises(TypeError):
+            await manager.update(2)
+        assert manager.admitted == {"replica 0": 1}
+        assert worker.served_checksum() == checksum_of(1)
+        await manager.update(3)
+        assert manager.admitted == {"replica 0": 3}
+        assert worker.served_checksum() == checksum_of(3)
+
+
 class Late(ReferenceWorker):
     """Copies before the pause; its load of version 2 waits, and so does its stage of version 4."""
 

@@ -16,6 +16,7 @@ import abc
 import asyncio
 import inspect
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -43,10 +44,10 @@ class RolloutWorker(abc.ABC):
     def stage(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
         """Take complete, verified weights beside those that are served, before the pause; returns what `load` gets.
 
-        A worker with memory for two versions copies them here, so that its `load` only switches. What it returns in
-        place of ``weights`` is hashed before the pause, and read-only from then on. It may be called and no `load`
-        follow. It never runs beside a `load` or another `stage`: after one that is late it is called in the pause, and
-        so it is with ``device=`` of the engine, when the cache has left room.
+        A worker with memory for two versions copies them here, so that its `load` only switches. ``weights`` is a
+        read-only mapping. What it returns in its place is hashed before the pause, and read-only from then on. It may
+        be called and no `load` follow. It never runs beside a `load` or another `stage`: after one that is late it is
+        called in the pause, and so it is with ``device=`` of the engine, when the cache has left room.
         """
         return weights
 
@@ -249,7 +250,7 @@ class Replica:
 
     async def _stage(self, held: ShardHeld) -> Any:
         """What the worker's `load` gets: the version's arrays, or what it made of them, which is proven then."""
-        given = dict(self.engine.arrays(held))
+        given = MappingProxyType(dict(self.engine.arrays(held)))  # read-only: if it comes back, it is unchanged
         if self.engine.on_device:
             await in_thread(held.settle)  # the worker's threads and streams are its own
         staged = await _answer(self.worker.stage, given, held.proof.version)
