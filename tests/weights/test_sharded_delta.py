@@ -20,7 +20,9 @@ from weights_engines import engine, transfer
 from transport import UCXXClient
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.schema import DTYPES, TensorSpec
-from transport.weights.plan.steps import Proof
+from transport.weights.manager import WeightUpdate
+from transport.weights.plan.admission import State
+from transport.weights.plan.steps import POLICIES, Policy, Proof, Step
 from transport.weights.sharding import shards
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -225,13 +227,22 @@ async def test_an_update_that_fails_leaves_the_version_before_or_none_and_the_ne
 
 
 @pytest.mark.ucx
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("in_place", [False, True])
 @asynchronous
 async def test_changes_that_give_something_else_are_not_served_and_the_version_is_sent_whole(
-    monkeypatch: pytest.MonkeyPatch, in_place: bool
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, policy: Policy
 ) -> None:
-    async with job(2, ["a"], delta=True, in_place=in_place) as made:
-        await made.manager.update(V)
+    async with job(2, ["a", "b"], delta=True, in_place=in_place) as made:
+        paused: list[str] = []
+        manager = WeightUpdate(
+            made.trainers,
+            made.replicas,
+            policy=policy,
+            on_step=lambda step, members: paused.extend(members if step in (Step.PAUSE_IN_PLACE, Step.PAUSE) else ()),
+        )
+        await manager.update(V)
+        paused.clear()
         rank = made.ranks[0]
         if in_place:  # the engine's own tensors are not what they were
             worker = rank.worker
@@ -242,14 +253,83 @@ async def test_changes_that_give_something_else_are_not_served_and_the_version_i
 
             def opened(landing: PartLanding, copies: Any, base: Any) -> int:
                 copied = proven(landing, copies, base)
-                if base is not None:
+                if base is not None and copies is rank.engine._copies:
                     landing._arrays[0].reshape(-1).view(np.uint8)[-1] ^= 1
                 return copied
 
             monkeypatch.setattr(PartLanding, "open", opened)
-        await made.manager.update(V + 1)
-        assert made.manager.statistics().fallbacks == 1
-        made.serves(V + 1)
+        await manager.update(V + 1)
+        counted = manager.statistics()
+        assert (counted.updates, counted.deltas, counted.fallbacks, counted.failed) == (2, 1, 1, 0)
+        assert manager.admitted == {"server 0": V + 1, "server 1": V + 1}
+        assert sorted(paused) == ["server 0", "server 1"]
+        made.serves(V + 1, V + 1)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("in_place", [False, True])
+@asynchronous
+async def test_a_whole_version_that_fails_after_wrong_changes_leaves_what_each_replica_proves(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    async with job(2, ["a", "b"], delta=True, in_place=in_place) as made:
+        await made.manager.update(V)
+
+        def wrong(*_: Any) -> None:
+            raise WeightsChecksumError("wrong")
+
+        monkeypatch.setattr(PartLanding, "change", wrong)
+        prepared: list[tuple[str, ...]] = []
+
+        def second(step: Step, members: tuple[str, ...]) -> None:
+            if step is Step.PREPARE:
+                prepared.append(members)
+                if len(prepared) == 2:
+                    made.trainers[1].source.told("bucket", 0, "raise")
+
+        made.manager._on_step = second
+        with pytest.raises(RuntimeError, match="bucket failed"):
+            await made.manager.update(V + 1)
+        assert len(prepared) == 2
+        for replica in made.replicas:
+            proofs = [await rank.prove() for rank in replica.ranks]
+            assert made.manager.admissions[replica.name].state is (State.PENDING if None in proofs else State.SERVING)
+        if not in_place:
+            made.serves(V, V)
+        monkeypatch.undo()
+        await made.manager.update(V + 2)
+        made.serves(V + 2, V + 2)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_an_update_that_is_cancelled_after_wrong_changes_sends_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with job(2, ["a"], delta=True) as made:
+        await made.manager.update(V)
+
+        def wrong(*_: Any) -> None:
+            raise WeightsChecksumError("wrong")
+
+        monkeypatch.setattr(PartLanding, "change", wrong)
+        steps: list[Step] = []
+        updating = asyncio.ensure_future(made.manager.update(V + 1))
+
+        def first(step: Step, _: tuple[str, ...]) -> None:
+            if step is Step.FINALIZE_TRAINERS and step not in steps:
+                updating.cancel()
+            steps.append(step)
+
+        made.manager._on_step = first
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert steps.count(Step.PREPARE) == 1
+        assert made.manager.statistics().cancelled == 1
+        made.serves(V)
+        monkeypatch.undo()
+        await made.manager.update(V + 2)
+        made.serves(V + 2)
 
 
 @pytest.mark.ucx

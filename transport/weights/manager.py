@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
+from transport.errors import ClosedError, UsageError, WeightsError
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
@@ -146,7 +146,8 @@ class WeightUpdate:
     async def update(self, version: int, *, whole: bool = False) -> Outcome:
         """Bring every replica that is not excluded to ``version``.
 
-        If a delta fails its checksum, the whole version is sent once more. ``whole``: send no delta.
+        If a delta fails its checksum on one replica, none commits it, and the whole version is sent once more.
+        ``whole``: send no delta.
 
         Raises:
             UsageError: an update is running, or there is no replica to update.
@@ -164,10 +165,7 @@ class WeightUpdate:
             )
         self._busy = True
         try:
-            outcome, error, wrong = await self._one(version, whole=whole)
-            if wrong and outcome.delta and self._to_update() and not isinstance(error, asyncio.CancelledError):
-                self._counts["fallbacks"] += 1
-                outcome, error, _ = await self._one(version, whole=True)
+            outcome, error = await self._run(version, whole=whole)
             if error is not None:
                 raise error
             return outcome
@@ -181,8 +179,7 @@ class WeightUpdate:
             if self._admissions[name].state is not State.EXCLUDED
         }
 
-    async def _one(self, version: int, *, whole: bool) -> tuple[Outcome, BaseException | None, bool]:
-        """One attempt: its outcome, its error, and whether bytes were wrong."""
+    async def _run(self, version: int, *, whole: bool) -> tuple[Outcome, BaseException | None]:
         self._counts["updates"] += 1
         replicas = self._to_update()
         self._updating = frozenset(replicas)
@@ -202,18 +199,15 @@ class WeightUpdate:
             pausing=pausing,
         )
         work = asyncio.get_running_loop().create_task(run.drive())
-        cancelled = False
         while not work.done():
             try:
                 await asyncio.wait([work])
             except asyncio.CancelledError as error:
-                if not cancelled:
+                if not run.cancelled:
                     run.cancel(error)
-                cancelled = True
         work.result()  # raises only defects of this package
         self._admit(run, replicas)
-        wrong = any(isinstance(each.error, WeightsChecksumError) for each in run.failures)
-        return *self._conclude(run, version), wrong
+        return self._conclude(run, version)
 
     def _conclude(self, run: Run, version: int) -> tuple[Outcome, BaseException | None]:
         failures = run.failures
@@ -228,21 +222,21 @@ class WeightUpdate:
         )
         self._seconds += outcome.seconds
         self._pause_s |= run.pause_s
-        self._counts["deltas"] += run.delta
+        self._counts["deltas"] += run.delta or run.fell_back
+        self._counts["fallbacks"] += run.fell_back
         satisfied = self._policy == "exclude" and any(
             each.admitted and each.version == version for each in outcome.replicas.values()
         )
-        cancelled = any(isinstance(each.error, asyncio.CancelledError) and not each.member for each in failures)
-        if not failures or (satisfied and not cancelled):
+        if not failures or (satisfied and not run.cancelled):
             return outcome, None
-        self._counts["cancelled" if cancelled else "failed"] += 1
+        self._counts["cancelled" if run.cancelled else "failed"] += 1
         first = failures[0].error
         for each, line in list(zip(failures, outcome.failures, strict=True))[1:]:
             if each.error is not first:
                 first.add_note(f"then {line}")
         if isinstance(first, WeightsError):
             first.outcome = outcome
-        if cancelled and not isinstance(first, asyncio.CancelledError):
+        if run.cancelled and not isinstance(first, asyncio.CancelledError):
             # the caller that cancelled must get a CancelledError; the earlier failure is its cause
             cancelling = next(each.error for each in failures if isinstance(each.error, asyncio.CancelledError))
             cancelling.__cause__ = first

@@ -8,7 +8,13 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, WeightsTimeoutError
+from transport.errors import (
+    ChildrenLostError,
+    MemberFailedError,
+    ParentLostError,
+    WeightsChecksumError,
+    WeightsTimeoutError,
+)
 from transport.weights.plan.admission import Event
 from transport.weights.plan.steps import (
     DROPS_ONE,
@@ -89,6 +95,8 @@ class Run:
     Attributes:
         failures: in the order of time.
         proofs: of the replicas that were paused; None: no proof.
+        delta: whether only changes were sent.
+        fell_back: whether they were, gave wrong bytes, and the whole version was sent after them.
         steps_s: seconds of each step; of a step that replicas take by themselves those of the slowest.
         pause_s: seconds of each replica that was paused, until it generated again or the update ended.
     """
@@ -112,6 +120,7 @@ class Run:
         self.pause_s: dict[str, float] = {}
         self.new: Proof | None = None  # the version as its senders prove it
         self.delta = False
+        self.fell_back = False
         self._trainers = dict(trainers)
         self._replicas = dict(replicas)
         self._version = version
@@ -157,6 +166,11 @@ class Run:
         return {each.member: f"{each.step}: {text_of(each.error)}" for each in reversed(self.failures)}
 
     @property
+    def cancelled(self) -> bool:
+        """Whether the update was cancelled."""
+        return any(isinstance(each.error, asyncio.CancelledError) and not each.member for each in self.failures)
+
+    @property
     def lost(self) -> frozenset[str]:
         """Replicas whose process is gone."""
         return frozenset(name for name, replica in self._replicas.items() if getattr(replica, "lost", False))
@@ -167,9 +181,15 @@ class Run:
 
     # --- the phases -----------------------------------------------------------------------------------------------
     async def drive(self) -> None:
-        """Run all steps."""
+        """Run all steps. If changes gave wrong bytes, nothing is committed before the whole version has been sent."""
+        until = time.monotonic() + self._limits.total
         try:
-            await self._stage()
+            await self._stage(until)
+            wrong = any(isinstance(each.error, WeightsChecksumError) for each in self.failures)
+            if self.delta and wrong and not self.cancelled:
+                await self._finalize()
+                self._fall_back()
+                await self._stage(until)
             self._staging = False
             committed = () if self._stopped else self._group
             names = list(dict.fromkeys([*self._paused, *committed]))
@@ -177,16 +197,29 @@ class Run:
             left = set(names)
             await asyncio.gather(*(self._commit(name, name in committed, left) for name in names))
         finally:
-            prepared = {name for step, name in self._asked if step is Step.PREPARE}
-            for step, members in (
-                (Step.FINALIZE_TRAINERS, self._trainers),
-                (Step.FINALIZE_REPLICAS, self._replicas),
-            ):
-                await self._step(step, [name for name in members if name in prepared], self._limits.of(step))
+            await self._finalize()
             await self._tidy()
 
-    async def _stage(self) -> None:
-        until = time.monotonic() + self._limits.total
+    async def _finalize(self) -> None:
+        prepared = {name for step, name in self._asked if step is Step.PREPARE}
+        for step, members in (
+            (Step.FINALIZE_TRAINERS, self._trainers),
+            (Step.FINALIZE_REPLICAS, self._replicas),
+        ):
+            await self._step(step, [name for name in members if name in prepared], self._limits.of(step))
+
+    def _fall_back(self) -> None:
+        """Forget what came of the changes, but not a cancellation; replicas that are paused stay so."""
+        log.warning("v%d: its changes gave wrong bytes, and the whole version is sent: %s", self._version, self.reasons)
+        self._whole = self.fell_back = True
+        self.failures = [each for each in self.failures if isinstance(each.error, asyncio.CancelledError)]
+        self._stopped = bool(self.failures)
+        self.new, self.delta = None, False
+        self._sent.clear()
+        self._landed.clear()
+        self._dropped.clear()
+
+    async def _stage(self, until: float) -> None:
         for step in STAGE:
             left = until - time.monotonic()
             if left <= 0 and not self._stopped:
@@ -194,10 +227,11 @@ class Run:
                 self._fail(step, "", WeightsTimeoutError(text))
             if self._stopped:
                 return
-            in_place = [name for name in self._group if self._metadata.get(name, {}).get("in_place")]
-            members = in_place if step is Step.PAUSE_IN_PLACE else [*self._trainers, *self._group]
+            members = [*self._trainers, *self._group]
             if step is Step.PAUSE_IN_PLACE:
-                for name in in_place:
+                in_place = (name for name in self._group if self._metadata[name].get("in_place"))
+                members = [name for name in in_place if name not in self._paused]
+                for name in members:
                     log.info("%s lands versions in its own tensors, and is paused for the whole transfer", name)
                     self._begin_pause(name)
             await self._step(step, members, min(self._limits.of(step), left))
@@ -265,12 +299,11 @@ class Run:
         except Exception:  # an observer's error must not leave replicas paused
             log.exception("the on_step callback failed at step %s", step)
         self._asked |= {(step, name) for name in members}
-        if self._staging and self._stopped:  # the callback cancelled the update
-            return []
         failed = self._topology() if step is Step.TOPOLOGY else await self._asking(step, members, limit_s)
         for name, error in failed:
             self._fail(step, name, error)
-        self.steps_s[step.value] = max(self.steps_s.get(step.value, 0.0), time.monotonic() - begun)
+        before, took = self.steps_s.get(step.value, 0.0), time.monotonic() - begun
+        self.steps_s[step.value] = before + took if self._staging else max(before, took)
         return failed
 
     async def _asking(self, step: Step, members: Sequence[str], limit_s: float) -> list[tuple[str, BaseException]]:
