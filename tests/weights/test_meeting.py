@@ -146,6 +146,32 @@ def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loade
         assert all(serves(model, 3) for model in models)
 
 
+def test_a_rank_that_is_interrupted_in_a_commit_long_after_the_stage_keeps_what_all_have_loaded(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with everyone_of(meeting) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        monkeypatch.setattr(Meeting, "commit", lambda *_: None)
+        assert update(2) == [None] * 4
+        monkeypatch.undo()
+        with open_store(meeting.store) as store:
+            store.delete(meeting._name(everyone[0].attempt.name, "landed"))  # as the end of its lease does
+        agree = Meeting._agree
+
+        def interrupted(self: Meeting, store: Store, member: Member, *arguments: Any) -> None:
+            agree(self, store, member, *arguments)
+            if member is everyone[-1]:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Meeting, "_agree", interrupted)
+        errors = together(*(partial(meeting.commit, member, 2) for member in everyone))
+        assert [type(error) for error in errors] == [*[type(None)] * 3, KeyboardInterrupt]
+        assert all(serves(model, 2) for model in models)
+        monkeypatch.undo()
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
 def landed_everywhere(meeting: Meeting, member: Member) -> None:
     """Wait until all ranks but the last have landed what it takes part in."""
     with open_store(meeting.store) as store:

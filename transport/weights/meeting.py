@@ -44,7 +44,7 @@ from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Store
-from transport.store.decision import decide, decided, wait_decided
+from transport.store.decision import decide, decide_all, decided, wait_decided
 from transport.store.open import open_store
 from transport.weights.engine import WeightsEngine
 from transport.weights.sharding import shards
@@ -450,9 +450,15 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 self._stays(store, found, why)
 
     def _stays(self, store: Store, attempt: _Attempt, reason: str) -> bool:
-        """Fail the attempt for all ranks, unless it is decided that what they have loaded stays."""
-        proposal = reason[:2000].encode()
-        return bool(attempt.name) and all(self._decide(store, attempt, each, proposal) == _GO for each in _PHASES)
+        """Fail the attempt for all ranks, unless it is decided that what they have loaded stays.
+
+        That is the decision on the last phase; the one before, which a later commit finds forgotten, ends waits only.
+        """
+        if not attempt.name:
+            return False
+        proposals = dict.fromkeys((self._name(attempt.name, each) for each in _PHASES), reason[:2000].encode())
+        found = decide_all(store, proposals, lease_s=2 * self.timeout_s)
+        return found[self._name(attempt.name, _PHASES[-1])] == _GO
 
     def _decide(self, store: Store, attempt: _Attempt, phase: str, proposal: bytes) -> bytes:
         return decide(store, self._name(attempt.name, phase), proposal, lease_s=2 * self.timeout_s)
