@@ -419,3 +419,28 @@ def test_a_commit_that_is_interrupted_waits_for_the_stage_again_when_it_is_repea
             member.staged(3)
         assert member.staged(3)
     assert len(asked) == 2
+
+
+def test_a_stage_for_which_no_thread_can_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    staged: list[int] = []
+
+    def stage(version: int) -> None:
+        member.attempt = meeting_module._Attempt("attempt", version)
+        staged.append(version)
+
+    with Member(RankShards(0, None, {}), sends=False, address="127.0.0.1") as member:
+        member.begin(3, partial(stage, 3))
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+            patched.setattr(threading.Thread, "start", full)
+            member.begin(4, partial(stage, 4))
+        assert member.staged(3), "what was begun before is waited for"
+        assert not member.staged(4)
+        member.begin(5, partial(stage, 5))
+        assert member.staged(5)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+            patched.setattr(threading.Thread, "start", full)
+            member.begin(6, partial(stage, 6))
+    assert staged == [3, 5]

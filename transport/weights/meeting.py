@@ -221,13 +221,13 @@ class Member:
 
     def begin(self, version: int, stage: Callable[[], None]) -> None:
         """Call ``stage`` in a thread, after the one that was begun before."""
-        before = None if self._begun is None else self._begun[1]
+        before = self._begun
         here: Future[None] = Future()
-        self._begun = version, here
+        self._begun = version, here  # now: an interrupt of the start may leave the thread running
 
         def run() -> None:
             if before is not None:
-                wait([before])
+                wait([before[1]])
             try:
                 stage()
             except BaseException as error:  # raised by `staged`
@@ -235,7 +235,11 @@ class Member:
             else:
                 here.set_result(None)
 
-        threads.start(threading.Thread(target=run, name=f"stage of {self.name}"))
+        try:
+            threads.start(threading.Thread(target=run, name=f"stage of {self.name}"))
+        except RuntimeError:  # there is no thread, which would end what was begun
+            self._begun = before
+            raise
 
     def staged(self, version: int) -> bool:
         """Whether this version is staged, once what was begun has ended; raises its error."""
