@@ -296,6 +296,29 @@ def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) ->
         assert all(serves(model, 3) for model in models)
 
 
+@pytest.mark.parametrize(
+    "own", [np.zeros((), np.float32), np.zeros(4, np.float32), np.zeros(1, np.int8), np.zeros(1, ">f4"), None]
+)
+def test_a_rank_whose_tensor_differs_in_dtype_or_shape_or_is_not_there_is_told_and_nothing_is_copied(
+    meeting: Meeting, own: Any
+) -> None:
+    alone = msgspec.structs.replace(meeting, senders=1, receivers=1)
+    sent = {"first": np.full(3, 7, np.float32), "bias": np.full(1, 300.5, np.float32)}
+    tensors = {"first": np.zeros(3, np.float32)} | ({} if own is None else {"bias": own})
+    with (
+        Member(RankShards(0, None, sent), sends=True, address="127.0.0.1") as sender,
+        Member(RankShards(0, None, tensors), sends=False, address="127.0.0.1") as receiver,
+    ):
+        errors = together(*(partial(alone.update, member, 1) for member in (sender, receiver)))
+        assert isinstance(errors[0], WeightsError)
+        assert isinstance(errors[1], SchemaError)
+        assert "bias" in str(errors[1])
+        assert not any(array.any() for array in tensors.values())
+        tensors["bias"] = np.zeros(1, np.float32)
+        assert together(*(partial(alone.update, member, 1) for member in (sender, receiver))) == [None] * 2
+        assert all((tensors[name] == sent[name]).all() for name in sent)
+
+
 def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(meeting: Meeting) -> None:
     patient = msgspec.structs.replace(meeting, timeout_s=600)
     with everyone_of(patient) as (everyone, models, update):

@@ -366,7 +366,7 @@ async def test_calls_in_a_wrong_order_and_arguments_that_make_no_sense_are_refus
     frozen["qkv"].flags.writeable = False
     with pytest.raises(UsageError, match="qkv: in_place needs tensors that can be written"):
         WeightsEngine("s", layout, in_place=frozen)
-    with pytest.raises(SchemaError, match="qkv: in_place has float32"):
+    with pytest.raises(SchemaError, match=r"qkv: .*float32"):
         WeightsEngine("s", layout, in_place=frozen | {"qkv": np.zeros((1,), np.float32)})
     engine = WeightsEngine("s", layout, address="127.0.0.1")
     for call in (engine.receive(1), engine.send_weights({}, 1), engine.init_process_group(roles=[""])):

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from transport.errors import (
+    SchemaError,
     StoreError,
     StoreUnavailableError,
     TransportError,
@@ -51,6 +52,7 @@ from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor
 from transport.weights.sharding.roles import build_topology
+from transport.weights.transfer.parts import check_fits
 from transport.weights.transfer.threads import ended, in_thread
 
 _LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
@@ -123,8 +125,8 @@ class Member:
 
     Args:
         in_place: versions land in ``rank.tensors``.
-        load: called with the tensors of a version by name, views of what has landed; default: `copied_into` the rank's.
-            It may be called again with the version before.
+        load: called with the tensors of a version by name, views of what has landed; default: `copied_into` the rank's,
+            which have the same dtypes and shapes. It may be called again with the version before.
         options: of `WeightsEngine`.
     """
 
@@ -284,7 +286,14 @@ async def _unless(failed: Failed, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def copied_into(tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Copy a version into a rank's own tensors, of numpy or of torch on any device."""
+    """Copy a version into a rank's own tensors, of numpy or of torch on any device.
+
+    SchemaError, before the first copy, for a tensor that the rank lacks or that has another dtype or shape.
+    """
+    for name, array in arrays.items():
+        if name not in tensors:
+            raise SchemaError(f"{name}: this rank has no such tensor; give the trainer's names")
+        check_fits(name, tensors[name], str(array.dtype).rpartition(".")[2], tuple(array.shape))
     for name, array in arrays.items():
         target = tensors[name]
         if hasattr(target, "copy_"):  # torch

@@ -18,7 +18,7 @@ from transport.devices.arrays import DeviceTensor
 from transport.errors import ProtocolError, SchemaError, UsageError, WeightsChecksumError
 from transport.ring.leases import WriteLease
 from transport.ring.packing import as_array
-from transport.schema import DTYPES, TensorSpec
+from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
@@ -219,6 +219,16 @@ class PartLanding:
             lease.abort()
 
 
+def check_fits(name: str, target: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    """SchemaError unless a rank's tensor, of numpy or of torch on any device, has this dtype and shape."""
+    found = str(target.dtype).rpartition(".")[2], tuple(target.shape)  # numpy marks a foreign byte order in it
+    if found != (dtype, shape):
+        raise SchemaError(
+            f"{name}: this rank's tensor is {found[0]} {found[1]}, expected {dtype} {shape}: nothing is converted; "
+            "give both sides one dtype and shape"
+        )
+
+
 def checked_targets(layout: Layout, own: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """The engine's own tensors as writable arrays. UsageError or SchemaError for what cannot be landed in."""
     found = {}
@@ -230,10 +240,7 @@ def checked_targets(layout: Layout, own: Mapping[str, Any]) -> dict[str, np.ndar
         array = as_array(own[each.name], each.name)
         if isinstance(array, DeviceTensor):
             raise UsageError(f"{each.name}: in_place needs tensors in host memory; for device memory use device=")
-        if (array.dtype.name, array.shape) != (each.dtype, each.shape) or array.dtype != DTYPES[each.dtype]:
-            raise SchemaError(
-                f"{each.name}: in_place has {array.dtype} {array.shape}, the layout {each.dtype} {each.shape}"
-            )
+        check_fits(each.name, array, each.dtype, each.shape)
         if not array.flags.writeable:
             raise UsageError(f"{each.name}: in_place needs tensors that can be written, and this one is read-only")
         found[each.name] = array
