@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import mounts
 import msgspec
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from rich.pretty import pretty_repr
 
 from transport.errors import RankError, SchemaError, TicketError
 from transport.schema import Schema, UpTo
-from transport.ticket import MAX_ENCODED_BYTES, NO_SCHEMA, Ticket, _Row, host_identity
+from transport.ticket import MAX_ENCODED_BYTES, NO_SCHEMA, Ticket, _Row, host_identity, memory_identity
 
 EPISODE = Schema.of(obs=("float32", UpTo(500), 4), action=("int64", UpTo(500)), reward=("float32",))
 KEY = 0xFEDCBA9876543210
@@ -285,6 +288,21 @@ def test_host_identity_is_the_same_in_every_process_of_the_host() -> None:
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_identity() != ""
     changed(host=host_identity())
+
+
+def test_memory_identity_is_that_of_processes_which_share_their_shared_memory() -> None:
+    def after(first: str) -> str:
+        script = f"from transport.ticket import memory_identity\n{first}\nprint(memory_identity())"
+        environment = {**os.environ, "PYTHONPATH": str(Path(mounts.__file__).parent)}
+        return subprocess.check_output([sys.executable, "-c", script], text=True, env=environment).strip()
+
+    assert after("") == memory_identity()
+    if os.geteuid() == 0:
+        assert after("import os; os.seteuid(12345)") != memory_identity(), "segments are of one user"
+    own = after("import mounts\nif not mounts.own_shared_memory(): raise SystemExit")
+    if not own:
+        pytest.skip("this system does not allow a /dev/shm of one's own")
+    assert own != memory_identity(), "as a container's"
 
 
 @pytest.mark.parametrize("wrong", [3, None, 1.5, [b"TK"], complex(1), bytearray(b"TK")], ids=repr)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -302,7 +303,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @cache
 def host_identity() -> str:
-    """Identifies this host until its next boot: the kernel's boot id.
+    """Identifies this host until its next boot: the kernel's boot id, in all of its containers.
 
     Where /proc does not have it, the host's name, marked as such.
     """
@@ -310,6 +311,18 @@ def host_identity() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return f"hostname:{socket.gethostname()}"
+
+
+def memory_identity() -> str:
+    """Identifies the memory in which this process makes segments: who has the same one can map them.
+
+    That takes one host, one /dev/shm, which containers of a host seldom share, and one user.
+    """
+    try:
+        folder = Path("/dev/shm").stat()
+    except OSError:  # no segments either
+        return f"{host_identity()}/"
+    return f"{host_identity()}/{folder.st_dev}/{folder.st_ino}/{os.geteuid()}"
 
 
 _encode = msgspec.msgpack.Encoder().encode

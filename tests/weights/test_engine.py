@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import mounts
 import numpy as np
 import pytest
 from helpers import asynchronous, leaving_at_once
@@ -32,6 +36,7 @@ from transport.ticket import Ticket
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
+from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Frame, Start
@@ -52,6 +57,57 @@ async def test_a_version_arrives_whole_over_every_shape_of_relays(shape: str) ->
         assert model <= sent / (4 if shape == "star" else 1) <= TOTAL  # unused bytes of buckets do not travel
         if shape != "star":
             assert made[2].statistics().bytes_received == {}  # it maps what replica 0 has landed
+
+
+# A replica with a /dev/shm of its own, as a container has; the first line that it writes is empty if it can have none.
+CONTAINED = """
+import asyncio, json, sys
+from mounts import own_shared_memory
+if not own_shared_memory():
+    print()
+    raise SystemExit
+from weights_engines import engine
+
+async def main():
+    made = engine("contained")
+    try:
+        print(json.dumps(await made.prepare()), flush=True)
+        await made.init_process_group(roles=json.loads(await asyncio.to_thread(sys.stdin.readline)))
+        print((await made.receive(1)).checksum, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await made.close()
+
+asyncio.run(main())
+"""
+
+
+@asynchronous
+async def test_replicas_of_a_host_that_share_no_memory_receive_a_version_each() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(mounts.__file__).parent)}
+    made = [engine(name) for name in ("trainer", "replica 0", "replica 1")]
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CONTAINED), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        described = await child.stdout.readline()
+        if not described.strip():
+            pytest.skip("this system does not allow a /dev/shm of one's own")
+        actor, rollout = build_topology(1, 3, [*[await each.prepare() for each in made], json.loads(described)])
+        *roles, contained = *actor["roles"], *rollout["roles"]
+        child.stdin.write(json.dumps(contained).encode() + b"\n")
+        await asyncio.gather(*(each.init_process_group(roles=role) for each, role in zip(made, roles, strict=True)))
+        sent = made[0].send_weights(iter(version_of(1).items()), 1)
+        _, *held, found = await asyncio.gather(sent, *(each.receive(1) for each in made[1:]), child.stdout.readline())
+        assert {int(found), *(each.checksum for each in held)} == {checksum_of(1)}
+        assert made[2].statistics().bytes_received == {}  # it maps what replica 0 has landed
+    finally:
+        child.stdin.close()
+        for each in made:
+            await each.close()
+        await child.wait()
 
 
 @asynchronous

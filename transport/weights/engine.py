@@ -25,7 +25,7 @@ from transport.devices.libraries import parse_device
 from transport.errors import ClosedError, SchemaError, UsageError, WeightsTimeoutError
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
-from transport.ticket import host_identity
+from transport.ticket import memory_identity
 from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Metadata, Proof, Weights
 from transport.weights.sharding.layouts import Layout
@@ -129,7 +129,7 @@ class WeightsEngine:
         self._own = checked_targets(layout, in_place) if layout is not None and in_place is not None else in_place
         self._specs = None if specs is None else tuple(specs)
         self._options = options
-        self._host = options.host or host_identity()
+        self._host = options.host or memory_identity()
         self._address = address or advertised()[0]
         self._progress = progress
         self._device = None if device is None else parse_device(device)

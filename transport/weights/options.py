@@ -16,7 +16,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         shape, fanout: of the relays; the trainer's count.
-        host: members with the same one can map this member's memory; None: this host.
+        host: members with the same one can map this member's memory; None: those of this host, /dev/shm and user.
         wires: what may carry buckets; None: whatever is best, mapped on one host.
         secret: shared secret that members prove to each other's listeners; every member has the same.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
