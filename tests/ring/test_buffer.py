@@ -165,6 +165,16 @@ def test_a_blocked_writer_takes_the_place_of_a_payload_that_expires_meanwhile() 
         assert ring.statistics().discards == 1
 
 
+def test_a_copy_that_waited_for_a_slot_has_the_deadline_of_its_original(ring: SharedRingBuffer) -> None:
+    original = ring.write_raw(b"1", deadline_s=1000.0)
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as other, ThreadPoolExecutor() as pool:
+        before = other.write_raw(b"2")
+        copied = pool.submit(other.write_copy, original, b"1")
+        eventually(lambda: other.statistics().full_waits)
+        other.discard(before)
+        assert copied.result().deadline == original.deadline
+
+
 # --- reading ---------------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +168,20 @@ def test_a_batch_larger_than_the_ring_waits_for_its_readers(ring: SharedRingBuff
     assert [ticket.lengths for ticket in tickets] == [(number,) for number in range(100)]
 
 
+def test_a_deadline_counts_from_when_there_is_room(ring: SharedRingBuffer) -> None:
+    first = ring.write_many([payload(number) for number in range(8)])
+    written: list[Ticket] = []
+    writer = threading.Thread(target=lambda: written.extend(ring.write_many([payload(8)], deadline_s=100)))
+    writer.start()
+    eventually(lambda: ring.statistics().full_waits)
+    freed_at = time.time()
+    ring.discard(first[0])
+    writer.join()
+    [ticket] = written
+    assert ticket.deadline is not None
+    assert ticket.deadline >= freed_at + 100
+
+
 def test_the_policy_version_is_the_claims(ring: SharedRingBuffer) -> None:
     ring.write_many([payload(1)], policy_version=7)
     ring.write(payload(2), policy_version=8)
@@ -217,5 +233,5 @@ def test_an_interrupt_behind_the_taking_of_a_slot_gives_the_slot_back() -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            batch.write(terms_of(1, None, None), taken_and_interrupted)
+            batch.write(terms_of(1, None), taken_and_interrupted)
         assert ring.native.state_counts() == (1, 0, 0, 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +45,7 @@ from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, call, named, statistics_of
-from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of, version_of
+from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
@@ -295,7 +294,8 @@ class SharedRingBuffer(Attachment):
             readers: how many ranks (1 to 16) read the payload once each; None: the named consumers, or one.
             metadata: small values of the caller's own that travel in the ticket.
             policy_version: of the policy that made it, for claims with an ``oldest_version``.
-            deadline_s: seconds from now after which the payload may be discarded unread, by the clock of this host.
+            deadline_s: seconds after which the payload may be discarded unread, counted from when there is room for it,
+                by the clock of this host.
             timeout_s: longest wait for a slot where overflow is "block"; None: no limit.
 
         Raises:
@@ -305,16 +305,14 @@ class SharedRingBuffer(Attachment):
             RingFullError: no slot became free in time.
             MissingDependencyError: a value is in device memory, and CuPy is not installed.
         """
-        if policy_version is not None:
-            policy_version = version_of(policy_version)
+        terms = terms_of(self.readers_of(readers), deadline_s, policy_version)
         arrays: Any
         if self.schema is None:
             schema, arrays, lengths = describe_exact(values)
         else:
             schema = self.schema
             arrays, lengths = describe(schema, values, casting=casting)
-        with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
-            lease.policy_version = policy_version
+        with self._reserve(schema, lengths, None, metadata, terms, timeout_s) as lease:
             if lease.layout is None:
                 raise InternalError("a lease by schema has a layout")
             layout = lease.layout
@@ -377,7 +375,6 @@ class SharedRingBuffer(Attachment):
         casting: Any,
     ) -> Tickets:
         """Payloads in device memory."""
-        deadline_s = None if terms.deadline is None else terms.deadline - terms.created
         written: list[bytes] = []
         for values, note in zip(batch, metadata, strict=True):
             try:
@@ -386,7 +383,7 @@ class SharedRingBuffer(Attachment):
                     readers=terms.readers,
                     metadata=note,
                     policy_version=terms.policy_version,
-                    deadline_s=deadline_s,
+                    deadline_s=terms.deadline_s,
                     timeout_s=left_s(),
                     casting=casting,
                 )
@@ -421,9 +418,8 @@ class SharedRingBuffer(Attachment):
         ticket.layout(known)
         if known is None or self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
             raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
-        deadline_s = None if ticket.deadline is None else ticket.deadline - time.time()
-        with self._reserve(known, ticket.lengths, None, ticket.readers, metadata, deadline_s, timeout_s) as lease:
-            lease.policy_version = policy_version
+        terms = terms_of(self.readers_of(ticket.readers), None, policy_version, deadline=ticket.deadline)
+        with self._reserve(known, ticket.lengths, None, metadata, terms, timeout_s) as lease:
             _ring.copy(lease.memory, data)
             lease.checksum = ticket.checksum
         return lease.ticket
@@ -461,36 +457,31 @@ class SharedRingBuffer(Attachment):
         Args:
             lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
         """
+        terms = terms_of(self.readers_of(readers), deadline_s)
         if isinstance(lengths, Schema):
             if self.schema is not None:
                 raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
-            return self._reserve(lengths, None, None, readers, metadata, deadline_s, timeout_s)
+            return self._reserve(lengths, None, None, metadata, terms, timeout_s)
         if self.schema is None:
             raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
-        return self._reserve(self.schema, None, lengths or {}, readers, metadata, deadline_s, timeout_s)
+        return self._reserve(self.schema, None, lengths or {}, metadata, terms, timeout_s)
 
     def _reserve(
         self,
         schema: Schema,
         lengths: tuple[int, ...] | None,
         named_lengths: Mapping[str, int] | None,
-        readers: int | None,
         metadata: Mapping[str, Any] | None,
-        deadline_s: float | None,
+        terms: Terms,
         timeout_s: float | None,
     ) -> WriteLease:
         # Whatever can be refused is refused before there is a slot that the refusal would keep.
-        readers = self.readers_of(None if readers is None else operator.index(readers))
-        if not 1 <= readers <= MAX_READERS:
-            raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
         try:
             small = dict(metadata or {})
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
             ) from error
-        now = time.time()
-        deadline = None if deadline_s is None else now + seconds(deadline_s, "deadline_s")
         wait_s = None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
         if lengths is None:
             lengths = ordered_lengths(schema, named_lengths or {})
@@ -500,17 +491,21 @@ class SharedRingBuffer(Attachment):
                 f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
                 "make the ring with a larger slot_bytes"
             )
-        draft = Draft(
-            schema=schema, lengths=lengths, readers=int(readers), metadata=small, created=now, deadline=deadline
-        )
         taken: list[tuple[int, int]] = []
         try:
             slot, generation = call(self._overflowing.take, wait_s, taken)
+            created, deadline = terms.times()
             self._overflowing.may_expire |= deadline is not None
+            draft = Draft(
+                schema=schema,
+                lengths=lengths,
+                readers=terms.readers,
+                metadata=small,
+                created=created,
+                deadline=deadline,
+            )
             lease = WriteLease(self, slot, generation, layout, draft)
-            draft.created = time.time()
-            if deadline is not None:  # counts from when there is room
-                draft.deadline = deadline + draft.created - now
+            lease.policy_version = terms.policy_version
             return lease
         except _ring.RingFault as fault:  # closed by another thread, which has freed the slot
             raise named(fault) from None

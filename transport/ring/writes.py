@@ -56,12 +56,22 @@ class Tickets(Sequence[Ticket]):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What payloads of one call have in common."""
+    """What payloads of one call have in common.
+
+    Attributes:
+        deadline_s: after which each may be discarded unread, counted from when there is room for it.
+        deadline: of a copy, where there is no ``deadline_s``: that of its original.
+    """
 
     readers: int
-    created: float
-    deadline: float | None
     policy_version: int | None
+    deadline_s: float | None
+    deadline: float | None
+
+    def times(self) -> tuple[float, float | None]:
+        """Creation and deadline of a payload whose slot was just taken, by the clock of this host."""
+        now = time.time()
+        return now, self.deadline if self.deadline_s is None else now + self.deadline_s
 
 
 class Batch:
@@ -127,9 +137,7 @@ class Batch:
         version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
         taken: list[tuple[int, int]] = []  # the last one is the slot that the next call of the plan writes
         try:
-            while self._plan.write(
-                self._native, taken[-1] if taken else None, terms.readers, terms.created, terms.deadline, version
-            ):
+            while self._plan.write(self._native, taken[-1] if taken else None, terms.readers, *terms.times(), version):
                 take(taken)
         except RingFullError as error:
             error.written = Tickets(self._plan.notes())
@@ -156,15 +164,20 @@ def seconds(value: Any, name: str) -> float:
     return float(value)
 
 
-def terms_of(readers: int, deadline_s: float | None, policy_version: int | None) -> Terms:
-    """Checked, and with the times of now."""
+def terms_of(
+    readers: int, deadline_s: float | None, policy_version: int | None = None, *, deadline: float | None = None
+) -> Terms:
+    """Checked."""
+    readers = operator.index(readers)
     if not 1 <= readers <= _ring.MAX_READERS:
         raise RankError(f"readers={readers}; a payload is written for 1 to {_ring.MAX_READERS} ranks")
     if policy_version is not None:
         policy_version = version_of(policy_version)
-    now = time.time()
-    deadline = None if deadline_s is None else now + seconds(deadline_s, "deadline_s")
-    return Terms(readers=readers, created=now, deadline=deadline, policy_version=policy_version)
+    if deadline_s is not None:
+        deadline_s = seconds(deadline_s, "deadline_s")
+    if deadline is not None:
+        seconds(deadline - time.time(), "deadline, from now")
+    return Terms(readers=readers, policy_version=policy_version, deadline_s=deadline_s, deadline=deadline)
 
 
 def metadata_of(
