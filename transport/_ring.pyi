@@ -468,8 +468,8 @@ class WritePlan:
         policy_version: int,
     ) -> int:
         """Publish, into the lease first, until no slot is free; how many payloads are left."""
-    def notes(self) -> list[bytes]:
-        """The encoded tickets of those that are published."""
+    def notes(self, first: int) -> list[bytes]:
+        """The encoded tickets of those that are published, from this one on."""
     def __len__(self) -> int: ...
 
 @final

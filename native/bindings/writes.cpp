@@ -178,9 +178,9 @@ class WritePlan {
     return planned_.size() - written_.size();
   }
 
-  nb::list notes() const {
+  nb::list notes(std::size_t first) const {
     nb::list all;
-    for (const std::string& note : written_) all.append(nb::bytes(note.data(), note.size()));
+    for (std::size_t i = first; i < written_.size(); ++i) all.append(nb::bytes(written_[i].data(), written_[i].size()));
     return all;
   }
   std::size_t size() const { return planned_.size(); }
@@ -278,7 +278,7 @@ void bind_writes(nb::module_& module) {
       .def("largest", [](const WritePlan& plan) { return nb::make_tuple(plan.largest().first, plan.largest().second); })
       .def("write", &WritePlan::write, "ring"_a, "lease"_a.none(), "readers"_a, "created"_a, "deadline"_a.none(),
            "policy_version"_a)
-      .def("notes", &WritePlan::notes)
+      .def("notes", &WritePlan::notes, "first"_a)
       .def("__len__", &WritePlan::size);
 }
 

@@ -66,6 +66,14 @@ def test_a_groups_payload_is_one_delivery_for_all_its_ranks(queue: RedisQueue) -
         worker.cleanup_ucxx()
 
 
+def test_one_payload_that_does_not_fit_publishes_none_of_its_call(worker: Worker, queue: RedisQueue) -> None:
+    slots = worker.ring.slot_count
+    with pytest.raises(SchemaError):
+        worker.write_many_to_buffer([*[VALUES] * slots, {"obs": np.ones((17, 2), np.float32)}])
+    worker.flush_ucxx()
+    assert (queue.depth().ready, worker.ring_statistics().free) == (0, slots)
+
+
 def test_a_payload_that_does_not_fit_publishes_nothing(worker: Worker, queue: RedisQueue) -> None:
     with pytest.raises(SchemaError, match="obs"):
         worker.write_to_buffer({"obs": np.ones((17, 2), np.float32)})

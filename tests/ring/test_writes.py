@@ -224,14 +224,14 @@ def test_an_interrupt_behind_the_taking_of_a_slot_gives_the_slot_back() -> None:
     schema = Schema.of(x=("int64", 4))
     with SharedRingBuffer.create(schema, slots=1) as ring:
         ticket = ring.write({"x": np.arange(4)})
-        batch = Batch(ring.native, schema, "safe")
-        assert batch.add({"x": np.arange(4)}, None)
 
-        def taken_and_interrupted(taken: list[tuple[int, int]]) -> None:
+        def taken_and_interrupted(_: float | None, taken: list[tuple[int, int]]) -> None:
             ring.discard(ticket)
             ring.native.take(10.0, taken)
             raise KeyboardInterrupt
 
+        given = [({"x": np.arange(4)}, None)]
+        batch = Batch(ring.native, schema, "safe", terms_of(1, None), given, taken_and_interrupted, lambda *_: ticket)
         with pytest.raises(KeyboardInterrupt):
-            batch.write(terms_of(1, None), taken_and_interrupted)
+            batch.write(None)
         assert ring.native.state_counts() == (1, 0, 0, 0)

@@ -17,7 +17,7 @@ from transport.packer.unpublished import queued, queued_many, reconciled
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
-from transport.ring.writes import Tickets, metadata_of
+from transport.ring.writes import Tickets
 from transport.runtime.arguments import seconds
 from transport.ticket import Ticket
 
@@ -104,40 +104,23 @@ class Writing:
         payload is withdrawn: what was written stays in the ring, and is published by a later call.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
-        batch = list(trajectories)
-        each = metadata_of(metadata, len(batch))
-        ring = self.ring
+        batch = self.ring.plan_many(
+            trajectories,
+            readers=self._ucxx_readers,
+            metadata=metadata,
+            policy_version=version,
+            deadline_s=deadline_s,
+        )
         encoded: list[bytes] = []
-        full: list[bool] = []  # not empty: the ring was full
         give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
 
         def write(timeout_s: float) -> None:
-            # What fits now, so that its tickets are published before this call waits; then the next one alone.
-            few = ring.slot_count if timeout_s <= 0 or not full else 1
-            part = slice(len(encoded), len(encoded) + few)
-            try:
-                done = ring.write_many(
-                    batch[part],
-                    readers=self._ucxx_readers,
-                    metadata=each[part],
-                    policy_version=version,
-                    deadline_s=deadline_s,
-                    timeout_s=timeout_s if few == 1 else 0.0,
-                )
-            except RingFullError as error:
-                if isinstance(error.written, Tickets):
-                    self._publish_many(error.written, version)
-                    encoded.extend(error.written.encoded)
-                if few == 1 or timeout_s <= 0:
-                    raise
-                full.append(True)
-                return
-            full.clear()
-            self._publish_many(done, version)
+            done = batch.write(timeout_s)
+            self._publish_many(done, version)  # before the next ones wait for room, which its readers make
             encoded.extend(done.encoded)
 
         try:
-            while len(encoded) < len(batch):
+            while batch.left:
                 self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
                 self._ucxx_unsure = False
         except RingFullError as error:  # of the last payloads, or since tickets wait for a slow queue
@@ -146,7 +129,7 @@ class Writing:
         return Tickets(encoded)
 
     def _publish_many(self, tickets: Tickets, version: int | None) -> None:
-        if self._ucxx_publisher is not None and len(tickets):
+        if self._ucxx_publisher is not None:
             self._ucxx_publisher.add([Waiting(each, self._deliveries, version) for each in queued_many(tickets)])
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:

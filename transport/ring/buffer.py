@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
@@ -350,48 +350,58 @@ class SharedRingBuffer(Attachment):
             RingFullError: not all found a slot in time; ``written`` has the tickets of those that did.
             SchemaError, PayloadTooLargeError, UsageError: as `write`; nothing was written.
         """
-        batch = list(payloads)
-        each = metadata_of(metadata, len(batch))
-        terms = terms_of(self.readers_of(readers), deadline_s, policy_version)
+        batch = self.plan_many(
+            payloads,
+            readers=readers,
+            metadata=metadata,
+            policy_version=policy_version,
+            deadline_s=deadline_s,
+            casting=casting,
+        )
         deadline = None if timeout_s is None else _ring.Deadline(timeout_s)
-
-        def left_s() -> float | None:
-            return None if deadline is None else deadline.left_s
-
-        plan = call(Batch, self.native, self.schema, casting)
-        on_host = [plan.add(values, note) for values, note in zip(batch, each, strict=True)]
-        plan.check()
-        self._overflowing.may_expire |= deadline_s is not None
-        if all(on_host):
-            return call(plan.write, terms, lambda taken: call(self._overflowing.take, left_s(), taken))
-        return self._write_each(batch, each, terms, left_s, casting)
-
-    def _write_each(
-        self,
-        batch: Sequence[Mapping[str, Any]],
-        metadata: Sequence[Mapping[str, Any] | None],
-        terms: Terms,
-        left_s: Callable[[], float | None],
-        casting: Any,
-    ) -> Tickets:
-        """Payloads in device memory."""
         written: list[bytes] = []
-        for values, note in zip(batch, metadata, strict=True):
-            try:
-                ticket = self.write(
-                    values,
-                    readers=terms.readers,
-                    metadata=note,
-                    policy_version=terms.policy_version,
-                    deadline_s=terms.deadline_s,
-                    timeout_s=left_s(),
-                    casting=casting,
-                )
-            except RingFullError as error:
-                error.written = Tickets(written)
-                raise
-            written.append(ticket.encode())
+        try:
+            while batch.left:
+                written += batch.write(None if deadline is None else deadline.left_s).encoded
+        except RingFullError as error:
+            error.written = Tickets(written)
+            raise
         return Tickets(written)
+
+    def plan_many(
+        self,
+        payloads: Iterable[Mapping[str, Any]],
+        *,
+        readers: int | None = None,
+        metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None = None,
+        policy_version: int | None = None,
+        deadline_s: float | None = None,
+        casting: Literal["safe", "same_kind", "unsafe"] = "safe",
+    ) -> Batch:
+        """Look at many payloads for `Batch.write`, which writes them as there is room: `write_many` in steps.
+
+        Arguments and errors are those of `write_many`.
+        """
+        batch = list(payloads)
+        each = list(zip(batch, metadata_of(metadata, len(batch)), strict=True))
+        terms = terms_of(self.readers_of(readers), deadline_s, policy_version)
+
+        def write_alone(
+            values: Mapping[str, Any], metadata: Mapping[str, Any] | None, timeout_s: float | None
+        ) -> Ticket:
+            return self.write(
+                values,
+                readers=terms.readers,
+                metadata=metadata,
+                policy_version=terms.policy_version,
+                deadline_s=terms.deadline_s,
+                timeout_s=timeout_s,
+                casting=casting,
+            )
+
+        plan = call(Batch, self.native, self.schema, casting, terms, each, self._overflowing.take, write_alone)
+        self._overflowing.may_expire |= deadline_s is not None
+        return plan
 
     def write_copy(
         self,

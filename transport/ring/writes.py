@@ -19,8 +19,9 @@ import numpy as np
 
 from transport import _ring
 from transport.devices.arrays import DeviceTensor
-from transport.errors import InternalError, PayloadTooLargeError, RankError, RingFullError, UsageError
+from transport.errors import InternalError, PayloadTooLargeError, RankError, UsageError
 from transport.ring.packing import Casting, describe, describe_exact, flat
+from transport.ring.states import call
 from transport.schema import Schema
 from transport.ticket import MAX_ENCODED_BYTES, Ticket, encoded_metadata, host_identity
 
@@ -75,21 +76,48 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch:
-    """Payloads of one call, on their way into slots."""
+    """Payloads of one call, on their way into slots: all are looked at when it is made, and then written.
 
-    def __init__(self, native: _ring.Ring, schema: Schema | None, casting: Casting) -> None:
+    Raises what `SharedRingBuffer.write_many` raises for payloads that cannot be written.
+
+    Args:
+        payloads: each with its metadata.
+        take: waits for a slot for so many seconds, and appends it to a list.
+        write_alone: writes one payload, waiting for so many seconds.
+    """
+
+    def __init__(
+        self,
+        native: _ring.Ring,
+        schema: Schema | None,
+        casting: Casting,
+        terms: Terms,
+        payloads: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
+        take: Callable[[float | None, list[tuple[int, int]]], object],
+        write_alone: Callable[[Mapping[str, Any], Mapping[str, Any] | None, float | None], Ticket],
+    ) -> None:
         self._native = native
         self._schema = schema
         self._casting = casting
+        self._terms = terms
+        self._payloads = payloads
+        self._take = take
+        self._write_alone = write_alone
+        self._written = 0
         head = _head(native.ring_id.hex(), native.name, native.addresses, native.ports())
         fields, middle = ([], b"") if schema is None else _fields(schema)
         self._plan = _ring.WritePlan(fields, np.ndarray, head, middle, _NO_METADATA)
+        on_host = [self._add(values, metadata) for values, metadata in payloads]
+        self._on_host = all(on_host)
+        self._check()
 
-    def add(self, values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> bool:
-        """Take one more payload into the plan. False: a tensor of it is in device memory, which is not written here.
+    @property
+    def left(self) -> int:
+        """Payloads that are not written yet."""
+        return len(self._payloads) - self._written
 
-        Raises what `SharedRingBuffer.write` raises for values that cannot be written.
-        """
+    def _add(self, values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> bool:
+        """Take one more payload into the plan. False: a tensor of it is in device memory."""
         encoded = encoded_metadata(metadata) if metadata else None
         if self._schema is not None and not self._schema.kinds and self._plan.add(values, encoded):
             return True
@@ -115,7 +143,7 @@ class Batch:
         self._plan.add_placed(layout.total, lengths, placed, middle, encoded)
         return True
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Refuse what no slot can hold, before any slot is taken."""
         size, note = self._plan.largest()
         if size > self._native.slot_capacity:
@@ -129,24 +157,37 @@ class Batch:
                 "less metadata, fewer addresses, or a ring with a schema"
             )
 
-    def write(self, terms: Terms, take: Callable[[list[tuple[int, int]]], object]) -> Tickets:
-        """Publish all. Where ``take`` raises RingFullError, that has the tickets of those that were published.
+    def write(self, timeout_s: float | None) -> Tickets:
+        """Publish as many as there is room for, and wait for that of the first of them; their tickets.
 
-        ``take``: waits for a slot, and appends it to the list that it is given.
+        Those of payloads in device memory are written alone. RingFullError: no slot became free in time.
         """
-        version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
-        taken: list[tuple[int, int]] = []  # the last one is the slot that the next call of the plan writes
+        if not self._on_host:
+            notes = [self._write_alone(*self._payloads[self._written], timeout_s).encode()] if self.left else []
+        else:
+            self._publish(None)
+            notes = self._plan.notes(self._written)
+            if self.left and not notes:
+                self._publish_waiting(timeout_s)
+                notes = self._plan.notes(self._written)
+        self._written += len(notes)
+        return Tickets(notes)
+
+    def _publish_waiting(self, timeout_s: float | None) -> None:
+        taken: list[tuple[int, int]] = []
         try:
-            while self._plan.write(self._native, taken[-1] if taken else None, terms.readers, *terms.times(), version):
-                take(taken)
-        except RingFullError as error:
-            error.written = Tickets(self._plan.notes())
-            raise
-        except BaseException:  # an interrupt between the taking of a slot and its use: one that was used is not WRITING
+            call(self._take, timeout_s, taken)
+            self._publish(taken[-1])
+        except BaseException:  # an interrupt between the taking of a slot and its use: a used one is not WRITING
             if taken and not self._native.closed:
                 self._native.abort(*taken[-1])
             raise
-        return Tickets(self._plan.notes())
+
+    def _publish(self, slot: tuple[int, int] | None) -> None:
+        """Publish until no slot is free, in this one first."""
+        terms = self._terms
+        version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
+        call(self._plan.write, self._native, slot, terms.readers, *terms.times(), version)
 
 
 def version_of(policy_version: int) -> int:
