@@ -74,7 +74,7 @@ def train(run: str, number: int) -> None:
     with (
         until_stopped() as stopped,
         open_queue(f"rings:{run}-referenced") as queue,
-        Trainer(schemas=[ROLLOUT, REFERENCE], queue=queue, joined=True) as trainer,
+        Trainer(schemas=[REFERENCE], parents=[ROLLOUT], queue=queue, joined=True) as trainer,
     ):
         while not stopped.wait(0.0):
             claims = trainer.claim_tickets(2, timeout_s=0.2)

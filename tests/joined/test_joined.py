@@ -172,8 +172,13 @@ def test_a_group_shares_what_it_has_in_common_once(client: BlockingClient) -> No
         client._client._deliveries._schemas[samples.fingerprint] = samples
         texts = [f"answer {at}" for at in range(5)]
         tickets = write_group(
-            common, {"prompt": "shared", "tokens": [1]}, [{"completion": text} for text in texts], samples_ring=ring
+            common,
+            {"prompt": "shared", "tokens": [1]},
+            [{"completion": text} for text in texts],
+            samples_ring=ring,
+            metadata=[{"text": text} for text in texts],
         )
+        assert [ticket.metadata["text"] for ticket in tickets] == texts
         assert common.statistics().free == 1
         for at, ticket in enumerate(tickets):
             with read_joined(client, ticket) as payload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, Trainer,
 from transport.errors import SchemaError, UsageError
 from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
 from transport.packer.rollout import queued
-from transport.queue import RedisQueue, RingQueue, TicketQueue
+from transport.queue import RedisQueue, RingQueue, TicketQueue, open_queue
 
 pytestmark = pytest.mark.ucx
 
@@ -22,6 +23,7 @@ ROLLOUT = Schema.of(prompt=("text", UpTo(64)), tokens=("int32", UpTo(64)))
 REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(64)), parents=PARENTS)
 REWARD = Schema.of(reward="float32", parents=PARENTS)
 SCHEMAS = [ROLLOUT, REFERENCE, REWARD]
+OF_PARENTS = [ROLLOUT, REFERENCE]
 Make = Callable[..., Trainer]
 
 
@@ -73,8 +75,8 @@ def trainer(stages: Stages) -> Iterator[Make]:
 
     def make(**options: Any) -> Trainer:
         wire = {"mapped", "tcp"} if isinstance(stages.queue, RingQueue) else {"tcp"}
-        given = {"schemas": SCHEMAS, "joined": True, "wire": wire, "queue": stages.queue, **options}
-        opened.append(Trainer(**given))
+        of = {"schemas": [REWARD], "parents": OF_PARENTS, "joined": True}
+        opened.append(Trainer(**{"wire": wire, "queue": stages.queue, **of, **options}))
         return opened[-1]
 
     yield make
@@ -109,6 +111,25 @@ def test_a_trainer_gets_one_payload_of_all_parts_and_consumes_all(
     batch.release()
     loop.close()
     assert stages.all_free()
+
+
+def test_payloads_of_parents_schemas_are_read_and_not_claimed(redis: RedisServer) -> None:
+    with Stages("rings", redis) as stages, open_queue(f"rings:{secrets.token_hex(8)}-") as queue:
+        for ring in stages.all:
+            queue.hand_out(ring)
+        for number in range(3):
+            stages.write(number)
+        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"mapped"}, queue=queue) as loop:
+            batch = fetched(loop, 3)
+            assert [payload["prompt"] for payload in loop.consume(batch)] == ["p0", "p1", "p2"]
+            assert loop.claim_tickets(9) == []
+            batch.release()
+        assert stages.all_free()
+
+
+def test_schemas_of_parents_are_for_joined_payloads(stages: Stages, trainer: Make) -> None:
+    with pytest.raises(UsageError, match="joined=True"):
+        trainer(joined=False)
 
 
 def test_the_policys_input_is_joined(stages: Stages, trainer: Make) -> None:
@@ -154,7 +175,7 @@ def test_an_abandoned_batch_can_be_claimed_again_with_all_parts(
 
 def test_without_joined_the_parents_are_a_field(stages: Stages, trainer: Make) -> None:
     stages.write(1)
-    loop = trainer(joined=False)
+    loop = trainer(joined=False, parents=())
     batch = fetched(loop, 1)
     [payload] = batch.payloads
     assert not isinstance(payload, JoinedPayload)
@@ -166,7 +187,7 @@ def test_a_parent_whose_schema_is_unknown_is_an_error_that_names_it(
     stages: Stages, trainer: Callable[..., Trainer]
 ) -> None:
     rolled, *_ = stages.write(1)
-    loop = trainer(schemas=[REWARD, REFERENCE])
+    loop = trainer(parents=[REFERENCE])
     batch = fetched(loop, 1)
     assert isinstance(batch[0].error, SchemaError)
     assert rolled.ring[:4] in str(batch[0].error)
@@ -177,7 +198,7 @@ def test_samples_of_a_group_come_with_what_they_share(redis: RedisServer, wire: 
     with Stages("rings", redis) as stages:
         shared: dict[str, Any] = {"prompt": "shared", "tokens": [1]}
         write_group(stages.rollout, shared, [{"reward": at} for at in range(3)], samples_ring=stages.reward)
-        with Trainer(schemas=SCHEMAS, joined=True, wire={wire, "tcp"}, queue=stages.queue) as loop:
+        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={wire, "tcp"}, queue=stages.queue) as loop:
             batch = fetched(loop, 3)
             found = [(each["prompt"], float(each["reward"])) for each in loop.consume(batch)]
             assert found == [("shared", at) for at in range(3)]
@@ -200,7 +221,7 @@ def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_f
         rolled = stages.rollout.write({"prompt": "p", "tokens": [1]}, readers=2)
         referenced = stages.reference.write(with_parents({"ref_logprobs": [1.0]}, [Parent(rolled, 1)]))
         stages.reward.write(with_parents({"reward": 1.0}, [rolled, referenced]))
-        with Trainer(schemas=SCHEMAS, joined=True, wire={"tcp"}, queue=stages.queue) as loop:
+        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"tcp"}, queue=stages.queue) as loop:
             batch = fetched(loop, 1)
             assert len(loop.consume(batch)) == 1
             batch.release()

@@ -9,7 +9,7 @@ reader joins them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from transport import _ring
@@ -79,8 +79,9 @@ def write_group(
     common: Mapping[str, Any],
     samples: Sequence[Mapping[str, Any]],
     *,
-    samples_ring: SharedRingBuffer | None = None,
+    samples_ring: SharedRingBuffer,
     readers: int = 1,
+    metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None = None,
     **options: Any,
 ) -> list[Ticket]:
     """Write what the samples of a group share once, and each sample with it as its parent; the samples' tickets.
@@ -88,9 +89,11 @@ def write_group(
     The common payload is free when the readers of all samples have acknowledged it.
 
     Args:
-        samples_ring: for the samples; None: the same ring. Its schema has the field `parents`.
+        ring: for what they share.
+        samples_ring: for the samples, from which they are claimed. Its schema has the field `parents`.
         readers: ranks that read each sample; ``readers * len(samples)`` is at most 16.
-        options: of `SharedRingBuffer.write_many`.
+        metadata: of the samples: one mapping for all, or one for each.
+        options: further ones of `SharedRingBuffer.write_many`, for both rings.
 
     Raises:
         UsageError: too many samples for 16 ranks, or none.
@@ -102,16 +105,15 @@ def write_group(
             f"{count} samples for {readers} ranks each; a common payload has 1 to {MAX_READERS} readers: write larger "
             "groups as several"
         )
-    target = ring if samples_ring is None else samples_ring
     shared = ring.write_many([common], readers=count * readers, **options)[0]
     written: Sequence[Ticket] = ()
     try:
         children = [with_parents(each, [Parent(shared, at * readers)]) for at, each in enumerate(samples)]
-        written = target.write_many(children, readers=readers, **options)
+        written = samples_ring.write_many(children, readers=readers, metadata=metadata, **options)
         return list(written)
     except BaseException as error:
         for ticket in getattr(error, "written", ()):
-            target.discard(ticket)
+            samples_ring.discard(ticket)
         ring.discard(shared)
         raise
 

@@ -67,6 +67,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         consumed: ConsumedRecord | None = None,
         progress: Progress | Literal["bar"] | None = None,
         joined: bool = False,
+        parents: Sequence[Schema] = (),
         expected_rollouts: int | None = None,
         wire: WirePolicy | None = None,
         client: ClientOptions = _CLIENT,
@@ -75,7 +76,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """Start the background loop and the client. Called again, it cleans up first.
 
         Args:
-            schemas: schemas of the rings whose tickets do not describe their payloads.
+            schemas: of the payloads to claim, where their tickets do not describe them. A queue that finds the rings
+                itself leaves those of other schemas alone; none: it claims any payload.
             queue: the queue that claims come from; for a rank of a model-parallel group a `GroupQueue`. None: the rings
                 of this host whose writers were given no queue either, as ``open_queue("rings:")``.
             rank: this trainer's rank among the readers of each payload; or the name of a consumer, as the rings have it
@@ -87,14 +89,18 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws it on the terminal.
             joined: a payload that names its parents (docs/PAYLOADS.md) is a `JoinedPayload` of all parts, which is
-                consumed as a whole. ``schemas`` has those of the parents, too.
+                consumed as a whole.
+            parents: schemas of the parents of joined payloads, which are read with these, and not claimed.
             expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
             client: further choices, for example ``client=ClientOptions(device="torch")``.
             wire, settings: default: the operator's configuration (config.py), which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
+            UsageError: an argument that makes no sense, as ``parents`` without ``joined``.
         """
+        if parents and not joined:
+            raise UsageError("parents are schemas of what is read with a payload: give joined=True as well")
         rank = check_consumer(rank, "rank") if isinstance(rank, str) else index(rank)
         check_queue(queue)
         if expected_rollouts is not None:
@@ -118,6 +124,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             progress=progress,
             fetch=self._ucxx_dp_fetch_all,
             joined=joined,
+            parents=parents,
         )
         self._expected_rollouts = expected_rollouts
         try:

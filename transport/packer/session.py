@@ -296,12 +296,17 @@ def open_session(
     progress: Progress | Literal["bar"] | None,
     fetch: Fetcher,
     joined: bool = False,
+    parents: Sequence[Schema] = (),
 ) -> PackerSession:
-    """Loop, client, and the queue (None: of the rings of this host): all of them, or none where one cannot be had."""
+    """Loop, client, and the queue (None: of the rings of this host): all of them, or none where one cannot be had.
+
+    Args:
+        schemas: of what is claimed; parents: of what the client reads besides.
+    """
     with contextlib.ExitStack() as undo:
         thread = LoopThread("transport data packer")
         undo.callback(thread.close)
-        client = thread.run(_make_client(thread, schemas, wire, settings, options))
+        client = thread.run(_make_client(thread, [*schemas, *parents], wire, settings, options))
         own = queue is None
         if queue is None:
             queue = undo.enter_context(FoundRings())
