@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import secrets
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
+from memory_store import MemoryStore
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
 from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import SchemaError, UsageError
 from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
+from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.rollout import queued
 from transport.queue import RedisQueue, RingQueue, TicketQueue, open_queue
+from transport.queue.group import GroupQueue
 
 pytestmark = pytest.mark.ucx
 
@@ -30,17 +39,19 @@ Make = Callable[..., Trainer]
 class Stages:
     """A served ring for each stage, and a queue of what the last one wrote."""
 
-    def __init__(self, kind: str, redis: RedisServer) -> None:
-        self.all = [SharedRingBuffer.create(schema, slots=4) for schema in SCHEMAS]
+    def __init__(self, kind: str, redis: RedisServer, *, readers: int = 1, prefix: str = "") -> None:
+        self.all = [SharedRingBuffer.create(schema, slots=4, prefix=prefix) for schema in SCHEMAS]
+        self._readers = readers
         self.rollout, self.reference, self.reward = self.all
         self._servers = [UCXXServer(ring, mode="thread") for ring in self.all]
         self.queue: TicketQueue = RingQueue([self.reward]) if kind == "rings" else ticket_queue(redis)
 
     def write(self, number: int) -> tuple[Ticket, Ticket, Ticket]:
         """A rollout, and what two stages add, the second to both."""
-        rolled = self.rollout.write({"prompt": f"p{number}", "tokens": [number] * 3})
-        referenced = self.reference.write(with_parents({"ref_logprobs": [0.5] * number}, [rolled]))
-        rewarded = self.reward.write(with_parents({"reward": number}, [rolled, referenced]))
+        of = self._readers
+        rolled = self.rollout.write({"prompt": f"p{number}", "tokens": [number] * 3}, readers=of)
+        referenced = self.reference.write(with_parents({"ref_logprobs": [0.5] * number}, [rolled]), readers=of)
+        rewarded = self.reward.write(with_parents({"reward": number}, [rolled, referenced]), readers=of)
         if isinstance(self.queue, RedisQueue):
             self.queue.publish(queued(rewarded))
         return rolled, referenced, rewarded
@@ -171,6 +182,95 @@ def test_an_abandoned_batch_can_be_claimed_again_with_all_parts(
     assert [payload["prompt"] for payload in loop.consume(fetched(loop, 1))] == ["p2"]
     loop.close()
     assert stages.all_free()
+
+
+# --- how joined payloads end ------------------------------------------------------------------------------
+def test_a_duplicate_ends_with_its_parts(stages: Stages, trainer: Make) -> None:
+    record = ConsumedRecord()
+    for number in range(3):
+        record.accept(*stages.write(number)[2].origin, 0)
+    loop = trainer(consumed=record)
+    batch = fetched(loop, 3)
+    assert [item.duplicate for item in batch] == [True] * 3
+    assert loop.consume(batch) == []
+    loop.close()
+    assert stages.all_free()
+
+
+def test_a_payload_whose_claim_is_lost_keeps_its_parts_for_the_next_trainer(stages: Stages, trainer: Make) -> None:
+    stages.write(1)
+    first, second = trainer(), trainer()
+    batch = fetched(first, 1)
+    assert stages.queue.retry(batch[0].claim)
+    assert first.consume(batch) == []
+    batch.release()
+    again = fetched(second, 1)
+    assert [payload["prompt"] for payload in second.consume(again)] == ["p1"]
+    again.release()
+    first.close()
+    second.close()
+    assert stages.all_free()
+
+
+def test_a_payload_that_a_group_refuses_keeps_its_parts(redis: RedisServer) -> None:
+    with Stages("rings", redis, readers=2) as stages, ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+        stages.write(1)
+        store = MemoryStore()
+        ranks = [
+            stack.enter_context(
+                Trainer(
+                    schemas=[REWARD],
+                    parents=OF_PARENTS,
+                    joined=True,
+                    rank=rank,
+                    wire={"mapped"},
+                    queue=GroupQueue(stages.queue, store, "group", rank, 2),
+                )
+            )
+            for rank in range(2)
+        ]
+        batches = list(pool.map(fetched, ranks, [1, 1]))
+        ranks[1].abandon(batches[1])
+        assert ranks[0].consume(batches[0]) == []
+        batches[0].release()
+        batches = list(pool.map(fetched, ranks, [1, 1]))
+        for batch, consumed in zip(
+            batches, pool.map(lambda rank, batch: rank.consume(batch), ranks, batches), strict=True
+        ):
+            assert [payload["prompt"] for payload in consumed] == ["p1"]
+            batch.release()
+
+
+_KILLED = """
+import os, signal, sys
+import msgspec
+from transport import Schema, Trainer
+from transport.packer.claims import ClaimBook
+from transport.queue import open_queue
+
+parents, schemas = ([Schema.from_json(each) for each in given] for given in msgspec.json.decode(sys.argv[2]))
+with open_queue(sys.argv[1]) as queue:
+    trainer = Trainer(schemas=schemas, parents=parents, joined=True, wire={"mapped"}, queue=queue)
+    trainer.start_prefetch(trainer.claim_tickets(1, 30.0))
+    batch = trainer.collect_prefetch()
+    ClaimBook.settle = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    trainer.consume(batch)
+"""
+
+
+def test_a_trainer_that_is_killed_while_it_consumes_leaves_no_part_that_no_payload_names(redis: RedisServer) -> None:
+    prefix = f"{secrets.token_hex(8)}-"
+    told = msgspec.json.encode([[each.to_json() for each in of] for of in (OF_PARENTS, [REWARD])])
+    with Stages("rings", redis, prefix=prefix) as stages, open_queue(f"rings:{prefix}") as queue:
+        rewarded = stages.write(1)[2]
+        killed = subprocess.run([sys.executable, "-c", _KILLED, f"rings:{prefix}", told], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        for ring in stages.all:
+            ring.reclaim()
+        assert [ring.tickets() for ring in stages.all] == [[], [], [rewarded]]
+        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"mapped"}, queue=queue) as loop:
+            assert loop.consume(fetched(loop, 1)) == []
+        assert stages.all_free()
 
 
 def test_without_joined_the_parents_are_a_field(stages: Stages, trainer: Make) -> None:

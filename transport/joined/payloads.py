@@ -32,12 +32,16 @@ MAX_PARTS: Final = 16
 """Of one payload, itself included."""
 
 
-class _Part(NamedTuple):
-    """One payload of those that are joined; ``payload``: None where none of its fields was asked for."""
+class Part(NamedTuple):
+    """One payload of those that are joined; ``payload``: None where it was not read."""
 
     ticket: Ticket
     rank: int
     payload: ReceivedPayload | None
+
+    def ack(self, client: UCXXClient | BlockingClient) -> bool:
+        """Acknowledge it. False: it was acknowledged before."""
+        return client.ack(self.ticket, self.rank) if self.payload is None else self.payload.ack()
 
 
 class JoinedPayload(ReceivedPayload):
@@ -50,7 +54,7 @@ class JoinedPayload(ReceivedPayload):
     """
 
     def __init__(
-        self, client: UCXXClient | BlockingClient, parts: Sequence[_Part], to_acknowledge: Sequence[_Part]
+        self, client: UCXXClient | BlockingClient, parts: Sequence[Part], to_acknowledge: Sequence[Part]
     ) -> None:
         first = parts[0]
         self.parts = [part.payload for part in parts if part.payload is not None]
@@ -111,8 +115,8 @@ class JoinedPayload(ReceivedPayload):
     def ack(self) -> bool:
         """Acknowledge every part, the payload itself last. False: it was acknowledged before."""
         accepted = False
-        for ticket, rank, payload in self.to_acknowledge:
-            accepted = self._client.ack(ticket, rank) if payload is None else payload.ack()
+        for part in self.to_acknowledge:
+            accepted = part.ack(self._client)
         self.acknowledged = True
         return accepted
 
@@ -164,7 +168,7 @@ class _Joining:
         self._rank = rank
         self._named: dict[Identity, list[Parent]] = {}  # by payloads that were read
         self._left: list[tuple[Parent, int, int]] = [(Parent(ticket, 0), rank, 0)]  # part, rank of it, depth
-        self.parts: list[_Part] = []
+        self.parts: list[Part] = []
 
     def next(self) -> tuple[Ticket, int, tuple[str, ...] | None] | None:
         """(ticket, rank, fields) to read, after all parts that are only acknowledged; None: that was all."""
@@ -191,7 +195,7 @@ class _Joining:
     def came(self, payload: ReceivedPayload | None) -> None:
         """The first of those that are left is here."""
         part, rank, depth = self._left.pop(0)
-        self.parts.append(_Part(part.ticket, rank, payload))
+        self.parts.append(Part(part.ticket, rank, payload))
         layout = () if payload is None else payload.layout().placements
         if payload is None or not any(each.name == FIELD for each in layout):
             return
@@ -208,10 +212,10 @@ class _Joining:
             self._seen.add(parent.ticket.identity)
             self._left.append((parent, its_rank, depth + 1))
 
-    def to_acknowledge(self) -> list[_Part]:
+    def to_acknowledge(self) -> list[Part]:
         """All parts, each after its own parents, once for each rank by which it is reached."""
         read = {(part.ticket.identity, part.rank): part.payload for part in self.parts}
-        ordered: dict[tuple[Identity, int], _Part] = {}
+        ordered: dict[tuple[Identity, int], Part] = {}
         self._order(self._ticket, self._rank, set(), ordered, read)
         return list(ordered.values())
 
@@ -221,7 +225,7 @@ class _Joining:
         ticket: Ticket,
         rank: int,
         begun: set[tuple[Identity, int]],
-        ordered: dict[tuple[Identity, int], _Part],
+        ordered: dict[tuple[Identity, int], Part],
         read: Mapping[tuple[Identity, int], ReceivedPayload | None],
     ) -> None:
         reached = ticket.identity, rank
@@ -232,57 +236,74 @@ class _Joining:
             try:
                 its_rank = check_rank(parent, rank, ticket)
             except RankError:
-                if reached in read:
-                    raise
-                continue  # it was read by another rank, and its parent has no reader that stands for this one
+                continue  # the parent has no reader that stands for this one
             self._order(parent.ticket, its_rank, begun, ordered, read)
-        ordered[reached] = _Part(ticket, rank, read.get(reached))
+        ordered[reached] = Part(ticket, rank, read.get(reached))
 
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
-        """The error for a part that cannot be read; what was read before is released, and stays unacknowledged.
-
-        Where the first part is the caller's, and no reader will ever read this one, all others are acknowledged: the
-        payload cannot be read any more.
-        """
-        if self._kept and error.unreadable:
-            neither = ticket.identity, self._ticket.identity
-            for part in self.to_acknowledge():
-                if part.ticket.identity not in neither:
-                    self._client.ack(part.ticket, part.rank)
+        """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
         self.drop()
         if ticket is self._ticket:
             return error
         return type(error)(f"payload {self._ticket.name} cannot be read: its part {ticket.name}: {error}")
+
+    def others(self) -> list[Part]:
+        """All parts that are known but the payload itself, in the order of their acknowledgement."""
+        return self.to_acknowledge()[:-1]
 
     def joined(self) -> JoinedPayload:
         """All parts, once they have come."""
         return JoinedPayload(self._client, self.parts, self.to_acknowledge())
 
     def drop(self) -> None:
-        """Release what was read."""
-        for part in self.parts[self._kept :]:
-            if part.payload is not None:
+        """Release what was read, and forget it."""
+        for at, part in enumerate(self.parts):
+            if at >= self._kept and part.payload is not None:
                 part.payload.release()
+                self.parts[at] = part._replace(payload=None)
 
 
 def _never() -> bool:
     raise InternalError("a joined payload is acknowledged part by part")
 
 
-def names_parents(payload: ReceivedPayload) -> bool:
+def names_parents(client: UCXXClient, ticket: Ticket) -> bool:
     """Whether the payload has the field that names its parents, as far as its schema is known here."""
-    return payload.schema is not None and FIELD in payload.schema.names
+    schema = ticket.schema or client.schema_of(ticket)
+    return schema is not None and FIELD in schema.names
 
 
-async def join_to(client: UCXXClient, payload: ReceivedPayload, timeout: float | None = None) -> JoinedPayload:
+async def join_to(
+    client: UCXXClient, payload: ReceivedPayload, known: list[Part], timeout: float | None = None
+) -> JoinedPayload:
     """Read the parents of a payload that was read already. Where it raises, the payload is as it was.
 
-    A part that no reader will ever read has all others acknowledged: the payload cannot be read any more, so that they
-    would wait for nothing. Raises what `read_joined` raises.
+    Raises what `read_joined` raises.
+
+    Args:
+        known: gets the other parts, which end with the payload, as far as they are known; also where it raises.
     """
     joining = _Joining(client, payload.ticket, payload.rank, None, kept=1)
-    joining.came(payload)
-    return await _joined(client, joining, timeout)
+    try:
+        joining.came(payload)
+        return await _joined(client, joining, timeout)
+    finally:
+        known[:] = joining.others()
+
+
+async def find_parts(
+    client: UCXXClient, ticket: Ticket, rank: int, known: list[Part], timeout: float | None = None
+) -> None:
+    """The other parts of a payload that nobody reads any more, for ``known`` as of `join_to`.
+
+    Reads of each part the field that names its parents alone. Raises what `read_joined` raises.
+    """
+    joining = _Joining(client, ticket, rank, (FIELD,))
+    try:
+        await _read(client, joining, timeout)
+    finally:
+        joining.drop()
+        known[:] = joining.others()
 
 
 def read_joined(
@@ -325,16 +346,20 @@ async def join(
 
 async def _joined(reader: UCXXClient, joining: _Joining, timeout: float | None) -> JoinedPayload:
     try:
-        while (step := joining.next()) is not None:
-            ticket, rank, fields = step
-            try:
-                payload = await reader.read(ticket, rank=rank, timeout=timeout, fields=fields)
-            except TransportError as error:
-                if (failure := joining.failed(ticket, error)) is error:
-                    raise
-                raise failure from error
-            joining.came(payload)
+        await _read(reader, joining, timeout)
         return joining.joined()
     except BaseException:
         joining.drop()
         raise
+
+
+async def _read(reader: UCXXClient, joining: _Joining, timeout: float | None) -> None:
+    while (step := joining.next()) is not None:
+        ticket, rank, fields = step
+        try:
+            payload = await reader.read(ticket, rank=rank, timeout=timeout, fields=fields)
+        except TransportError as error:
+            if (failure := joining.failed(ticket, error)) is error:
+                raise
+            raise failure from error
+        joining.came(payload)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from transport.errors import StaleSlotError, TransportError, UsageError
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.queue.base import Claim, TicketQueue
+from transport.queue.group import GroupQueue
 from transport.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,14 @@ class ClaimBook:
         self._in_hand.update((claim.token, claim) for claim in claims)
         return claims
 
+    def held(self, items: Sequence[FetchedItem]) -> list[FetchedItem]:
+        """Those that no other trainer has, and `settle` will therefore accept; of a group, whose ranks decide, none."""
+        claims = [item.claim for item in items if item.claim is not None]
+        if not claims:
+            return list(items)
+        mine = set() if isinstance(self._queue, GroupQueue) else {each.token for each in self._queue.renew(claims)}
+        return [item for item in items if item.claim is None or item.claim.token in mine]
+
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[FetchedItem], list[FetchedItem]]:
         """Consume the items' claims; returns the items to train on, and those whose ring has not answered.
 
@@ -92,9 +101,7 @@ class ClaimBook:
         )
 
     def report(self, batch: FetchedBatch) -> None:
-        """Report the failures and duplicates of a fetched batch to the queue. The second call does nothing."""
-        if batch.reported:
-            return
+        """Report the failures and duplicates of a fetched batch to the queue."""
         for item in batch.items:
             if item.claim is None or item.payload is not None:
                 continue

@@ -89,16 +89,12 @@ class Fetching:
                     "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
                 )
             raise
-        for item in fetched:
-            if item.duplicate:  # the ring may not have its acknowledgement yet
-                with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
-                    packer.client.ack(item.ticket, packer.rank_of(item))
         batch.seconds = time.monotonic() - started
         packer.claims.count(batch)
         if not batch.undecodable and all(item.payload is not None for item in fetched):
             return batch
         try:
-            await asyncio.to_thread(packer.claims.report, batch)
+            await asyncio.to_thread(packer.report, batch)
         except TransportError as error:  # the payloads are here; `consume` reports again
             log.warning("failures of a batch were not reported to the queue, consume() retries: %s", error)
         return batch

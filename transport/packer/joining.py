@@ -1,6 +1,7 @@
 """Payloads of a batch that name parents become joined ones: each part is read, with the retries of a single read.
 
-What cannot be joined is an error of its item, and the rest of the batch comes.
+What cannot be joined is an error of its item, and the rest of the batch comes. Every item learns which parts end with
+it, also one that is not joined: because it failed, or because it is a duplicate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final
 
 from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait
 from transport.errors import TransportError
-from transport.joined.payloads import join_to, names_parents
+from transport.joined.payloads import Part, find_parts, join_to, names_parents
 from transport.packer.prefetch import FetchedItem
 from transport.packer.session import PackerSession
 
@@ -31,29 +32,35 @@ async def join_all(packer: PackerSession, items: Sequence[FetchedItem], deadline
     try:
         async with asyncio.TaskGroup() as tasks:
             for item in items:
-                if item.payload is not None and names_parents(item.payload):
+                if (item.payload is not None or item.duplicate) and names_parents(packer.client, item.ticket):
                     tasks.create_task(join(item))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 
 
 async def _join_one(packer: PackerSession, item: FetchedItem, deadline: Deadline) -> None:
-    """The item's payload with all of its parents, if it names any; or the item's error."""
+    """The item's payload with all of its parts, or the item's error. Of a duplicate only which parts it has."""
     payload = item.payload
-    if payload is None or not names_parents(payload):
-        return
+    known: list[Part] = []
+    item.parts = known
     plan = Retry(packer.settings.calls_per_ticket, deadline, packer.settings, random.random)
     while True:
         match plan.step(time.monotonic()):
             case Wait(seconds):
                 await asyncio.sleep(seconds)
             case GiveUp(error):
-                item.payload, item.error = None, error.with_traceback(None)
-                payload.release()
+                if payload is not None:
+                    payload.release()
+                if payload is not None or error.retryable:  # a duplicate that is gone has ended with its parts
+                    item.payload, item.error = None, error.with_traceback(None)
                 return
             case Try():
+                left_s = deadline.remaining(time.monotonic())
                 try:
-                    item.payload = await join_to(packer.client, payload, deadline.remaining(time.monotonic()))
+                    if payload is None:
+                        await find_parts(packer.client, item.ticket, packer.rank_of(item), known, left_s)
+                    else:
+                        item.payload = await join_to(packer.client, payload, known, left_s)
                     return
                 except TransportError as error:
                     plan.failed(_bare(error), time.monotonic())

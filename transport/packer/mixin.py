@@ -184,7 +184,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer = self._packer
         if batch.consumed and not batch.in_question:
             raise UsageError("this batch was already consumed; its `trainable` is what consume() returned")
-        packer.claims.report(batch)
+        packer.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
         trainable, unsure = packer.settle(batch.in_question if batch.consumed else first)
         packer.learned(batch.items)  # also what is in question: the caller has said that it learned from it

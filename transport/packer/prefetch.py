@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar, overload
 
 from transport.client.payload import ReceivedPayload
 from transport.errors import TicketError, TransportError, UsageError
+from transport.joined.payloads import Part
 from transport.queue.base import Claim
 from transport.runtime.loop_thread import Job
 from transport.ticket import Ticket
@@ -110,9 +111,15 @@ class FetchedItem:
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
+    parts: Sequence[Part] = field(default=(), init=False, repr=False)  # that end with it, of a joined payload
     fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not decided yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
     trainable: bool = field(default=False, init=False, repr=False)  # `consume` was accepted, and it was the first time
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is to read it any more: it was consumed before, or cannot be read."""
+        return self.payload is None and (self.error is None or self.error.unreadable)
 
 
 @dataclass(slots=True)

@@ -153,7 +153,8 @@ class PackerSession:
         return came is not None
 
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[ReceivedPayload], list[FetchedItem]]:
-        """Consume: first the queue, then the record, then the rings. It ends nothing that another item has accepted.
+        """Consume: first the parts of joined payloads that no other trainer has, then the queue, the record, and the
+        rings. It ends nothing that another item has accepted.
 
         That comes again when its claim ends with its item: as a duplicate, or to be trained on if the other was
         abandoned. Returns the payloads to train on, and the items whose ring has not answered; asked again with the
@@ -162,6 +163,8 @@ class PackerSession:
         taken = dict(self._accepted.items())
         if taken:
             items = [item for item in items if taken.get(self._delivery(item), item) is item]
+        for item in self.claims.held([item for item in items if item.parts]):
+            self._end_parts(item)
         accepted, unsure = self.claims.settle(items)
         # What is unsure, too: later payloads of its slots may be recorded before it.
         self.consumed += self._judge([*accepted, *unsure])
@@ -175,6 +178,23 @@ class PackerSession:
                 self.trained[item.ticket.identity] = item.payload
             item.payload.ack()
         return trainable, unsure
+
+    def report(self, batch: FetchedBatch) -> None:
+        """Report failures and duplicates of a fetched batch, and end what is not read any more. Once; any thread."""
+        if batch.reported:
+            return
+        for item in batch.items:
+            if item.over:
+                self._end_parts(item)
+        self.claims.report(batch)
+        for item in batch.items:
+            if item.over and item.error is None:  # a duplicate, whose ring may not have its acknowledgement yet
+                self.client.ack(item.ticket, self.rank_of(item))
+
+    def _end_parts(self, item: FetchedItem) -> None:
+        """Before the payload itself: who is killed in between leaves one that comes again, and leads to its parts."""
+        for part in item.parts:
+            part.ack(self.client)
 
     def accept(self, items: Sequence[FetchedItem]) -> list[ReceivedPayload]:
         """The payloads to train on before they are consumed. Asked again, it returns the same."""
