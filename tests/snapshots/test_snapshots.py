@@ -576,6 +576,21 @@ def test_pruning_keeps_the_newest_steps_and_removes_what_has_no_manifest(ring: S
         saved.verify()
 
 
+def test_after_a_return_to_a_lower_step_the_newest_snapshot_is_the_one_taken_last(
+    ring: SharedRingBuffer, place: Path
+) -> None:
+    written(ring, [1])
+    for step in (100, 200, 300):
+        saved_of(ring, place, step)
+    for step in (100, 150):  # the run goes on from a checkpoint before them
+        taken = saved_of(ring, place, step)
+        prune(str(place), 2)
+        assert (step, [taken.attempt]) in [(each, found[-1:]) for each, found in steps(str(place)).items()]
+        with Saved(str(place)) as newest:
+            assert newest.manifest.attempt == taken.attempt
+    assert list(steps(str(place))) == [100, 150]
+
+
 def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
     assert saved_of(ring, place).payloads == 0
     assert restore(str(place), 1, ring).tickets == []

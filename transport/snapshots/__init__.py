@@ -14,9 +14,10 @@
 5. What does not come back: how often a delivery was claimed in vain, and payloads that are named as parents.
 """
 
+from transport.snapshots.listing import steps
 from transport.snapshots.manifest import Manifest, RingPart
 from transport.snapshots.pruning import prune
-from transport.snapshots.restoring import Restored, Saved, restore, steps
+from transport.snapshots.restoring import Restored, Saved, restore
 from transport.snapshots.taking import Snapshot, snapshot
 
 __all__ = ["Manifest", "Restored", "RingPart", "Saved", "Snapshot", "prune", "restore", "snapshot", "steps"]

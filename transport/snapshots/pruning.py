@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import NamedTuple
 
 from transport.config import configuration
@@ -10,6 +11,7 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.upload import remove
 from transport.errors import UsageError
 from transport.snapshots import manifest as manifests
+from transport.snapshots.listing import by_step, complete, listed
 
 
 class Surplus(NamedTuple):
@@ -21,10 +23,11 @@ class Surplus(NamedTuple):
 
 
 def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool = False) -> list[Surplus]:
-    """Remove the snapshots of a run but those of its ``keep`` newest steps, and what is incomplete below the newest.
+    """Remove the snapshots of a run but those of its ``keep`` newest steps, and what is incomplete of lower steps.
 
-    Returns what was removed (with ``dry_run``: what would be). Call it where the next snapshot is complete: an upload
-    of an older step that is under way would be removed. UsageError for ``keep`` below 1; DestinationError.
+    The newest are those whose cuts were made last, also after the run has gone back to a lower step. Returns what was
+    removed (with ``dry_run``: what would be). Call it where the next snapshot is complete: an upload of a lower step
+    that is under way would be removed. UsageError for ``keep`` below 1; DestinationError.
     """
     if keep < 1:
         raise UsageError(f"keep={keep}: give 1 or more; the newest snapshot is never removed")
@@ -36,17 +39,18 @@ def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool 
 
 
 def plan(destination: Destination, run: str, keep: int, oldest: int | None = None) -> list[Surplus]:
-    """What may go. ``oldest``: the steps from this one on stay, instead of the ``keep`` newest."""
-    found: list[Surplus] = []
-    for name in destination.names(manifests.folder_of(run)):
-        step = manifests.step_of(name)
-        if step is not None:
-            folder = manifests.step_folder(run, step)
-            for attempt in destination.names(folder):
-                complete = destination.size(f"{folder}/{attempt}/{manifests.NAME}") is not None
-                found.append(Surplus(step, f"{folder}/{attempt}", complete))
-    whole = sorted({each.step for each in found if each.complete})
-    if not whole:
+    """What may go. ``oldest``: what is older than all snapshots of this step and above, instead of all but ``keep``."""
+    found = listed(destination, run)
+    ordered = complete(found)
+    if not ordered:
         return []
-    kept = {step for step in whole if step >= oldest} if oldest is not None else set(whole[-keep:])
-    return [each for each in found if each.step < whole[-1] and (each.step not in kept or not each.complete)]
+    if oldest is None:
+        kept = list(by_step(ordered))[-keep:]
+        surplus = [each for each in ordered if each.step not in kept]
+    else:
+        surplus = list(takewhile(lambda each: each.step < oldest, ordered[:-1]))
+    surplus += [each for each in found if each.created is None and each.step < ordered[-1].step]
+    return [
+        Surplus(each.step, manifests.place_of(run, each.step, each.attempt), each.created is not None)
+        for each in surplus
+    ]

@@ -36,6 +36,7 @@ from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 from transport.schema import Schema
 from transport.snapshots import manifest as manifests
+from transport.snapshots.listing import complete, listed
 from transport.snapshots.manifest import Manifest, RingPart
 from transport.ticket import NO_SCHEMA, ORIGIN, Ticket
 
@@ -344,39 +345,14 @@ def restore(
         return saved.restore(into, share=share, consumed=consumed, timeout_s=timeout_s, progress=progress)
 
 
-def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
-    """The attempts of each step of which there is a complete snapshot, the newest last. DestinationError."""
-    with open_destination(destination) as opened:
-        return {step: list(found) for step, found in _complete(opened, run or configuration().run or "run").items()}
-
-
-def _complete(destination: Destination, run: str, only: int | None = None) -> dict[int, dict[str, float]]:
-    """By step, the attempts with a manifest, and when each was made."""
-    found: dict[int, dict[str, float]] = {}
-    destination.names("")  # raises where it is away: a folder that is not there has no names
-    for name in destination.names(manifests.folder_of(run)):
-        step = manifests.step_of(name)
-        if step is None or only not in (None, step):
-            continue
-        attempts = {}
-        for attempt in destination.names(manifests.step_folder(run, step)):
-            place = f"{manifests.step_folder(run, step)}/{attempt}/{manifests.NAME}"
-            data = destination.read(place, manifests.MOST_BYTES)
-            if data is not None:
-                attempts[attempt] = manifests.created(data)
-        if attempts:
-            found[step] = dict(sorted(attempts.items(), key=lambda each: each[1]))
-    return dict(sorted(found.items()))
-
-
 def _found(destination: Destination, run: str, step: int | None, attempt: str | None) -> Manifest:
     if step is None or attempt is None:
-        complete = _complete(destination, run, step if step is None else manifests.check_step(step))
-        if not complete:
+        there = complete(listed(destination, run, step if step is None else manifests.check_step(step)))
+        named = [each for each in there if attempt in (None, each.attempt)]
+        if not named:
             which = "no complete snapshot" if step is None else f"no complete snapshot of step {step}"
             raise NoCheckpointError(f"{destination.url}: run {run} has {which}{_others(destination, run, step)}")
-        step = max(complete)
-        attempt = attempt or list(complete[step])[-1]
+        _, step, attempt = named[-1]
     place = manifests.place_of(run, step, attempt)
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:
@@ -388,5 +364,5 @@ def _found(destination: Destination, run: str, step: int | None, attempt: str | 
 
 
 def _others(destination: Destination, run: str, step: int | None) -> str:
-    there = [] if step is None else list(_complete(destination, run))
+    there = [] if step is None else sorted({each.step for each in complete(listed(destination, run))})
     return f"; there are those of steps {', '.join(map(str, there[-8:]))}" if there else ""

@@ -1,0 +1,59 @@
+"""The snapshots of a run at a destination, in the order of their cuts. Blocks.
+
+A run that goes back to an earlier checkpoint takes snapshots of lower steps again. So the newest snapshot is the one
+whose manifest was created last, whatever its step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transport.config import configuration
+from transport.cooldown.destinations.base import Destination
+from transport.cooldown.destinations.open import open_destination
+from transport.snapshots import manifest as manifests
+
+
+class Listed(NamedTuple):
+    """The folder of one snapshot. ``created``: when its cut was made; None: it has no manifest, so it is incomplete."""
+
+    created: float | None
+    step: int
+    attempt: str
+
+
+def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
+    """The attempts of each step of which there is a complete snapshot. DestinationError.
+
+    The newest is last: of a step's attempts, and of the steps, each with its newest attempt.
+    """
+    with open_destination(destination) as opened:
+        return by_step(complete(listed(opened, run or configuration().run or "run")))
+
+
+def listed(destination: Destination, run: str, only: int | None = None) -> list[Listed]:
+    """All of a run, or those of one step."""
+    found: list[Listed] = []
+    destination.names("")  # raises where it is away: a folder that is not there has no names
+    for name in destination.names(manifests.folder_of(run)):
+        step = manifests.step_of(name)
+        if step is None or only not in (None, step):
+            continue
+        folder = manifests.step_folder(run, step)
+        for attempt in destination.names(folder):
+            data = destination.read(f"{folder}/{attempt}/{manifests.NAME}", manifests.MOST_BYTES)
+            found.append(Listed(None if data is None else manifests.created(data), step, attempt))
+    return found
+
+
+def complete(found: list[Listed]) -> list[Listed]:
+    """Those that have a manifest, the newest last."""
+    return sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
+
+
+def by_step(ordered: list[Listed]) -> dict[int, list[str]]:
+    """Attempts by step, in the order of `complete`."""
+    attempts: dict[int, list[str]] = {}
+    for each in ordered:
+        attempts[each.step] = [*attempts.pop(each.step, []), each.attempt]
+    return attempts
