@@ -38,7 +38,7 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.queue import open_queue
-from transport.snapshots import Manifest, Saved, Snapshot, prune, restore, snapshot, steps, taking
+from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
 
 SCHEMA = Schema.of(number=("int64",), values=("float32", UpTo(500)), name=("text", UpTo(40)))
@@ -356,29 +356,48 @@ def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) 
         snapshot(queue, str(place), 1)
 
 
-def test_a_part_that_fails_leaves_those_of_the_other_hosts_and_can_be_taken_again(
+class Failing(Folder):
+    def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
+        if path.endswith(".payloads"):
+            raise DestinationError("the disk of this host")
+        return super().write(path, size, pieces)
+
+
+def test_a_part_that_failed_is_taken_with_a_new_attempt_on_every_host(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(Folder):
-        def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
-            raise DestinationError("the disk of this host")
-
-    attempt = secrets.token_hex(8)
+    attempt = new_attempt()
     with SharedRingBuffer.create(SCHEMA, slots=4) as mine, SharedRingBuffer.create(SCHEMA, slots=4) as theirs:
         written(mine, [0])
         written(theirs, [1])
-        with RingQueue([theirs]) as queue:
-            snapshot(queue, str(place), 4, part=(1, 2), attempt=attempt).wait(60)
-        with RingQueue([mine]) as queue:
+        with RingQueue([theirs]) as other, RingQueue([mine]) as queue:
+            snapshot(other, str(place), 4, part=(1, 2), attempt=attempt).wait(60)
             with monkeypatch.context() as broken:
                 broken.setattr(taking, "open_destination", lambda url: Failing(place))
                 with pytest.raises(DestinationError):
                     snapshot(queue, str(place), 4, part=(0, 2), attempt=attempt).wait(60)
+            written(mine, [2])  # the cut of the next try is another one
+            for number, rings in enumerate((queue, other)):
+                with pytest.raises(SnapshotError, match=attempt):
+                    snapshot(rings, str(place), 4, part=(number, 2), attempt=attempt).wait(60)
             assert steps(str(place)) == {}
-            assert snapshot(queue, str(place), 4, part=(0, 2), attempt=attempt).wait(60).payloads == 2
-    with SharedRingBuffer.create(SCHEMA, slots=4) as ring:
-        restore(str(place), 4, ring)
-        assert sorted(content(ring)) == [0, 1]
+            again = new_attempt()
+            snapshot(other, str(place), 4, part=(1, 2), attempt=again).wait(60)
+            assert snapshot(queue, str(place), 4, part=(0, 2), attempt=again).wait(60).payloads == 3
+
+
+def test_a_complete_snapshot_stays_when_its_attempt_is_given_again(
+    ring: SharedRingBuffer, prefix: str, place: Path
+) -> None:
+    written(ring, [1])
+    attempt = saved_of(ring, place).attempt
+    written(ring, [2])
+    with pytest.raises(SnapshotError, match=attempt):
+        saved_of(ring, place, attempt=attempt)
+    ring.close()
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        restore(str(place), 1, second, attempt=attempt)
+        assert content(second) == [1]
 
 
 # --- what is refused ----------------------------------------------------------------------------------

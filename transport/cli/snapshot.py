@@ -19,7 +19,7 @@ RunName = Annotated[
     str | None, typer.Option(help="Name below which the destination has the run. Default: the setting run, else run.")
 ]
 Attempt = Annotated[
-    str | None, typer.Option(metavar="DIGITS", help="Name of one attempt of this step, 16 hexadecimal digits.")
+    str | None, typer.Option(metavar="DIGITS", help="Name of one cut at this step, 16 hexadecimal digits.")
 ]
 
 

@@ -7,7 +7,8 @@
    when its bytes are on their way. For each ring one file of payloads, one behind the other, and one index: ticket, due
    ranks, policy version. It is the cooldown's upload (`cooldown.upload.copied`), with SHA-256 of each block.
 3. **The manifest** is written last. A snapshot without one does not exist. Rings of several hosts are parts, each taken
-   on its host under the name of one attempt; part 0 writes the manifest when all parts are there.
+   on its host, once, under the name of one attempt; part 0 writes the manifest when all parts are there. An attempt is
+   one cut: what is taken again after a failure has a new name.
 4. **The way back.** `restore` verifies every byte that it needs, then writes the payloads into a ring of the new run,
    or its share of them. A payload keeps the id that it had first (`Ticket.origin`), by which records know it, so what a
    record has is not trained on again. Ranks that were done are done.
@@ -15,9 +16,20 @@
 """
 
 from transport.snapshots.listing import steps
-from transport.snapshots.manifest import Manifest, RingPart
+from transport.snapshots.manifest import Manifest, RingPart, new_attempt
 from transport.snapshots.pruning import prune
 from transport.snapshots.restoring import Restored, Saved, restore
 from transport.snapshots.taking import Snapshot, snapshot
 
-__all__ = ["Manifest", "Restored", "RingPart", "Saved", "Snapshot", "prune", "restore", "snapshot", "steps"]
+__all__ = [
+    "Manifest",
+    "Restored",
+    "RingPart",
+    "Saved",
+    "Snapshot",
+    "new_attempt",
+    "prune",
+    "restore",
+    "snapshot",
+    "steps",
+]

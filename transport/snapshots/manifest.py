@@ -129,6 +129,11 @@ def part_name(part: int) -> str:
     return f"part-{part}.json"
 
 
+def begun_name(part: int) -> str:
+    """Of the empty file that says that one host's part was begun."""
+    return f"part-{part}.begun"
+
+
 def step_of(name: str) -> int | None:
     """The step whose folder has this name; None: it is no such folder."""
     found = _STEP.fullmatch(name)
@@ -136,7 +141,7 @@ def step_of(name: str) -> int | None:
 
 
 def new_attempt() -> str:
-    """A name that no other snapshot has."""
+    """A name for one cut, which no other has."""
     return secrets.token_hex(8)
 
 

@@ -68,7 +68,8 @@ class Snapshot:
         Raises:
             TimeoutError: it has not ended after ``timeout_s``, and goes on.
             DestinationError: the destination failed, is full or is gone. There is no snapshot of this attempt.
-            SnapshotError: parts of other hosts are missing. UploadCancelledError: it was cancelled.
+            SnapshotError: parts of other hosts are missing, or this attempt was begun before.
+            UploadCancelledError: it was cancelled.
             ClosedError: this process was forked from the one that uploads it.
         """
         if os.getpid() != self._process:
@@ -124,7 +125,8 @@ def snapshot(
         step: of the model, 0 to 10**12 - 1.
         run: name below which the destination has it; default: the setting ``run``, else "run".
         part: number of this host, and how many hosts have rings. Each takes its part, with the same ``attempt``.
-        attempt: name of the snapshot, 16 hexadecimal digits; default random. Needed where there are several parts.
+        attempt: name of this one cut, 16 hexadecimal digits; default random. Where there are several parts, one of them
+            makes it with `new_attempt` and tells the others; after a failure all take their parts with a new one.
         progress: called with (files done, files in all, bytes done).
 
     Raises:
@@ -139,7 +141,9 @@ def snapshot(
     if not 0 <= number < parts:
         raise UsageError(f"part={part}: give this host's number, from 0 on, and how many hosts there are")
     if parts > 1 and attempt is None:
-        raise UsageError("attempt: all parts of a snapshot need the same name; part 0 may choose `new_attempt()`")
+        raise UsageError(
+            "attempt: all parts of a snapshot need the same name; give each `new_attempt()` of one of them"
+        )
     chosen = manifests.new_attempt() if attempt is None else manifests.check_attempt(attempt)
     with contextlib.ExitStack() as stack:
         if isinstance(queue, str):
@@ -205,6 +209,7 @@ def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progre
     place = manifests.place_of(cut.run, cut.step, cut.attempt)
     number, parts = cut.part
     with rings, open_destination(url) as destination, contextlib.ExitStack() as stack:
+        _begin(cut, destination, place)
         if parts == 1:  # else the other parts lie in the same place; `prune` removes what has no manifest
             stack.enter_context(removed_on_failure(destination, place))
         manifest = _sent(cut, destination, place, stop, progress)
@@ -216,6 +221,20 @@ def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progre
         with stop.committing():
             destination.put(f"{place}/{manifests.NAME}", manifest.encode())
         return manifest
+
+
+def _begin(cut: _Cut, destination: Destination, place: str) -> None:
+    """An attempt is one cut, of which each part is taken once. SnapshotError where this one was begun before."""
+    number, parts = cut.part
+    mark = manifests.begun_name(number)
+    there = destination.names(place)
+    if there if parts == 1 else {mark, manifests.NAME} & set(there):
+        raise SnapshotError(
+            f"attempt {cut.attempt} of step {cut.step} was begun before, at another cut: take the snapshot with a new "
+            "attempt, on every host"
+        )
+    if parts > 1:
+        destination.put(f"{place}/{mark}", b"")
 
 
 def _sent(cut: _Cut, destination: Destination, place: str, stop: Stop, progress: Progress) -> Manifest:
