@@ -33,6 +33,7 @@ from transport.cooldown.epochs.records import (
     Report,
     ReportKind,
 )
+from transport.errors import UsageError
 
 
 # --- the way through ------------------------------------------------------------------------------------
@@ -221,6 +222,20 @@ def test_a_coordinator_that_keeps_crashing_ends_the_cooldown_all_the_same() -> N
     assert record.outcome is Outcome.TIMED_OUT
 
 
+@pytest.mark.parametrize("other", [Begin(4, CLIENTS), Begin(3, ("a",)), Begin(3, (), dict.fromkeys(CLIENTS, "host"))])
+def test_a_cooldown_is_resumed_with_what_it_was_begun_with_only(other: Begin) -> None:
+    machine = in_cooldown()
+    begun = machine.record
+    assert machine.handle(Begin(3, CLIENTS[::-1])) == []
+    with pytest.raises(UsageError):
+        machine.handle(other)
+    assert machine.record == begun
+    late = Coordinator(RECORD)
+    late.handle(other)
+    with pytest.raises(UsageError):  # another coordinator has begun it meanwhile
+        late.handle(Superseded(begun))
+
+
 @pytest.mark.parametrize("step", [-1e9, 1e9])
 def test_a_clock_that_steps_neither_ends_a_cooldown_nor_makes_it_endless(step: float) -> None:
     machine = in_cooldown(1000.0)
@@ -301,7 +316,11 @@ def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(events: li
         if cooling and isinstance(event, Ticked):
             watched += min(max(event.now - last, 0.0), MOST_GAP_S) if last is not None else 0.0
             last = event.now
-        actions = machine.handle(event)
+        try:
+            actions = machine.handle(event)
+        except UsageError:
+            assert cooling and isinstance(event, Begin) and machine.record == before
+            continue
         asked |= {action.report.identity for action in actions if isinstance(action, Verify)}
         if before.phase is Phase.ENDED:
             assert machine.record == before, "an end is for good"

@@ -138,7 +138,9 @@ async def test_a_new_coordinator_verifies_the_set_that_it_finds(job: ShardedRun)
     await asyncio.gather(leading, return_exceptions=True)
     members = asyncio.gather(*(job.member(name).cooldown(7) for name in HOSTS))
     await until(lambda: len({(share.host, share.number) for share in job.ledger.shares(7)}) == 2)
-    record = await job.host(seed=99).cooldown(7, 31, {"other": "c"})  # what was begun stays as it was begun
+    with pytest.raises(UsageError, match="step 30"):
+        await job.host(seed=99).cooldown(7, 31, HOSTS)
+    record = await job.host(seed=99).cooldown(7, 30, HOSTS)
     assert (record.outcome, record.step, record.hosts) == (Outcome.CHECKPOINTED, 30, HOSTS)
     await members
     job.check_restored(7)

@@ -264,6 +264,7 @@ class CooldownHost:
                 saving is collective, its members with the host of each, who use `ShardedClient`.
 
         Raises:
+            UsageError: the cooldown has begun with another ``step`` or other ``clients``, which its members act on.
             StoreUnavailableError: the store is unavailable for a minute. The cooldown can be resumed.
         """
         hosts = dict(clients) if isinstance(clients, Mapping) else {}

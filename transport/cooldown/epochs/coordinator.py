@@ -2,7 +2,7 @@
 
     TRAINING ──Begin──► COOLDOWN ──Verified, or the time limit──► ENDED
                          │    ▲                                    │ ▲
-                         └────┘ Reported, Refuted, Ticked          └─┘ Superseded
+                         └────┘ Begin, Reported, Refuted, Ticked   └─┘ Superseded
 
 ENDED is final once it is in the store, where the first writer wins. A coordinator that finds another one's end there
 takes it over; one whose end was not written writes it again.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -35,6 +35,7 @@ from transport.cooldown.epochs.records import (
     Report,
     ReportKind,
 )
+from transport.errors import UsageError
 
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destination could not be read
@@ -144,14 +145,20 @@ class Coordinator:
         return self.handle(Ticked(now))
 
     def handle(self, event: Event) -> list[Action]:
-        """The actions that follow from an event. An event without a transition in this phase changes nothing."""
+        """The actions that follow from an event. An event without a transition in this phase changes nothing.
+
+        Raises UsageError where the cooldown was begun with another step or other clients.
+        """
         transition = TABLE.get((self.record.phase, type(event)))
         return [] if transition is None else transition(self, event)
 
     # --- transitions ----------------------------------------------------------------------------------
     def _begin(self, event: Begin) -> list[Action]:
-        clients = tuple(sorted(set(event.clients) | set(event.hosts)))
-        return self._write(phase=Phase.COOLDOWN, step=event.step, clients=clients, hosts=dict(event.hosts))
+        return self._write(phase=Phase.COOLDOWN, **_begun(event))
+
+    def _resume(self, event: Begin) -> list[Action]:
+        _require_same(self.record, msgspec.structs.replace(self.record, **_begun(event)))
+        return []
 
     def _report(self, event: Reported) -> list[Action]:
         report, record = event.report, self.record
@@ -215,6 +222,7 @@ class Coordinator:
         if self.record.phase is Phase.ENDED or theirs.phase is Phase.TRAINING:  # the store has lost what it had
             return self._write()
         mine = self.record
+        _require_same(theirs, mine)
         self.record = msgspec.structs.replace(
             theirs, notes={**theirs.notes, **mine.notes}, refused={**theirs.refused, **mine.refused}
         )
@@ -243,9 +251,27 @@ class Coordinator:
         return [Write(self.record)]
 
 
+def _begun(event: Begin) -> dict[str, Any]:
+    """The fields of the record that a beginning sets."""
+    clients = tuple(sorted(set(event.clients) | set(event.hosts)))
+    return {"step": event.step, "clients": clients, "hosts": dict(event.hosts)}
+
+
+def _require_same(begun: EpochRecord, given: EpochRecord) -> None:
+    """UsageError: the members act on what the cooldown was begun with, so it has no other step or clients."""
+    values = [(each.step, each.hosts or each.clients) for each in (begun, given)]
+    if values[0] != values[1]:
+        theirs, ours = (f"step {step} and clients {str(clients)[:200]}" for step, clients in values)
+        raise UsageError(
+            f"epoch {begun.epoch}: its cooldown was begun with {theirs}, and is not resumed with {ours}: give the "
+            "former, or open the next epoch"
+        )
+
+
 # Events that are not here change nothing: a report in TRAINING or ENDED is too early or too late, and so is a verdict.
 TABLE: Final[Mapping[tuple[Phase, type], Callable[..., list[Action]]]] = {
     (Phase.TRAINING, Begin): Coordinator._begin,
+    (Phase.COOLDOWN, Begin): Coordinator._resume,
     (Phase.COOLDOWN, Reported): Coordinator._report,
     (Phase.COOLDOWN, Verified): Coordinator._accept,
     (Phase.COOLDOWN, Refuted): Coordinator._refute,
