@@ -100,6 +100,24 @@ def test_errors_are_one_line(
     assert said in error and error.count("\n") == 1
 
 
+def checkpointed(root: Path, epoch: int, step: int) -> None:
+    """An epoch of the run grpo with a checkpoint at the destination."""
+    destination = Folder(root)
+    place = upload_folder("grpo", epoch, "a", "0" * 16)
+    file = File(name="model", size=1, blocks=("0" * 64,))
+    manifest = Manifest(run="grpo", epoch=epoch, step=step, client="a", attempt="0" * 16, files=(file,)).encode()
+    destination.put(f"{place}/files/model", b"m")
+    destination.put(f"{place}/manifest.json", manifest)
+    won = Checkpoint(
+        client="a", attempt="0" * 16, manifest_sha256=hashlib.sha256(manifest).hexdigest(), files=1, bytes=1
+    )
+    record = EpochRecord(
+        run="grpo", epoch=epoch, destination=root.as_uri(), cooldown_s=60.0, seed=1, step=step, clients=("a",),
+        phase=Phase.ENDED, outcome=Outcome.CHECKPOINTED, checkpoint=won,
+    )  # fmt: skip
+    destination.put(outcome_path("grpo", epoch), encode(record))
+
+
 def test_old_snapshots_go_with_their_number_and_with_their_checkpoints(
     ring: SharedRingBuffer, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,24 +125,15 @@ def test_old_snapshots_go_with_their_number_and_with_their_checkpoints(
         arguments = ["snapshot", f"rings:{prefix}", str(tmp_path), "--step", step, "--run", "grpo", "--keep", "2"]
         assert run(arguments) == 0
     assert list(steps(str(tmp_path), "grpo")) == [20, 30]
-    destination = Folder(tmp_path)
     for epoch, step in ((1, 20), (2, 30)):
-        place = upload_folder("grpo", epoch, "a", "0" * 16)
-        file = File(name="model", size=1, blocks=("0" * 64,))
-        manifest = Manifest(run="grpo", epoch=epoch, step=step, client="a", attempt="0" * 16, files=(file,)).encode()
-        destination.put(f"{place}/files/model", b"m")
-        destination.put(f"{place}/manifest.json", manifest)
-        won = Checkpoint(
-            client="a", attempt="0" * 16, manifest_sha256=hashlib.sha256(manifest).hexdigest(), files=1, bytes=1
-        )
-        record = EpochRecord(
-            run="grpo", epoch=epoch, destination=tmp_path.as_uri(), cooldown_s=60.0, seed=1, step=step, clients=("a",),
-            phase=Phase.ENDED, outcome=Outcome.CHECKPOINTED, checkpoint=won,
-        )  # fmt: skip
-        destination.put(outcome_path("grpo", epoch), encode(record))
+        checkpointed(tmp_path, epoch, step)
     prune = ["cooldown", "prune", "--destination", str(tmp_path), "--run", "grpo", "--keep", "1"]
     assert run([*prune, "--dry-run"]) == 0
     assert "step-000000000020" in capsys.readouterr().out
     assert list(steps(str(tmp_path), "grpo")) == [20, 30]
     assert run(prune) == 0
     assert list(steps(str(tmp_path), "grpo")) == [30]
+    checkpointed(tmp_path, 3, 40)
+    snapshot(f"rings:{prefix}", str(tmp_path), 40, run="grpo").wait(60)
+    assert run(prune) == 0  # the checkpoints that went before have their records still
+    assert list(steps(str(tmp_path), "grpo")) == [40]

@@ -259,9 +259,7 @@ def prune(
             found = plan(here, place, name, keep, unverified=unverified)
             removed += [Removed(run=name, path=each.path, why=each.what) for each in found.surplus]
             kept += [Removed(run=name, path=path, why=why) for path, why in found.kept]
-            gone = {each.epoch for each in found.surplus if each.what == "checkpoint"}
-            steps = [each.step for each in here.values() if each.checkpoint is not None and each.epoch not in gone]
-            older = old_snapshots(place, name, keep, min(steps)) if steps else []
+            older = old_snapshots(place, name, keep, found.oldest) if found.oldest is not None else []
             removed += [Removed(run=name, path=each.path, why="snapshot") for each in older]
             if not dry_run:
                 carry_out(found, place, name, progress)

@@ -32,10 +32,14 @@ class Surplus(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run has at a destination that may go, and what stays although it is no checkpoint, with the reason."""
+    """What a run has at a destination that may go, and what stays although it is no checkpoint, with the reason.
+
+    ``oldest``: the lowest step of the checkpoints that stay; None: none can be restored.
+    """
 
     surplus: list[Surplus]
     kept: list[tuple[str, str]]
+    oldest: int | None
 
 
 def plan(
@@ -55,12 +59,12 @@ def plan(
         raise UsageError(f"keep={keep}: give 1 or more; the newest checkpoint is never removed")
     checkpointed = sorted(epoch for epoch, record in records.items() if record.outcome is Outcome.CHECKPOINTED)
     old: set[int] = set()
-    whole = 0
-    for epoch in reversed(checkpointed):  # one that cannot be restored is not among those that are kept
-        if whole == keep:
+    steps: list[int] = []  # of those that are kept; one that cannot be restored is not among them
+    for epoch in reversed(checkpointed):
+        if len(steps) == keep:
             old.add(epoch)
-        else:
-            whole += _restorable(records[epoch], destination)
+        elif _restorable(records[epoch], destination):
+            steps.append(records[epoch].step)
     surplus: list[Surplus] = []
     kept: list[tuple[str, str]] = []
     names = destination.names(run)
@@ -83,7 +87,7 @@ def plan(
         else:
             surplus.append(Surplus(record.epoch, "unfinished", path))
     surplus += [Surplus(0, "probe", name) for name in destination.names("") if name.startswith(PROBE)]
-    return Plan(surplus, kept)
+    return Plan(surplus, kept, min(steps, default=None))
 
 
 def _plan_epoch(
