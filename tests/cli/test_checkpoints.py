@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers import Child
 
 from transport.cli import run
 from transport.cooldown import Ledger, Outcome, Phase, recorded_outcomes
@@ -164,6 +165,47 @@ def test_what_killed_uploaders_left_is_removed(uploaded: Path, store: str) -> No
     assert not left.exists()
     assert (running / "part").exists()
     assert len(epochs(root)) == 3
+
+
+_HALF_AN_UPLOAD = """
+import sys, threading
+from transport.cli import run
+from transport.cooldown.destinations.folder import Folder
+
+write, done = Folder.write, threading.Event()
+
+def half(self, path, size, pieces):
+    if path.endswith("shards/1"):
+        done.wait()
+        print("half", flush=True)
+        threading.Event().wait()
+    written = write(self, path, size, pieces)
+    if path.endswith("config.json"):
+        done.set()
+    return written
+
+Folder.write = half
+run(sys.argv[1:])
+"""
+
+
+def test_an_upload_that_was_killed_leaves_nothing_when_a_later_one_has_ended(
+    model: Path, store: str, tmp_path: Path
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    arguments = ["cooldown", "upload", str(model), *to(model), "--store", store]
+    with Child(_HALF_AN_UPLOAD, *arguments, env={"TMPDIR": str(tmp_path / "temporary")}) as child:
+        assert child.line() == "half"
+        child.kill()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"destination", "model", "state", "temporary"}
+    assert [path for path in (tmp_path / "temporary").rglob("*") if path.name in ("config.json", "1")] == []
+    left = tmp_path / "destination/run/epoch-000000000001"
+    assert list(left.rglob("config.json"))
+    assert run(arguments) == 0
+    assert recorded_outcomes(Folder(tmp_path / "destination"), "run")[1].outcome is Outcome.TIMED_OUT
+    assert run(["cooldown", "prune", "--store", store]) == 0
+    assert not list(left.rglob("config.json"))
 
 
 def timed_out(path: Path, store: str) -> EpochRecord:

@@ -385,6 +385,20 @@ async def test_a_coordinator_that_is_killed_is_replaced(cooling: Run) -> None:
 
 
 @asynchronous
+async def test_an_epoch_whose_coordinator_was_killed_ends_when_a_later_one_has(cooling: Run) -> None:
+    with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
+        assert await asyncio.to_thread(child.line) == "cooldown"
+        child.kill()
+    await cooling.host().open(9)
+    late = asyncio.create_task(cooling.client("c").cooldown(7))
+    await cooling.host().open(8)
+    await asyncio.gather(cooling.host().cooldown(8, 1, ("a",)), cooling.client("a").cooldown(8))
+    assert (await late).record == cooling.record(7)
+    assert (cooling.record(7).outcome, cooling.record(9).phase) == (Outcome.TIMED_OUT, Phase.TRAINING)
+    assert recorded_outcomes(Folder(cooling.root), "run")[7] == cooling.record(7)
+
+
+@asynchronous
 async def test_two_coordinators_come_to_one_end(cooling: Run) -> None:
     await cooling.host().open(7)
     ends = await asyncio.gather(

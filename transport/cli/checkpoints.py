@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 from pathlib import Path
@@ -94,6 +93,9 @@ def upload(
 ) -> None:
     """Upload a folder as a run's checkpoint, verify it, and record it in the store and at the destination.
 
+    The folder stays as it is until the command has ended. An earlier upload of the run that is not complete by then
+    counts as timed out.
+
     Files are sent several at a time, large ones in parts. Nothing counts as a checkpoint before it was verified. What
     fails is tried again until the time limit. Credentials come from the environment, as for each service's own tools.
     """
@@ -123,7 +125,7 @@ def upload(
     checkpoint = record.checkpoint
     if checkpoint is None:
         notes = "; ".join(note.detail for note in record.notes.values() if note.detail)
-        raise RunError(f"epoch {record.epoch} has no checkpoint: {notes or 'the time limit was reached'}")
+        raise RunError(f"epoch {record.epoch} has no checkpoint: {notes or 'it timed out, or a later one ended first'}")
     result = Uploaded(
         run=run, epoch=record.epoch, step=step, outcome="checkpointed", destination=url, files=checkpoint.files,
         bytes=checkpoint.bytes,
@@ -137,7 +139,7 @@ def upload(
 async def _cooldown(
     folder: Path, url: str, run: str, step: int, store_url: str | None, limit: float, read_back: bool
 ) -> EpochRecord:
-    """One epoch with one client, which takes the folder's files for its copy."""
+    """One epoch with one client, whose local copy is the folder itself."""
     import asyncio
     import re
 
@@ -153,11 +155,9 @@ async def _cooldown(
         parsed.path.parent.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()).lstrip(".-") or "host"
     whole = await asyncio.to_thread(folder.absolute)
-    beside = whole.parent if os.access(whole.parent, os.W_OK) else None
     with (
         open_store(store_url) as store,
-        # beside the folder, so that its files can be linked and need not be copied
-        tempfile.TemporaryDirectory(prefix=f".{whole.name}-", dir=beside) as scratch,
+        tempfile.TemporaryDirectory() as scratch,
         bar("uploading") as progress,
     ):
         proof = Proof.READ if read_back else Proof.STORED
@@ -166,7 +166,7 @@ async def _cooldown(
             store,
             run,
             name,
-            save=lambda into, _: _link(folder, into),
+            save=lambda into, _: _stand_for(whole, into),
             scratch=Path(scratch),
             keep_steps=0,
             progress=progress,
@@ -176,16 +176,10 @@ async def _cooldown(
         return record
 
 
-def _link(folder: Path, into: Path) -> None:
-    import shutil
-
-    def link_or_copy(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copyfile(source, target)
-
-    shutil.copytree(folder, into, copy_function=link_or_copy, dirs_exist_ok=True)
+def _stand_for(folder: Path, into: Path) -> None:
+    """The files are read where they are: a copy would need their space, and remain when this process is killed."""
+    into.rmdir()
+    into.symlink_to(folder)
 
 
 def restore(

@@ -258,6 +258,8 @@ class CooldownHost:
     async def cooldown(self, epoch: int, step: int, clients: Sequence[str] | Mapping[str, str]) -> EpochRecord:
         """Run the cooldown of an open epoch, or resume one that has begun; returns the record of its end.
 
+        Earlier epochs that are still open then end as timed out: their coordinators are gone.
+
         Args:
             step: training step of the model that the clients upload.
             clients: names of the healthy clients, each of which can save the whole model alone; or, for a model whose
@@ -279,8 +281,10 @@ class CooldownHost:
         try:
             await retry_store(lambda: coordinator.handle(Begin(step, tuple(clients), hosts)))
             await self._lead(coordinator, destination)
-            await self._forget(epoch)
             await self._copy_outcome(coordinator.machine.record, destination)
+            for earlier in await self._end_earlier(epoch):
+                if earlier.destination == coordinator.machine.record.destination:
+                    await self._copy_outcome(earlier, destination)
             if destination.publishes:
                 await self._publish(coordinator.machine.record, destination)
         finally:
@@ -358,12 +362,13 @@ class CooldownHost:
                 raise
             raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error  # the manifest, which was just written
 
-    async def _forget(self, epoch: int) -> None:
-        """Members of earlier epochs have all come to this one, or are gone."""
+    async def _end_earlier(self, epoch: int) -> list[EpochRecord]:
+        """Members of earlier epochs have all come to this one, or are gone, and so have their coordinators."""
         try:
-            await in_thread(self._ledger.forget_before, epoch)
+            return await in_thread(self._ledger.end_before, epoch, self._wall())
         except StoreError as error:
             log.warning("epoch %d: what earlier epochs left in the store stays until the next one: %s", epoch, error)
+            return []
 
     async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
         """Write the outcome to the destination too, in case the store is lost."""

@@ -1,6 +1,6 @@
 """The records of a run's epochs in the store: their keys, and which process writes which. Blocks; thread-safe.
 
-cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator; final when the epoch has ended; stays
+cooldown/RUN/epoch/000000000007           EpochRecord; a coordinator; final when the epoch has ended; stays
 cooldown/RUN/report/000000000007/CLIENT   Report; that client
 cooldown/RUN/bell/000000000007            changes with every report, so that the coordinator wakes
 
@@ -13,8 +13,8 @@ cooldown/RUN/share/EPOCH/HOST/N/CLIENT    Share; the client that uploaded it
 cooldown/RUN/beat/EPOCH/HOST/N            changes while a share is being uploaded
 cooldown/RUN/host/EPOCH/HOST              changes with each of these three, so that the host's members wake
 
-Decisions and the epochs' records are written by store/decision.py. All but the epochs' own records are removed when a
-later epoch has ended.
+Decisions and the epochs' records are written by store/decision.py. When an epoch has ended, earlier ones that are still
+open end as timed out, and all but their own records is removed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from typing import Final
+
+import msgspec
 
 from transport.cooldown.epochs.records import (
     EpochRecord,
@@ -84,13 +86,29 @@ class Ledger:
 
         advance(self._store, self._epoch_key(epoch), encoded)
 
-    def forget_before(self, epoch: int) -> None:
-        """Remove what the members of earlier epochs have written; the epochs' own records stay."""
+    def end_before(self, epoch: int, ended_at: float) -> list[EpochRecord]:
+        """End the earlier epochs that are still open as timed out, and remove what the members of all have written.
+
+        An epoch whose coordinator was killed has no other end. Returns the records of those that were open.
+        """
+
+        def end(standing: EpochRecord | None) -> EpochRecord | None:
+            if standing is None or standing.phase is Phase.ENDED:
+                return None
+            return msgspec.structs.replace(standing, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT, ended_at=ended_at)
+
+        still_open = [
+            each for each, record in self.epochs().items() if each < epoch and record.phase is not Phase.ENDED
+        ]
+        for each in still_open:
+            self.advance(each, end)
         for kind in ("report", "bell", "save", "saving", "saved", "share", "beat", "host"):
             prefix = f"{self._prefix}{kind}/"
             keys = [key for key in self._store.scan(prefix) if key < f"{prefix}{check_epoch(epoch):012d}"]
             for first in range(0, len(keys), _AT_ONCE):
                 self._store.put_many([Change(key, None) for key in keys[first : first + _AT_ONCE]])
+        found = self.epochs()
+        return [found[each] for each in still_open if each in found]
 
     def newest_checkpoint(self) -> EpochRecord:
         """The last epoch with a checkpoint. Raises NoCheckpointError if there is none."""

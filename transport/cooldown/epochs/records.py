@@ -98,7 +98,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch. Written by its coordinator only; ``phase`` "ended" is final."""
+    """One epoch. Written by its coordinator, or ended by that of a later one; ``phase`` "ended" is final."""
 
     run: str
     epoch: int
