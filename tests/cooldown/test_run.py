@@ -38,6 +38,7 @@ from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
     ConfigurationError,
     CoordinatorLostError,
+    DestinationError,
     NoCheckpointError,
     StoreFullError,
     StoreUnavailableError,
@@ -298,6 +299,23 @@ async def test_an_epoch_has_one_life(cooling: Run) -> None:
         await cooling.host().open(7)
     with pytest.raises(UsageError, match="epoch 8 is not open"):
         await cooling.host().cooldown(8, 1, CLIENTS)
+
+
+@asynchronous
+async def test_no_epoch_is_opened_where_the_newest_checkpoint_is_not(cooling: Run) -> None:
+    """As at the mount point of a share that is not mounted."""
+    await cooling.host().open(7)
+    await asyncio.gather(cooling.host().cooldown(7, 1, ("a",)), cooling.client("a").cooldown(7))
+    share = cooling.root.rename(cooling.path / "share")
+    cooling.root.mkdir()
+    with pytest.raises(DestinationError, match="epoch 7"):
+        await cooling.host().open()
+    other = cooling.path / "other"
+    other.mkdir()
+    assert (await CooldownHost(cooling.store, "run", str(other), cooldown_s=6, seed=1).open()).epoch == 8
+    cooling.root.rmdir()
+    share.rename(cooling.root)
+    assert (await cooling.host().open(9)).epoch == 9
 
 
 @asynchronous

@@ -219,7 +219,9 @@ class CooldownHost:
     async def open(self, epoch: int | None = None) -> EpochRecord:
         """Open an epoch, by default the one after the last, in the store and at the destination. Its training begins.
 
-        Raises UsageError if this epoch was already opened, here or by a run of the same name with another store.
+        Raises:
+            UsageError: this epoch was already opened, here or by a run of the same name with another store.
+            DestinationError: the run's newest checkpoint there is not listed: the share is not mounted, or was emptied.
         """
         there = await self._epochs_there()
         if epoch in there and (await in_thread(self._ledger.look, epoch))[0] is None:
@@ -245,14 +247,26 @@ class CooldownHost:
                 raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
 
     async def _epochs_there(self) -> set[int]:
-        """Epochs of the run of which something is at the destination; none if it cannot be listed now."""
+        """Epochs of the run of which something is at the destination; none if it cannot be listed now.
+
+        DestinationError where those that are listed lack the newest checkpoint that the store has there.
+        """
         call = in_thread(epochs_at, self.destination, self._ledger.run)
         if not await settled(call, OUTCOME_COPY_S):
             log.warning("run %s: timeout at %s; the epochs there are not known", self._ledger.run, self.destination)
         elif isinstance(error := call.exception(), DestinationError):
             log.warning("run %s: the epochs there are not known: %s", self._ledger.run, error)
         else:
-            return call.result()
+            there = call.result()
+            epochs = (await in_thread(self._ledger.epochs)).values()
+            checkpoints = [each.epoch for each in epochs if each.checkpoint and each.destination == self.destination]
+            if checkpoints and checkpoints[-1] not in there:
+                raise DestinationError(
+                    f"run {self._ledger.run} has its newest checkpoint at {self.destination}, and its epoch "
+                    f"{checkpoints[-1]} is not there: mount the share; if the files were removed, give the run another "
+                    "name"
+                )
+            return there
         return set()
 
     async def cooldown(self, epoch: int, step: int, clients: Sequence[str] | Mapping[str, str]) -> EpochRecord:

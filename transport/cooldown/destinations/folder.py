@@ -25,7 +25,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Folder(Destination):
-    """Files below ``root``, which must exist: nothing is written to the mount point of a share that is not mounted."""
+    """Files below ``root``, which must exist and is never made."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
