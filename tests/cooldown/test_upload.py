@@ -235,7 +235,7 @@ def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(
         }
         if now.get(at):
             reached.append(at)
-            assert stop.set()
+            stop.set()
 
     if at == "before":
         stop.set()
@@ -265,18 +265,22 @@ def test_files_that_are_copied_at_the_same_time_end_with_the_first_that_fails(
     assert left(destination) == []
 
 
-def test_a_manifest_that_is_being_written_cannot_be_called_off(model: Path, destination: Folder) -> None:
+def test_an_upload_that_is_cancelled_while_its_manifest_is_written_leaves_nothing(
+    model: Path, destination: Folder
+) -> None:
     stop = Stop()
-    answers = []
+    written = []
 
     class Watched(Folder):
         def put(self, path: str, data: bytes) -> None:
-            answers.append(stop.set())
+            stop.set()
             super().put(path, data)
+            written.append(path)
 
-    done = upload(model, Watched(destination.root), RECORD, "a", ATTEMPT, stop=stop)
-    assert answers == [False]
-    assert verified(destination, RECORD, report(done.sha256))
+    with pytest.raises(UploadCancelledError):
+        upload(model, Watched(destination.root), RECORD, "a", ATTEMPT, stop=stop)
+    assert written == [f"{PLACE}/manifest.json"]
+    assert left(destination) == []
 
 
 def test_removing_takes_the_manifest_first(destination: Folder, uploaded: Uploaded) -> None:

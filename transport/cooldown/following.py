@@ -128,7 +128,8 @@ class EpochClient(abc.ABC):
         """Take part in an epoch's cooldown; returns when it has ended, and a collective save of this member has.
 
         Cancelling this call cancels the upload, reports that to the coordinator, and leaves no manifest unless the
-        upload is already the checkpoint. A save that runs then goes on in its thread.
+        upload is already the checkpoint. What still waits for the destination is removed by its thread when that
+        answers. A save that runs then goes on in its thread.
 
         Raises:
             CoordinatorLostError: the coordinator has not changed the record for ``patience_s``. If no member had begun
@@ -181,8 +182,11 @@ class EpochClient(abc.ABC):
             stop.set()
             place = upload_folder(record.run, record.epoch, self.name, attempt)
             if not await settled(call, STOP_WAIT_S):
+                call.cancel()  # the thread goes on
                 log.warning(
-                    "epoch %d: the cancelled upload to %s does not stop; it writes no manifest", record.epoch, place
+                    "epoch %d: the cancelled upload to %s waits for the destination; its thread removes it then",
+                    record.epoch,
+                    place,
                 )
             elif call.exception() is None:  # it completed before the stop, and was not reported
                 await settled(in_thread(remove_upload, record.destination, place), STOP_WAIT_S)

@@ -239,6 +239,7 @@ class ShardedClient(EpochClient):
                     raise UsageError(f"{file.name} has changed since it was saved: {file.size} bytes, now {copy.size}")
                 for folder in file.folders[1:]:
                     _check_same(Path(folder) / file.name, Path(file.folders[0]) / file.name, copy, stop)
+            stop.check()
         return sent
 
     async def _beat(self, record: EpochRecord, host: str, number: int, moved: _Moved) -> None:

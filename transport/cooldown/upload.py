@@ -46,7 +46,7 @@ def upload(
     error of the removal becomes a note of the first error.
 
     Raises:
-        UploadCancelledError: ``stop`` was set before the manifest was written.
+        UploadCancelledError: ``stop`` was set before this call had written the manifest.
         DestinationError: the destination failed, is full or is gone.
         UsageError: no file, a file that is not a regular file, or a file name that is not portable.
     """
@@ -65,8 +65,9 @@ def upload(
             files=copied(sources, destination, place, stop, progress),
         )
         data = manifest.encode()
-        with stop.committing():
-            destination.put(f"{place}/{manifests.NAME}", data)
+        stop.check()
+        destination.put(f"{place}/{manifests.NAME}", data)
+        stop.check()  # what was cancelled meanwhile is removed: nobody waits for it any more
     return Uploaded(manifest, hashlib.sha256(data).hexdigest())
 
 

@@ -218,8 +218,8 @@ def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progre
             if number:
                 return manifest
             manifest = _whole(cut, manifest, destination, place, stop)
-        with stop.committing():
-            destination.put(f"{place}/{manifests.NAME}", manifest.encode())
+        stop.check()
+        destination.put(f"{place}/{manifests.NAME}", manifest.encode())
         return manifest
 
 
