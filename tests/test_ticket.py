@@ -171,6 +171,13 @@ def test_what_is_no_ticket_is_refused(source: Any) -> None:
         Ticket.parse(source)
 
 
+@pytest.mark.parametrize("port", [13337.0, True, np.int64(13337)])
+def test_a_port_that_only_equals_one_is_refused_also_after_the_other_was_seen(port: Any) -> None:
+    changed(ports=(13337,)), changed(ports=(1,))
+    with pytest.raises(TicketError, match="port"):
+        changed(ports=(port,))
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -113,7 +113,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metadata: Metadata = {}
 
     def __post_init__(self) -> None:
-        place = self.ring, self.segment, self.host, self.addresses, self.ports, self.schema_fingerprint
+        place = self.ring, self.segment, self.host, self.addresses, self.schema_fingerprint
         try:
             _check_place(*place)
         except TypeError:  # an unhashable value, hence none that a ticket may have
@@ -124,12 +124,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise _outside(what, number, first, limit)
         if not (math.isfinite(self.created) and math.isfinite(self.deadline or 0.0)):
             raise TicketError(f"created={self.created} and deadline={self.deadline} must both be finite")
-        _check_tuple("lengths", self.lengths)
-        if len(self.lengths) > MAX_TENSORS:
-            raise TicketError(f"{len(self.lengths)} lengths; a schema has at most {MAX_TENSORS} tensors")
-        for length in self.lengths:
-            if type(length) is not int or not 0 <= length <= MAX_BYTES:
-                raise _outside("length", length, 0, MAX_BYTES + 1)
+        _check_each("ports", self.ports, _ring.MAX_PORTS, 1, 1 << 16)
+        _check_each("lengths", self.lengths, MAX_TENSORS, 0, MAX_BYTES + 1)
         if self.schema is not None:
             try:
                 self._layout_by(self.schema)
@@ -229,7 +225,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """How `encode` begins for every ticket with this ring, segment, host, addresses and ports."""
         if not isinstance(place, tuple) or len(place) != 5:
             raise TicketError("give a tuple of ring, segment, host, addresses and ports")
-        _check_place(*place)
+        _check_place(*place[:4])
+        _check_each("ports", place[4], _ring.MAX_PORTS, 1, 1 << 16)
         count = len(_Row.__struct_fields__)  # an array of more than 15
         return b"".join((_PREFIX, b"\xdc", count.to_bytes(2, "big"), *map(_encode, place)))
 
@@ -362,30 +359,26 @@ def _hexadecimal(what: str, value: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def _check_place(
-    ring: str,
-    segment: str,
-    host: str,
-    addresses: tuple[str, ...],
-    ports: tuple[int, ...],
-    fingerprint: str = NO_SCHEMA,
-) -> None:
-    """Cached, because all tickets of a ring have the same values."""
+def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...], fingerprint: str = NO_SCHEMA) -> None:
+    """Cached, because all tickets of a ring have the same values. Texts only: 1 equals True and 1.0."""
     _hexadecimal("ring", ring)
     _hexadecimal("schema_fingerprint", fingerprint)
-    _check_tuple("addresses", addresses)  # a single address as text would pass as a sequence of letters
-    _check_tuple("ports", ports)
+    _check_tuple("addresses", addresses, MAX_ADDRESSES)
     _words("segment, host and addresses", (segment, host, *addresses))
-    if len(addresses) > MAX_ADDRESSES or len(ports) > _ring.MAX_PORTS:
-        raise TicketError(f"{len(addresses)} addresses and {len(ports)} ports exceed a ticket's limits")
-    for port in ports:
-        if type(port) is not int or not 1 <= port < 1 << 16:
-            raise _outside("port", port, 1, 1 << 16)
 
 
-def _check_tuple(what: str, value: object) -> None:
-    if not isinstance(value, tuple):
+def _check_tuple(what: str, value: object, most: int) -> None:
+    if not isinstance(value, tuple):  # a single address as text would pass as a sequence of letters
         raise TicketError(f"{what}: expected a tuple, got {value!r:.80}")
+    if len(value) > most:
+        raise TicketError(f"{what}: a ticket has at most {most}, got {len(value)}")
+
+
+def _check_each(what: str, numbers: object, most: int, first: int, limit: int) -> None:
+    _check_tuple(what, numbers, most)
+    for number in numbers:  # type: ignore[attr-defined]  # a tuple
+        if type(number) is not int or not first <= number < limit:
+            raise _outside(what, number, first, limit)
 
 
 def _words(what: str, values: tuple[str, ...]) -> None:

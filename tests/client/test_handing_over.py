@@ -15,7 +15,7 @@ from helpers import asynchronous, every_wire, noise, serving, states, until
 from transport import SharedRingBuffer, Ticket, UCXXClient
 from transport.client.blocking import BlockingClient
 from transport.client.payload import ReadOutcome
-from transport.errors import ClosedError
+from transport.errors import ClosedError, StaleSlotError
 from transport.runtime.loop_thread import Job
 
 pytestmark = pytest.mark.ucx
@@ -168,3 +168,18 @@ def test_a_call_that_is_interrupted_when_its_payload_is_here_consumes_nothing(
             assert np.array_equal(client.read(ticket)["data"], noise(SMALL))
         gc.collect()
         asyncio.run(until(lambda: states(ring) == (0, 0)))
+
+
+def test_what_was_handed_over_and_dropped_frees_its_slot_before_all_are() -> None:
+    with serving(slots=COUNT, slot_bytes=LARGE) as (ring, _), BlockingClient(wire={"mapped"}) as client:
+        in_use = [sum(states(ring)) for _ in client.read_many(written(ring, SMALL)[:8])]
+        assert in_use == list(range(COUNT, COUNT - 8, -1))  # the last one is in the hands of the iteration
+
+
+def test_a_payload_that_another_reader_consumed_meanwhile_is_handed_to_nobody() -> None:
+    with serving(slots=4, slot_bytes=LARGE) as (ring, _), BlockingClient(wire={"mapped"}) as client:
+        ticket = ring.write_raw(noise(SMALL))
+        first, second = client.read_many([ticket, ticket])  # both are read before one is handed over
+        assert first.error is None
+        assert second.payload is None
+        assert isinstance(second.error, StaleSlotError)

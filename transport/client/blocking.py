@@ -116,8 +116,7 @@ class BlockingClient:
         lists = self._client._reads.many(tickets, rank, timeout, concurrency, fields)
         try:
             while outcomes := self._thread.run(_next(lists)):  # a turn of the loop for each costs more than a read
-                for outcome in outcomes:
-                    yield self._client._deliveries.hand_over_outcome(outcome)
+                yield from self._client._deliveries.hand_over_all(outcomes)
         finally:
             if not self._thread.closed:
                 self._thread.run(_end(lists))

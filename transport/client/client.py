@@ -221,8 +221,8 @@ class UCXXClient:
         """
         async with contextlib.aclosing(self._reads.many(tickets, rank, timeout, concurrency, fields)) as lists:
             async for outcomes in lists:
-                for outcome in outcomes:
-                    yield self._deliveries.hand_over_outcome(outcome)
+                for outcome in self._deliveries.hand_over_all(outcomes):
+                    yield outcome
 
     @property
     def acknowledges(self) -> AckMode:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from transport.client.payload import AckMode, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target
-from transport.errors import ClosedError, TransportError
+from transport.errors import ClosedError, StaleSlotError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.parts import PayloadPart, part_of
 from transport.schema import Schema
@@ -155,22 +155,27 @@ class Deliveries:
         """Return the payload to the caller; called where nothing can fail between this and the caller.
 
         With ack="on_arrival" it is acknowledged here: one that was fetched ahead and never returned is not consumed.
-        Raises ClosedError when the client is closed.
+        Raises ClosedError when the client is closed, StaleSlotError for a mapped payload that another reader of the
+        rank has consumed meanwhile.
         """
         if self.mode == "on_arrival":
             if self.closed:
                 raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
-            payload.ack()
+            if not payload.ack():
+                raise StaleSlotError(f"payload {payload.ticket.name} was consumed by another reader while it was read")
         return payload
 
-    def hand_over_outcome(self, outcome: ReadOutcome) -> ReadOutcome:
-        """`hand_over` of one of many; a payload that cannot be handed over is an error."""
-        if outcome.payload is not None:
-            try:
-                self.hand_over(outcome.payload)
-            except TransportError as error:
-                return outcome._replace(payload=None, error=bare(error))
-        return outcome
+    def hand_over_all(self, outcomes: list[ReadOutcome]) -> Iterator[ReadOutcome]:
+        """`hand_over` of many, which are taken out of the list; a payload that cannot be handed over is an error."""
+        outcomes.reverse()
+        while outcomes:
+            outcome = outcomes.pop()
+            if outcome.payload is not None:
+                try:
+                    self.hand_over(outcome.payload)
+                except TransportError as error:
+                    outcome = outcome._replace(payload=None, error=bare(error))
+            yield outcome
 
     def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
         """Send an acknowledgement through port ``via``, or through the next healthy port.

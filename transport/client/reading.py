@@ -271,8 +271,9 @@ class Reads:
         listed = several(tickets, "read_many()")
         asked = [Ticket.of(ticket) for ticket in listed]
         work = grouped(asked, self._settings, None if wanted is None else len(wanted))
-        # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
-        finished: asyncio.Queue[list[ReadOutcome]] = asyncio.Queue(concurrency)
+        # A slow caller holds the runners up, so that nothing is fetched far ahead of it: half as many messages wait as
+        # are under way, and half as many are with the caller.
+        finished: asyncio.Queue[list[ReadOutcome]] = asyncio.Queue(max(1, concurrency // 2))
         errors: list[Exception] = []  # of this package's own, or its caller's memory: every other one is an outcome
         expected = len(asked)
         work.reverse()
