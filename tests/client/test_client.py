@@ -93,14 +93,24 @@ async def test_a_payload_of_a_ring_without_schema_describes_itself(wire: Any) ->
                 assert payload["y"] == 7
 
 
+@every_wire
 @asynchronous
-async def test_a_payload_of_an_unknown_schema_is_readable_as_bytes_only() -> None:
+async def test_a_payload_of_an_unknown_schema_is_not_consumed_and_readable_as_bytes(wire: Any) -> None:
     with serving(Schema.of(x=("uint8", 3))) as (ring, _):
-        async with UCXXClient() as client:
-            payload = await client.read(ring.write({"x": np.array([1, 2, 3], np.uint8)}))
+        ticket, out = ring.write({"x": np.array([1, 2, 3], np.uint8)}, readers=2), bytearray(3)
+        async with UCXXClient(wire={wire}) as client:
+            with pytest.raises(SchemaError, match="schemas="):
+                await client.read(ticket)
+            (outcome,) = [each async for each in client.read_many([ticket])]
+            assert isinstance(outcome.error, SchemaError)
+            await client.read(ticket, out)
+            assert out == b"\1\2\3"
+        async with UCXXClient(wire={wire}, ack="manual") as client:
+            payload = await client.read(ticket, rank=1)
             assert bytes(payload.data) == b"\1\2\3"
             with pytest.raises(SchemaError, match="schemas="):
                 payload["x"]
+            del payload
 
 
 # --- where it arrives ----------------------------------------------------------------------------

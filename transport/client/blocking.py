@@ -101,7 +101,8 @@ class BlockingClient:
         )
         if target is not None:
             target.make_stream_wait()
-        return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
+        # In this thread, which an interrupt may have ended before.
+        return self._client._deliveries.hand_over(payload, out)
 
     def read_many(
         self,
@@ -112,7 +113,7 @@ class BlockingClient:
         concurrency: int = CONCURRENCY,
         fields: Sequence[str] | None = None,
     ) -> Iterator[ReadOutcome]:
-        """See `UCXXClient.read_many`; yields as payloads complete."""
+        """See `UCXXClient.read_many`; yields a `ReadOutcome` for each ticket as it completes, with payload or error."""
         lists = self._client._reads.many(tickets, rank, timeout, concurrency, fields)
         try:
             while outcomes := self._thread.run(_next(lists)):  # a turn of the loop for each costs more than a read

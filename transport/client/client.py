@@ -189,7 +189,8 @@ class UCXXClient:
                 its own. Others are not in the payload. Acknowledging it is for the whole payload.
 
         Raises:
-            SchemaError: ``fields`` has a name that the payload does not have, or its schema is not known here.
+            SchemaError: ``fields`` has a name that the payload does not have, or its schema is not known here. With
+                ``out``, or an ``ack`` by hand, bytes need none.
             StaleSlotError: consumed by this rank, overwritten, discarded or expired. Final.
             RetriesExhaustedError, DeadlineExceededError: every attempt failed; ``__cause__`` is the last failure.
             PayloadLostError: every port answers that it serves another ring; or none answers, and none has published
@@ -200,7 +201,7 @@ class UCXXClient:
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
             TicketError: `ticket` is neither a ticket nor a form of one.
         """
-        return self._deliveries.hand_over(await self._reads.one(ticket, out, rank, timeout, fields))
+        return self._deliveries.hand_over(await self._reads.one(ticket, out, rank, timeout, fields), out)
 
     async def read_many(
         self,
@@ -211,9 +212,13 @@ class UCXXClient:
         concurrency: int = CONCURRENCY,
         fields: Sequence[str] | None = None,
     ) -> AsyncGenerator[ReadOutcome, None]:
-        """Fetch many payloads, or some ``fields`` of them; yields each as it completes, errors included.
+        """Fetch many payloads, or some ``fields`` of them; yields a `ReadOutcome` for each as it completes.
 
-        Small ones share messages.
+        That has the payload or the error: what cannot be read raises nothing here. Small ones share messages.
+
+            async for outcome in client.read_many(tickets):
+                if outcome.error is None:
+                    learn(outcome.payload["reward"])
 
         Some are fetched ahead. With ack="on_arrival" each is acknowledged as it is yielded, so leaving the iteration
         early consumes nothing beyond. It also cancels what is still under way; use ``contextlib.aclosing`` to have

@@ -25,7 +25,7 @@ from transport.client.payload import AckMode, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target
-from transport.errors import ClosedError, StaleSlotError, TransportError
+from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.parts import PayloadPart, part_of
 from transport.schema import Schema
@@ -151,16 +151,18 @@ class Deliveries:
         return make(ticket, rank, wire, data, self.schema_of(ticket), lambda: True)
 
     # --- acknowledgements ---------------------------------------------------------------------------
-    def hand_over(self, payload: ReceivedPayload) -> ReceivedPayload:
+    def hand_over(self, payload: ReceivedPayload, out: Any = None) -> ReceivedPayload:
         """Return the payload to the caller; called where nothing can fail between this and the caller.
 
         With ack="on_arrival" it is acknowledged here: one that was fetched ahead and never returned is not consumed.
-        Raises ClosedError when the client is closed, StaleSlotError for a mapped payload that another reader of the
-        rank has consumed meanwhile.
+        Raises ClosedError when the client is closed; SchemaError where the schema is not known, and ``out`` was not
+        given for the bytes; StaleSlotError for a mapped payload that another reader of the rank has consumed meanwhile.
         """
         if self.mode == "on_arrival":
             if self.closed:
                 raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
+            if out is None and (why := payload.undescribed):  # else its bytes are what is wanted
+                raise SchemaError(f"{why}, or read its bytes with out= or ack='manual'; it is not consumed")
             if not payload.ack():
                 raise StaleSlotError(f"payload {payload.ticket.name} was consumed by another reader while it was read")
         return payload

@@ -119,12 +119,19 @@ class ReceivedPayload(Mapping[str, Any]):
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
         if self._layout is not None:
             return self._layout
-        if self._schema is None:
-            raise SchemaError(
-                f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not "
-                "know; pass it: UCXXClient(schemas=[schema])"
-            )
+        if undescribed := self.undescribed:
+            raise SchemaError(undescribed)
         return self.ticket.layout(self._schema)
+
+    @property
+    def undescribed(self) -> str:
+        """Why `arrays` cannot be had; "": they can."""
+        if self._schema is not None or self._layout is not None:
+            return ""
+        return (
+            f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not know; "
+            "make the client with schemas=[schema]"
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
