@@ -85,7 +85,8 @@ def test_a_restored_ring_is_served_until_everything_is_consumed(
         (["restore", "{place}"], 1, "no complete snapshot"),
         (["restore", "{place}", "--step", "9"], 1, "step 9"),
         (["restore", "{place}/away", "--dry-run"], 1, "No such file"),
-        (["snapshot", "rings:nothing-", "{place}/away", "--step", "1"], 1, "No such file"),
+        (["snapshot", "rings:nothing-", "{place}", "--step", "1"], 1, "rings:nothing-"),
+        (["snapshot", "rings:nothing-", "{place}", "--step", "1", "--dry-run"], 1, "rings:nothing-"),
         (["snapshot", "rings:nothing-", "{place}", "--step", "1", "--part", "2"], 2, "--part"),
         (["snapshot", "rings://127.0.0.1:1", "{place}", "--step", "1"], 1, "other hosts"),
         (["snapshot", "redis://127.0.0.1:1/0", "{place}", "--step", "1"], 2, "rings"),
@@ -98,6 +99,15 @@ def test_errors_are_one_line(
     assert run([each.format(place=tmp_path) for each in arguments]) == status
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_the_name_of_no_run_removes_no_snapshot(
+    ring: SharedRingBuffer, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["snapshot", f"rings:{prefix}", str(tmp_path), "--step", "3"]) == 0
+    assert run(["snapshot", f"rings:{prefix}typo", str(tmp_path), "--step", "4", "--keep", "1"]) == 1
+    assert list(steps(str(tmp_path))) == [3]
+    assert f"rings:{prefix}" in capsys.readouterr().err  # where rings are
 
 
 def checkpointed(root: Path, epoch: int, step: int) -> None:

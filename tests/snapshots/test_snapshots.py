@@ -356,6 +356,43 @@ def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) 
         snapshot(queue, str(place), 1)
 
 
+@pytest.mark.parametrize("said", [False, True], ids=["gone", "ended"])
+def test_a_snapshot_without_rings_is_only_of_a_run_whose_rings_have_ended(
+    ring: SharedRingBuffer, prefix: str, place: Path, said: bool
+) -> None:
+    with open_rings(f"rings:{prefix}") as queue:
+        assert snapshot(queue, str(place), 1).wait(60).payloads == 0
+        queue.claim(1, consumer="trainer")  # it knows the ring
+        if said:
+            ring.end_data()
+        ring.close()
+        if said:
+            assert snapshot(queue, str(place), 2).wait(60).rings == ()
+        else:
+            with pytest.raises(SnapshotError):
+                snapshot(queue, str(place), 2)
+    with pytest.raises(SnapshotError):  # it may as well be the name of no run
+        snapshot(f"rings:{prefix}", str(place), 3)
+    assert list(steps(str(place))) == ([1, 2] if said else [1])
+
+
+def test_a_part_may_be_without_rings_and_the_whole_may_not(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
+    written(ring, [1])
+    for step, name in ((1, prefix), (2, f"{prefix}typo")):
+        attempt = new_attempt()
+        parts = [
+            snapshot(f"rings:{rings}", str(place), step, part=(number, 2), attempt=attempt)
+            for number, rings in enumerate((f"{prefix}none", name))
+        ]
+        assert parts[1].wait(60).payloads == 2 - step
+        if step == 1:
+            assert parts[0].wait(60).payloads == 1
+        else:
+            with pytest.raises(SnapshotError):
+                parts[0].wait(60)
+    assert list(steps(str(place))) == [1]
+
+
 class Failing(Folder):
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
         if path.endswith(".payloads"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from transport.cli.output import JsonTarget, count, emit, shown
-from transport.errors import UsageError
+from transport.errors import SnapshotError, UsageError
 
 if TYPE_CHECKING:
     from transport.snapshots import Manifest
@@ -47,7 +47,7 @@ def snapshot(
     from transport.snapshots import snapshot as taken
 
     if dry_run:
-        manifest = _looked(queue, step, run)
+        manifest = _looked(queue, step, run, _part(part))
         return emit(manifest, f"{text_of(manifest)}\nnothing was written", json_target)
     with bar("saving") as progress:
         saving = taken(queue, destination, step, run=run, part=_part(part), attempt=attempt, progress=progress)
@@ -70,14 +70,14 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(parts)
 
 
-def _looked(queue: str, step: int, run: str | None) -> Manifest:
+def _looked(queue: str, step: int, run: str | None, part: tuple[int, int]) -> Manifest:
     """What a snapshot would have, without its files."""
     import time
 
     from transport.config import configuration
     from transport.ring.buffer import SharedRingBuffer
     from transport.snapshots import Manifest
-    from transport.snapshots.taking import part_of, require_in_memory, rings_of
+    from transport.snapshots.taking import missing, part_of, require_in_memory, rings_of
 
     rings = []
     with rings_of(queue) as found:
@@ -87,6 +87,8 @@ def _looked(queue: str, step: int, run: str | None) -> Manifest:
                 sizes = [each.size for each in ring.tickets()]
                 rings.append(part_of(ring, len(sizes), sum(sizes)))
         elsewhere = tuple(found.not_counted())
+        if not rings and part[1] == 1 and (why := missing(found)):
+            raise SnapshotError(why)
     name = run or configuration().run or "run"
     return Manifest(run=name, step=step, attempt="", created=time.time(), rings=tuple(rings), elsewhere=elsewhere)
 

@@ -68,7 +68,7 @@ class Snapshot:
         Raises:
             TimeoutError: it has not ended after ``timeout_s``, and goes on.
             DestinationError: the destination failed, is full or is gone. There is no snapshot of this attempt.
-            SnapshotError: parts of other hosts are missing, or this attempt was begun before.
+            SnapshotError: parts of other hosts are missing, no part has a ring, or this attempt was begun before.
             UploadCancelledError: it was cancelled.
             ClosedError: this process was forked from the one that uploads it.
         """
@@ -101,6 +101,7 @@ class _Cut(NamedTuple):
     created: float
     rings: Sequence[_Held]
     elsewhere: tuple[str, ...]
+    missing: str  # why there is no ring; "": there are some, or all have ended
     pause_s: float
 
 
@@ -124,13 +125,15 @@ def snapshot(
         destination: a folder, s3://…, gs://… (docs/COOLDOWN.md).
         step: of the model, 0 to 10**12 - 1.
         run: name below which the destination has it; default: the setting ``run``, else "run".
-        part: number of this host, and how many hosts have rings. Each takes its part, with the same ``attempt``.
+        part: number of this host, and how many hosts have rings. Each takes its part, with the same ``attempt``. A
+            part may be without rings, the whole may not.
         attempt: name of this one cut, 16 hexadecimal digits; default random. Where there are several parts, one of them
             makes it with `new_attempt` and tells the others; after a failure all take their parts with a new one.
         progress: called with (files done, files in all, bytes done).
 
     Raises:
-        SnapshotError: rings are served by other hosts, and no part of them is asked for; or a ring lies in a file.
+        SnapshotError: no ring is found, unless this queue knows that its rings have ended; rings are served by other
+            hosts, and no part of them is asked for; or a ring lies in a file.
         NoOwnerError: a ring has 16 attached processes. Whatever is raised, nothing stays pinned.
     """
     began = time.monotonic()
@@ -166,12 +169,21 @@ def snapshot(
                     require_in_memory(ring)
                     rings.append(_Held(ring, ring.hold_unread()))
             created = time.time()
+            why = "" if rings else missing(queue)
+            if why and parts == 1:
+                raise SnapshotError(why)
             ids = tuple(each.ring for each in elsewhere.values() if each.ring)
-            cut = _Cut(name, step, chosen, part, created, rings, ids, time.monotonic() - began)
+            cut = _Cut(name, step, chosen, part, created, rings, ids, why, time.monotonic() - began)
             stop = Stop()
             # From here on the rings are the thread's.
             upload = started(partial(_upload, undo.pop_all(), cut, url, stop, progress))
     return Snapshot(cut, upload, stop)
+
+
+def missing(queue: FoundRings) -> str:
+    """Why a queue without rings on this host has none; "": a writer has said its end, or a ring has come meanwhile."""
+    why = None if queue.finished(1) else queue.why_nothing()
+    return "" if why is None else why.text
 
 
 def require_in_memory(ring: SharedRingBuffer) -> None:
@@ -324,4 +336,6 @@ def _whole(cut: _Cut, own: Manifest, destination: Destination, place: str, stop:
         raise SnapshotError(f"rings {', '.join(left_out)} are in no part of the snapshot of step {cut.step}")
     if len(set(names)) != len(names):
         raise SnapshotError("two parts have the same rings: take one part on each host, not one in each process")
+    if not rings and cut.missing:
+        raise SnapshotError(f"no part of the snapshot of step {cut.step} has a ring: {cut.missing}")
     return msgspec.structs.replace(own, rings=tuple(rings), elsewhere=())
