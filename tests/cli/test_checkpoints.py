@@ -153,6 +153,24 @@ def test_the_newest_checkpoints_stay(uploaded: Path, store: str, capsys: pytest.
     assert sorted(recorded_outcomes(Folder(root), "run")) == [1, 2, 3]  # an epoch keeps its record
 
 
+@pytest.mark.parametrize("read", ["store", "destination"])
+def test_pruned_checkpoints_are_neither_listed_nor_counted(
+    uploaded: Path, store: str, read: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = {"store": ["--store", store], "destination": to(uploaded / "model")}[read]
+    assert run(["cooldown", "prune", *where, "--keep", "2"]) == 0
+    assert run(["cooldown", "prune", *where, "--keep", "1"]) == 0
+    assert "1 of 2 checkpoints kept" in capsys.readouterr().out
+    assert run(["cooldown", "status", *where, "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [each["outcome"] for each in said["epochs"]] == ["checkpointed"] * 3
+    assert [each["checkpoint"] != "" for each in said["epochs"]] == [False, False, True]
+    assert said["checkpointed"] == 1
+    assert run(["cooldown", "status", *where]) == 0
+    out = capsys.readouterr().out
+    assert "run/epoch-000000000003/" in out and "run/epoch-000000000001/" not in out
+
+
 def test_what_killed_uploaders_left_is_removed(uploaded: Path, store: str) -> None:
     root = uploaded / "destination"
     left = root / "run" / "epoch-000000000003" / "killed" / ("0" * 16) / "files"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from transport.cli import run
 from transport.cooldown import Ledger, Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, encode
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, encode, upload_folder
 from transport.cooldown.restoring import outcome_path
 from transport.store.sqlite import SQLiteStore
 
@@ -42,6 +43,7 @@ def store(tmp_path: Path) -> str:
             assert Ledger(opened, "run").open(record)
     for record in records[:2]:
         Folder(tmp_path).put(outcome_path("run", record.epoch), encode(record))
+    Folder(tmp_path).put(f"{upload_folder('run', 1, 'c', '0' * 16)}/manifest.json", b"{}")
     return f"sqlite://{tmp_path}/store.sqlite3"
 
 
@@ -61,6 +63,28 @@ def test_the_destination_knows_when_the_store_is_lost(
     Path(store.removeprefix("sqlite://")).unlink()
     assert run(["cooldown", "status", "--destination", str(tmp_path), "--run", "run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 epochs have a checkpoint"
+
+
+def test_a_destination_that_does_not_answer_leaves_the_records_as_they_are(
+    store: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with SQLiteStore(Path(store.removeprefix("sqlite://"))) as opened:
+        record = Ledger(opened, "run").epochs()[1]
+        away = (tmp_path / "away").as_uri()
+        assert Ledger(opened, "other").open(msgspec.structs.replace(record, run="other", destination=away))
+    assert run(["cooldown", "status", "--store", store, "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["checkpointed"] == 2 and [away in why for why in said["unknown"]] == [True]
+    assert [each["checkpoint"] != "" for each in said["epochs"]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("place", ["store", "destination"])
+def test_a_run_without_epochs_is_an_error(
+    store: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = {"store": store, "destination": str(tmp_path)}[place]
+    assert run(["cooldown", "status", f"--{place}", where, "--run", "nosuch"]) == 1
+    assert "nosuch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -246,14 +246,15 @@ def prune(
     from transport.snapshots.pruning import plan as old_snapshots
 
     name, records = _one_run(store, destination, run)
-    removed, kept = [], []
+    removed, kept, left = [], [], 0
     for url in sorted({destination} if destination else {record.destination for record in records.values()}):
         here = records if destination else {epoch: each for epoch, each in records.items() if each.destination == url}
         with open_destination(url) as place, bar("removing") as progress:
             found = plan(here, place, name, keep, unverified=unverified)
             removed += [Removed(run=name, path=each.path, why=each.what) for each in found.surplus]
             kept += [Removed(run=name, path=path, why=why) for path, why in found.kept]
-            older = old_snapshots(place, name, keep, found.oldest) if found.oldest is not None else []
+            left += len(found.steps)
+            older = old_snapshots(place, name, keep, min(found.steps)) if found.steps else []
             removed += [Removed(run=name, path=each.path, why="snapshot") for each in older]
             if not dry_run:
                 carry_out(found, place, name, progress)
@@ -264,21 +265,20 @@ def prune(
         *(f"{verb}: {each.path} ({each.why})" for each in removed),
         *(f"kept: {each.path}: {each.why}" for each in kept),
     ]
-    left = sum(record.checkpoint is not None for record in records.values())
-    lines.append(f"{name}: {count(len(removed), 'upload')} {verb}; {min(left, keep)} of {left} checkpoints kept")
+    there = left + sum(each.why == "checkpoint" for each in removed)
+    lines.append(f"{name}: {count(len(removed), 'upload')} {verb}; {left} of {count(there, 'checkpoint')} kept")
     return emit(Pruned(removed=removed, kept=kept, dry_run=dry_run), "\n".join(lines), json_target)
 
 
 def _one_run(store: str | None, destination: str | None, run: str | None) -> tuple[str, dict[int, EpochRecord]]:
-    from transport.cli.epochs import records_from_destination, records_from_store
+    from transport.cli.epochs import recorded
 
-    found = records_from_store(store, run) if destination is None else records_from_destination(destination, run)
+    found = recorded(store, destination, run)
     names = sorted({record.run for record in found})
     if len(names) > 1:
         raise UsageError(f"the store has the runs {', '.join(names)}; choose one with --run")
     if not names:
-        where = f"at {destination}" if destination else "in the store"
-        raise NoCheckpointError(f"{f'run {run} has' if run else 'there are'} no epochs {where}")
+        raise NoCheckpointError("there are no epochs in the store")
     return names[0], {record.epoch: record for record in found}
 
 

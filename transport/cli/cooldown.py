@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from transport.cli import checkpoints
-from transport.cli.epochs import records_from_destination, records_from_store
+from transport.cli.epochs import recorded
 from transport.cli.output import JsonTarget, emit
+from transport.errors import TransportError
 
 if TYPE_CHECKING:
     from transport.cooldown.epochs.records import EpochRecord
@@ -42,7 +44,7 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str  # checkpointed or timed_out; empty before the end
     step: int
     destination: str
-    checkpoint: str  # where it lies below the destination; empty without
+    checkpoint: str  # where it lies below the destination; empty without, and when it was removed
     files: int
     bytes: int
     seconds: float  # of the cooldown so far
@@ -55,6 +57,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
         if self.checkpoint:
             size = f"{self.files} files, {self.bytes / 1e6:.1f} MB"
             return f"{line}  {size}, {self.ended_at}, {self.destination}/{self.checkpoint}"
+        if self.outcome == "checkpointed":
+            return f"{line}  not found at its destination"
         heard = [each for each in self.clients if each.report or self.phase != "training"]
         return "\n".join([line, *(f"    {each.client}: {_told(each)}" for each in heard)])
 
@@ -63,7 +67,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
     epochs: list[Epoch]
-    checkpointed: int
+    checkpointed: int  # whose checkpoints are there
+    unknown: list[str]  # why a destination does not say which are there; they are shown as they were recorded
 
 
 @app.command("status", epilog=EXAMPLE)
@@ -81,18 +86,47 @@ def status(
     ] = None,
     json_target: JsonTarget = None,
 ) -> None:
-    """List epochs, how their cooldowns ended, and where their checkpoints lie."""
-    records = records_from_store(store, run) if destination is None else records_from_destination(destination, run)
-    epochs = [_described(record) for record in records]
-    result = Status(epochs=epochs, checkpointed=sum(epoch.outcome == "checkpointed" for epoch in epochs))
-    text = "\n".join([*map(str, epochs), f"{result.checkpointed} of {len(epochs)} epochs have a checkpoint"])
-    emit(result, text, json_target)
+    """List epochs, how their cooldowns ended, and where their checkpoints lie.
+
+    The destinations are asked which checkpoints are still there.
+    """
+    records = recorded(store, destination, run)
+    there, unknown = _still_there(records, destination)
+    epochs = [_described(record, (record.run, record.epoch) in there) for record in records]
+    result = Status(epochs=epochs, checkpointed=len(there), unknown=unknown)
+    lines = [*map(str, epochs), *(f"not known whether checkpoints are still there: {why}" for why in unknown)]
+    lines.append(f"{result.checkpointed} of {len(epochs)} epochs have a checkpoint")
+    emit(result, "\n".join(lines), json_target)
 
 
-def _described(record: EpochRecord) -> Epoch:
+def _still_there(records: list[EpochRecord], destination: str | None) -> tuple[set[tuple[str, int]], list[str]]:
+    """Run and epoch of the checkpoints that are there, and why a destination does not say; then all of its records."""
+    from transport.cooldown.destinations.open import open_destination
+    from transport.cooldown.restoring import still_there
+    from transport.cooldown.upload import FILES_AT_ONCE
+    from transport.runtime.blocking_calls import in_parallel
+    from transport.runtime.progress import slow
+
+    there: set[tuple[str, int]] = set()
+    unknown = []
+    with_one = [record for record in records if record.checkpoint is not None]
+    for url in sorted({destination or record.destination for record in with_one}):
+        here = [record for record in with_one if url in (destination, record.destination)]
+        try:
+            with slow(f"asking {url}"), open_destination(url) as place:
+                looks = [partial(still_there, record, place) for record in here]
+                found = in_parallel(looks, FILES_AT_ONCE, lambda: None)
+        except TransportError as error:
+            unknown.append(str(error))
+            found = [True for _ in here]
+        there |= {(record.run, record.epoch) for record, is_there in zip(here, found, strict=True) if is_there}
+    return there, unknown
+
+
+def _described(record: EpochRecord, there: bool) -> Epoch:
     from transport.cooldown.epochs.records import upload_folder
 
-    checkpoint = record.checkpoint
+    checkpoint = record.checkpoint if there else None
     elected = set(record.elected)
     clients = [
         Client(

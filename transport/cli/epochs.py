@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transport.config import configuration
-from transport.errors import UsageError
+from transport.errors import NoCheckpointError, UsageError
 from transport.storage.urls import SQLiteURL, parse_url
 
 if TYPE_CHECKING:
@@ -27,8 +27,21 @@ def state_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "transport"
 
 
-def records_from_store(url: str | None, run: str | None) -> list[EpochRecord]:
-    """The epochs of one run, or of all. Raises UsageError if the store's file does not exist."""
+def recorded(store: str | None, destination: str | None, run: str | None) -> list[EpochRecord]:
+    """The epochs of one run, or of all that the store has; with ``destination`` those that ended, as recorded there.
+
+    Raises:
+        NoCheckpointError: this run has no epochs there.
+        UsageError: the store's file does not exist, or a destination is given without a run.
+    """
+    found = _from_store(store, run) if destination is None else _from_destination(destination, run)
+    if run is not None and not found:
+        where = "in the store" if destination is None else f"at {destination}"
+        raise NoCheckpointError(f"run {run} has no epochs {where}; give the name and the place of its uploads")
+    return found
+
+
+def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
     from transport.cooldown.epochs.ledger import Ledger, runs
     from transport.store.open import open_store
 
@@ -41,8 +54,7 @@ def records_from_store(url: str | None, run: str | None) -> list[EpochRecord]:
         return [record for name in chosen for record in Ledger(store, name).epochs().values()]
 
 
-def records_from_destination(url: str, run: str | None) -> list[EpochRecord]:
-    """The ended epochs of one run, as recorded at its destination."""
+def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
     from transport.cooldown.destinations.open import open_destination
     from transport.cooldown.restoring import recorded_outcomes
 

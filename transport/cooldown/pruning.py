@@ -34,12 +34,12 @@ class Surplus(NamedTuple):
 class Plan(NamedTuple):
     """What a run has at a destination that may go, and what stays although it is no checkpoint, with the reason.
 
-    ``oldest``: the lowest step of the checkpoints that stay; None: none can be restored.
+    ``steps``: of the checkpoints that stay and can be restored, the newest first.
     """
 
     surplus: list[Surplus]
     kept: list[tuple[str, str]]
-    oldest: int | None
+    steps: list[int]
 
 
 def plan(
@@ -87,7 +87,7 @@ def plan(
         else:
             surplus.append(Surplus(record.epoch, "unfinished", path))
     surplus += [Surplus(0, "probe", name) for name in destination.names("") if name.startswith(PROBE)]
-    return Plan(surplus, kept, min(steps, default=None))
+    return Plan(surplus, kept, steps)
 
 
 def _plan_epoch(

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.manifest import NAME, File, Manifest
 from transport.cooldown.epochs.records import (
     EpochRecord,
     Outcome,
@@ -107,6 +107,12 @@ def checkpoint_manifest(record: EpochRecord, destination: Destination) -> Manife
         return reported_manifest(destination, place, sha256)
     except RefusedUpload as error:
         raise CheckpointDamagedError(f"run {record.run}, epoch {record.epoch}: {error}") from error
+
+
+def still_there(record: EpochRecord, destination: Destination) -> bool:
+    """Whether an epoch has a checkpoint with its manifest at the destination. The manifest is the first that `prune`
+    removes; no record changes then."""
+    return record.checkpoint is not None and destination.size(f"{_place(record)[0]}/{NAME}") is not None
 
 
 def published_name(run: str, epoch: int) -> str:
