@@ -319,9 +319,17 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         lambda: destination.names(""), lambda: destination.size("a/b"),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(DestinationError, match="No such file"):
+        with pytest.raises(DestinationError, match=r"No such file.* make it"):
             call()
     assert not root.exists()
+    root.mkdir()
+    with pytest.raises(DestinationError) as caught, destination.pieces("a/b"):
+        pass
+    assert "make it" not in str(caught.value)  # only a file of it is missing
+    root.rmdir()
+    root.write_bytes(b"")
+    with pytest.raises(DestinationError, match="make it"):
+        destination.put("a/b", b"1")
 
 
 def test_a_folder_that_another_process_made_and_did_not_flush_is_flushed_by_who_writes_into_it(

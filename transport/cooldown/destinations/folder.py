@@ -21,6 +21,7 @@ from transport.runtime.durable import flush, write_whole
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DRAFT = re.compile(r"\.[0-9a-f]{16}\.tmp$")
+_MISSING = {errno.ENOENT, errno.ENOTDIR}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -122,4 +123,6 @@ class Folder(Destination):
                 raise DestinationDeniedError(f"{where}: {why}") from error
             if error.errno in _FULL:
                 raise DestinationError(f"{where}: no space left ({why}); free some") from error
+            if error.errno in _MISSING and not self.root.is_dir():
+                why = f"{why}; {self.root} is no folder: make it first, or mount the file system that has it"
             raise DestinationError(f"{where}: {why}") from error
