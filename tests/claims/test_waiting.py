@@ -15,13 +15,14 @@ from found_rings import ring_of
 from helpers import Child, dead_port, eventually
 from packers import Packer
 
-from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
 from transport.claims import places, waiting
 from transport.claims.waiting import Reason, Why
 from transport.cli import run
 from transport.client.status_socket import clients
 from transport.observe import overview
 from transport.queue import FoundRings, open_queue
+from transport.ring.attachment import remove_dead
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
@@ -29,6 +30,13 @@ pytestmark = pytest.mark.ucx
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 ROLLOUTS = Schema.of(tokens=("int32", UpTo(64)), reward=("float32",))
 TRAINERS = Schema.of(tokens=("int64", UpTo(64)), reward=("float32",))
+KEEPS_A_RING = """
+import sys
+from transport import SharedRingBuffer
+with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=sys.argv[1]) as ring:
+    print(ring.name, flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +69,25 @@ def test_a_trainer_of_another_run_hears_which_runs_are_there(
     prefix: str, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "_NAMED", 1000)  # also beside the rings of other tests
-    with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix), opened("nothing-here") as queue:
-        found = reason_of(queue, Why.NO_RING)
+    with (
+        Child(KEEPS_A_RING, f"{prefix}killed-") as killed,
+        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix),
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as of_no_run,
+        opened(prefix) as announcing,
+        opened("nothing-here") as queue,
+    ):
+        segment = killed.line()
+        announcing.announce("weights", 1)
+        assert f"rings:{prefix}killed-" in queue.places.others()
+        killed.kill()
+        try:
+            found = reason_of(queue, Why.NO_RING)
+        finally:
+            remove_dead(f"{prefix}killed-")
+        assert segment not in _ring.segments()
         assert f"rings:{prefix}" in found.text
+        for other in (f"{prefix}killed-", "notices-", of_no_run.name):
+            assert other not in found.text
         reason_of(queue, Why.NO_RING)
         assert len(said()) == 1
 

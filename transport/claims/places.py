@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 from transport import _ring
-from transport.claims.waiting import runs_of
+from transport.claims.waiting import run_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
@@ -85,7 +85,7 @@ class Discovery:
         return {}
 
     def others(self) -> list[str]:
-        """Where rings of this host are found that are not of these places, as URLs."""
+        """Where rings of other runs are found on this host, as URLs."""
         return []
 
     def close(self) -> None:
@@ -119,6 +119,13 @@ class Observed:
             self._rings.popitem()[1].close()
 
 
+def _lives(ring: SharedRingBuffer) -> bool:
+    try:
+        return ring.native.keeper_alive
+    except _ring.RingFault:  # closed meanwhile
+        return False
+
+
 class OnThisHost(Discovery):
     """Rings by their names."""
 
@@ -139,8 +146,10 @@ class OnThisHost(Discovery):
         return [name for name in _ring.segments() if name.startswith(beginning)]
 
     def others(self) -> list[str]:
-        """By the names of the other segments."""
-        return runs_of(set(_ring.segments()) - set(self.segments()), _BEGINNING)
+        """By the names of segments whose writers are alive."""
+        names = {name for name in set(_ring.segments()) - set(self.segments()) if run_of(name)}
+        with contextlib.closing(Observed()) as observed:
+            return sorted({run_of(name) for name, ring in observed.look(names).items() if _lives(ring)})
 
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners."""

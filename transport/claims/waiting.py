@@ -1,6 +1,6 @@
 """Why a trainer gets nothing, in a sentence. One decision over what the places of its rings know; no I/O.
 
-    no ring of this run     ──► the runs whose rings are there
+    no ring of this run     ──► not started, or ended; other runs of this host
     rings of other schemas  ──► ring, field, both fingerprints
     this process's fault    ──► its error, which a claim raises
     no place answers        ──► the error of each
@@ -12,6 +12,7 @@ Where rings are there and nothing is unread in them, the rollouts are slow: that
 from __future__ import annotations
 
 import enum
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -31,7 +32,9 @@ LOOK_S: Final = 5.0  # without a payload, before it is asked why; and between tw
 _SAY_AGAIN_S: Final = 600.0
 _NAMED: Final = 3  # rings, runs, holders or places in one sentence
 _MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
-_HEX: Final = 16  # digits at the end of a random ring's name
+_OF_A_RUN: Final = re.compile(
+    r"/transport-(?!notices-|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?"
+)  # random digits at its end
 
 
 class Why(enum.StrEnum):
@@ -100,7 +103,7 @@ class Known(NamedTuple):
         foreign: a sentence for each ring of another schema.
         reached: over the network.
         holders: of claims in fitting rings.
-        others: where rings of other runs are on this host, as URLs.
+        others: where rollouts of other runs are on this host, as URLs.
     """
 
     places: str
@@ -147,12 +150,13 @@ def reason(known: Known) -> Reason | None:
     if each := [f"{place}: {fault}" for place, fault in faults.items() if not isinstance(fault, SchemaError)]:
         return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {_few('; ', each)}")
     there = (
-        f"; those of this host are found by {_few(', ', known.others)}: set the same run (TRANSPORT_RUN) for rollouts "
-        "and trainers, or open_queue one of these"
+        f". Other runs of this host are found by {_few(', ', known.others)}: where one of these is meant, set the same "
+        "run (TRANSPORT_RUN) for rollouts and trainers, or open_queue it"
         if known.others
         else ""
     )
-    return Reason(Why.NO_RING, f"{known.places} finds no ring{there}")
+    text = f"no rollout of this run is running: it has not started yet, or it has ended ({known.places} finds none)"
+    return Reason(Why.NO_RING, f"{text}{there}")
 
 
 def _few(between: str, texts: Iterable[str]) -> str:
@@ -252,7 +256,7 @@ def schema_of(encoded: bytes) -> Schema | None:
         return None
 
 
-def runs_of(segments: Iterable[str], beginning: str) -> list[str]:
-    """Where the rings of these names would be found, as URLs of `open_queue`; without those that begin so."""
-    names = {each.removeprefix(beginning)[:-_HEX] or each for each in segments}
-    return sorted(f"rings:{name}" for name in names)
+def run_of(segment: str) -> str:
+    """Where the ring of this name is found, as a URL of `open_queue`; "": its name is no run's."""
+    found = _OF_A_RUN.fullmatch(segment)
+    return f"rings:{found[1]}" if found else ""
