@@ -216,6 +216,13 @@ class RingFullError(RingError):
     written: Sequence[object] = ()
 
 
+class StopRequestedError(RingFullError):
+    """The ring is full, and a signal has asked the program to stop: a write does not wait for room then.
+
+    It ends a ``with Rollout(…)`` as its normal end does, with the drain, and the ``with until_stopped()`` around it.
+    """
+
+
 class NoOwnerError(RingError):
     """Live processes hold all 16 owner numbers of the ring."""
 

@@ -14,9 +14,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import Child, eventually
 
-from transport import Rollout, Schema, Ticket, Trainer, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
-from transport.errors import ClosedError, UsageError
+from transport import (
+    RingOptions,
+    Rollout,
+    Schema,
+    SharedRingBuffer,
+    Ticket,
+    Trainer,
+    UCXXDataPackerMixin,
+    UCXXRolloutMixin,
+    UpTo,
+)
+from transport.errors import ClosedError, StopRequestedError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.prefetch import FetchedBatch
 from transport.queue import RedisQueue
@@ -39,6 +50,20 @@ UCXXServer._drain = told
 with until_stopped(), Rollout(Schema.of(obs=("float32", 2)), slots=4, mode="thread") as rollout:
     rollout.write_to_buffer({"obs": np.zeros(2, np.float32)})
 print("ended", flush=True)
+"""
+WRITES = """
+import numpy as np
+from transport import Rollout, Schema, UpTo
+from transport.runtime.signals import until_stopped
+
+written = 0
+schema = Schema.of(obs=("float32", UpTo(16), 2))
+with until_stopped() as stopped, Rollout(schema, slots=4, mode="thread", drain_s=600) as rollout:
+    print(rollout.ring.name, flush=True)
+    while not stopped.wait(0):
+        rollout.write_to_buffer({"obs": np.ones((3, 2), np.float32)})
+        written += 1
+print("written", written, flush=True)
 """
 
 
@@ -227,6 +252,40 @@ def test_a_signal_during_the_drain_shortens_it() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.ucx
+def test_a_request_to_stop_ends_a_write_that_waits_and_what_was_written_still_goes_to_a_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRANSPORT_RUN", f"stopped-{os.getpid()}")
+    with Child(WRITES) as child:
+        with SharedRingBuffer.attach(child.line(), role="observer") as ring:
+            eventually(lambda: ring.statistics().full_waits, "a write waits")
+            child.process.send_signal(signal.SIGTERM)
+            eventually(lambda: ring.native.ended, "the rollout ends, and no payload was consumed")
+        trained = 0
+        with Trainer(schemas=[SCHEMA]) as trainer:
+            while not trainer.finished():
+                trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=0.2))
+                if batch := trainer.collect_prefetch():
+                    trained += len(trainer.consume(batch))
+                    batch.release()
+        assert child.line() == f"written {trained}"
+        assert child.wait() == 0
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("overflow", ["block", "error"])
+def test_many_that_do_not_find_room_once_a_stop_is_requested_say_which_were_written(overflow: Any) -> None:
+    options = RingOptions(overflow=overflow)
+    with until_stopped(), Rollout(SCHEMA, slots=4, mode="thread", ring=options, drain_s=0.0) as rollout:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StopRequestedError) as told:
+            rollout.write_many_to_buffer([VALUES] * 6)
+        assert len(told.value.written) == 4
+        with pytest.raises(StopRequestedError):
+            rollout.write_to_buffer(VALUES)
 
 
 class Base:

@@ -21,6 +21,7 @@ from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ClientOptions, RingOptions, ServerOptions
 from transport.packer.publisher import PublishMode
 from transport.packer.rollout import UCXXRolloutMixin
+from transport.packer.with_block import ends_normally
 from transport.queue.base import TicketQueue
 from transport.runtime import hurry
 from transport.runtime.arguments import seconds
@@ -41,10 +42,10 @@ class Rollout(UCXXRolloutMixin):
 
     Args:
         drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
-            with the ring, unless it lies in a ``file``. Not where an exception ends it. `close` waits for its own
-            ``drain_s``. Default: 30 s, but until 2 s after the signal where one ends the program, also during this
-            wait: the trainers may be ending, too. That is for a ``with`` inside `until_stopped`, whose end forgets the
-            signal.
+            with the ring, unless it lies in a ``file``. Not where an exception other than StopRequestedError ends it.
+            `close` waits for its own ``drain_s``. Default: 30 s, but until 2 s after the signal where one ends the
+            program, also during this wait: the trainers may be ending, too. That is for a ``with`` inside
+            `until_stopped`, whose end forgets the signal.
 
     The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.
     """
@@ -97,9 +98,9 @@ class Rollout(UCXXRolloutMixin):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self._drain_s is not None:
+            if ends_normally(kind) and self._drain_s is not None:
                 self.close(self._drain_s)
-            elif kind is None:
+            elif ends_normally(kind):
                 self._ucxx_told_s = _DRAIN_TOLD_S  # the signal may also come during the drain
                 self.close(_drain_s())
         finally:

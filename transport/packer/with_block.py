@@ -6,6 +6,13 @@ import contextlib
 from types import TracebackType
 from typing import Self
 
+from transport.errors import StopRequestedError
+
+
+def ends_normally(kind: type[BaseException] | None) -> bool:
+    """Whether a ``with`` that this kind of exception leaves (None: none does) ended as the program meant it to."""
+    return kind is None or issubclass(kind, StopRequestedError)
+
 
 class WithBlock:
     """Base of the mixins. The ``with`` of a class behind them runs as well: it is entered first and left last."""
@@ -23,7 +30,7 @@ class WithBlock:
         answer = None
         try:
             with contextlib.ExitStack() as stack:  # one class may have both mixins: a failure of one spares the other
-                self._ucxx_ends = kind is None
+                self._ucxx_ends = ends_normally(kind)
                 for name in ("cleanup_ucxx", "cleanup_ucxx_packer"):
                     if hasattr(self, name):
                         stack.callback(getattr(self, name))

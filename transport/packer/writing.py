@@ -1,6 +1,6 @@
 """Writing payloads from a rollout worker: into its ring, and their tickets to the queue.
 
-While the ring is full, it is reconciled with the queue every few seconds.
+While the ring is full, it is reconciled with the queue every few seconds. A request to stop (hurry.py) ends the wait.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from transport.errors import ClosedError, RingFullError, TransportError
+from transport.errors import ClosedError, RingFullError, StopRequestedError, TransportError
 from transport.packer.publisher import Publisher, Waiting
 from transport.packer.unpublished import queued, queued_many, reconciled
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.writes import Tickets
+from transport.runtime import hurry
 from transport.runtime.arguments import seconds
 from transport.ticket import Ticket
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RECONCILE_EVERY_S = 5.0  # while the ring is full
+_LOOK_S = 0.5  # for a request to stop, while a write waits
 
 
 class Writing:
@@ -57,7 +59,8 @@ class Writing:
         """Write one trajectory and have its ticket published, see ``publish`` of `setup_ucxx`.
 
         While the ring is full, it is reconciled with the queue every few seconds. Raises what `SharedRingBuffer.write`
-        raises, and what the queue's `publish` raised: in the background, for tickets of earlier calls, and this call
+        raises; StopRequestedError, if the ring is full and a signal has asked the program to stop (`until_stopped`);
+        and what the queue's `publish` raised: in the background, for tickets of earlier calls, and this call
         wrote nothing; with publish="immediate", for this one. Its payload is then withdrawn, unless the outcome is
         unknown (`QueueUnavailableError`): then it stays in the ring, and its ticket is published by a later call.
         """
@@ -100,8 +103,9 @@ class Writing:
         """Write many trajectories in one call, which costs a fraction of as many `write_to_buffer`; their tickets.
 
         Raises what `SharedRingBuffer.write_many` raises: with RingFullError, ``written`` has the tickets of those
-        payloads that were written, and these are published. Errors of publishing are as with `write_to_buffer`, but no
-        payload is withdrawn: what was written stays in the ring, and is published by a later call.
+        payloads that were written, and these are published. StopRequestedError (see `write_to_buffer`) has them, too.
+        Errors of publishing are as with `write_to_buffer`, but no payload is withdrawn: what was written stays in the
+        ring, and is published by a later call.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
         batch = self.ring.plan_many(
@@ -135,24 +139,31 @@ class Writing:
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
         """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
         ring, publisher = self.ring, self._ucxx_publisher
-        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        now = time.monotonic()
+        give_up = now if ring.overflow == "error" else float("inf") if timeout_s is None else now + timeout_s
+        reconcile_at = now + _RECONCILE_EVERY_S
         if self._ucxx_unsure:
             self._find_interrupted()
         while True:
-            if publisher is not None and not publisher.room(0.0 if ring.overflow == "error" else give_up):
-                raise RingFullError(
-                    f"the tickets of {ring.slot_count} payloads are not published yet: the queue is slower than the "
-                    "writer, or does not answer"
+            while publisher is not None and not publisher.room(time.monotonic() + _wait_s(give_up)):
+                _check_wait(
+                    RingFullError(
+                        f"the tickets of {ring.slot_count} payloads are not published yet: the queue is slower than "
+                        "the writer, or does not answer"
+                    ),
+                    give_up,
                 )
             self._ucxx_unsure = publisher is not None  # until its ticket is with the publisher
             try:
-                return write(min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)))
-            except RingFullError:
+                return write(_wait_s(give_up))
+            except RingFullError as full:
                 self._ucxx_unsure = False
-                # A trainer that was killed between the queue's and the ring's acknowledgement leaves slots unfreed.
-                _, freed = self.reconcile()
-                if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
-                    raise
+                if min(reconcile_at, give_up) <= time.monotonic() and not hurry.stop_requested():
+                    # A trainer that was killed between the queue's and the ring's acknowledgement leaves slots unfreed.
+                    reconcile_at = time.monotonic() + _RECONCILE_EVERY_S
+                    if self.reconcile()[1]:
+                        continue
+                _check_wait(full, give_up)
             except Exception:
                 self._ucxx_unsure = False  # nothing was written
                 raise
@@ -198,3 +209,16 @@ class Writing:
             )
         log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
         return published, freed
+
+
+def _wait_s(give_up: float) -> float:
+    """How long to wait for room before the next look at whether the wait is over."""
+    return 0.0 if hurry.stop_requested() else min(max(give_up - time.monotonic(), 0.0), _LOOK_S)
+
+
+def _check_wait(full: RingFullError, give_up: float) -> None:
+    """Raises ``full`` where the time is over, StopRequestedError where a stop was requested."""
+    if hurry.stop_requested():
+        raise StopRequestedError(f"{full}. The program was asked to stop: write no more, and close") from None
+    if time.monotonic() >= give_up:
+        raise full

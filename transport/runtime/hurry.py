@@ -60,6 +60,11 @@ def signalled_at() -> float:
     return _until.get(_SIGNAL, (0.0, float("inf")))[1]
 
 
+def stop_requested() -> bool:
+    """Whether a signal has asked the program to stop."""
+    return signalled_at() < float("inf")
+
+
 def _first() -> tuple[float, float]:
     return min(_until.copy().values(), default=(float("inf"), float("inf")))
 

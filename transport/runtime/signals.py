@@ -8,6 +8,7 @@ import select
 import signal
 from collections.abc import Iterator
 
+from transport.errors import StopRequestedError
 from transport.runtime import hurry, interruption
 
 
@@ -34,6 +35,7 @@ def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[S
     """While the block runs, SIGTERM and SIGINT only set the `Stopped` that it yields. For the main thread.
 
     From the signal on calls do not wait long for a queue or store that is away (hurry.py), so that the program ends.
+    A write that finds its ring full raises StopRequestedError, which ends this block and goes no further.
     In a command, Ctrl-C also starts the time limit of `interruption`; ``drain_s`` is extra time for draining.
     """
     reading, writing = os.pipe()
@@ -52,7 +54,8 @@ def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[S
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield stopped
+        with contextlib.suppress(StopRequestedError):
+            yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
