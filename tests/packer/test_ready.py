@@ -85,8 +85,10 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RedisQueue) -> None:
     assert not segment.exists()
     assert repr(rollout) == "<Rollout closed>"
     assert repr(trainer) == "<Trainer closed>"
-    with pytest.raises(ClosedError, match="setup_ucxx_packer"):
+    with pytest.raises(ClosedError, match="Trainer"):
         trainer.claim_tickets(1)
+    with pytest.raises(ClosedError, match="Rollout"):
+        rollout.write_to_buffer(VALUES)
 
 
 @pytest.mark.ucx

@@ -32,7 +32,7 @@ class Fetching:
     @property
     def _packer(self) -> PackerSession:
         if self._ucxx is None:
-            raise ClosedError("call setup_ucxx_packer() first")
+            raise ClosedError("this trainer is closed, or not set up: make a new Trainer, or call setup_ucxx_packer()")
         return self._ucxx
 
     async def _read_one(self, item: FetchedItem, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:

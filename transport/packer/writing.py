@@ -44,7 +44,7 @@ class Writing:
     def ring(self) -> SharedRingBuffer:
         """The worker's ring. Raises ClosedError before setup and after cleanup."""
         if self._ucxx_ring is None:
-            raise ClosedError("call setup_ucxx() first")
+            raise ClosedError("this rollout is closed, or not set up: make a new Rollout, or call setup_ucxx()")
         return self._ucxx_ring
 
     def write_to_buffer(
