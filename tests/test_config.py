@@ -82,6 +82,17 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, environment: dict[str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("address", ["10.0.0.300", "10.0.0", "host:7450", "::1", "two words", "-x", "rings://host"])
+def test_what_can_be_no_address_is_refused(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigurationError, match="TRANSPORT_ADDRESSES"):
+        load(tmp_path, TRANSPORT_ADDRESSES=f"10.0.0.7,{address}")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "rollout-3.rollouts.default.svc.cluster.local.", "node_7", "7a"])
+def test_addresses_and_names_of_hosts_are_taken(tmp_path: Path, address: str) -> None:
+    assert load(tmp_path, TRANSPORT_ADDRESSES=address).configuration.addresses == (address,)
+
+
 def test_the_secret_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_bytes(b"between us\n")

@@ -39,7 +39,17 @@ _PASSWORD: Final = re.compile(r"(//[^/?#@:]*:).*@")  # up to the last @, since p
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-RunName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{0,80}$")]
+RunName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{0,80}$", description="up to 80 letters, digits, . _ -")]
+_BYTE: Final = r"(25[0-5]|2[0-4]\d|1?\d?\d)"
+_LABEL: Final = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+# What ends in a number is an address: 10.0.0.300 is no name.
+Address = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=rf"^(({_BYTE}\.){{3}}{_BYTE}|({_LABEL}\.)*(?!\d+\.?$){_LABEL}\.?)$",
+        description="IPv4 addresses or names of hosts, without ports",
+    ),
+]
 
 
 class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,7 +57,7 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     wires: tuple[Wire, ...] = ()
     bind: str = ""
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[Address, ...] = ()
     secret_file: str = ""
     metrics_port: Port | None = None
     metrics_bind: str = "127.0.0.1"
@@ -127,7 +137,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "records_per_message": "records in a CONTROL message",
     "wires": "what may carry payloads, of mapped, shm, tcp, rdma, cuda; empty: whatever is best",
     "bind": "local IPv4 address that listeners listen on; empty: all",
-    "addresses": "what tickets advertise, best first; empty: chosen, see `transport doctor`",
+    "addresses": "what tickets advertise, IPv4 addresses or names, best first; empty: chosen, see `transport doctor`",
     "secret_file": "file with the shared secret that clients and listeners prove to have; empty: none",
     "metrics_port": "port of the Prometheus metrics, 0: any free one; not set: no metrics",
     "metrics_bind": "local address of that port",
@@ -262,17 +272,19 @@ def _shown(value: Any) -> str:
 def _wanted(kind: Any) -> str:
     """What a value of this type is, in words; "" where only the error says it."""
     several = typing.get_origin(kind) is tuple
-    inner, bounds = (typing.get_args(kind)[0] if several else kind), ""
+    inner, bounds, described = (typing.get_args(kind)[0] if several else kind), "", ""
     while typing.get_origin(inner) in (Annotated, Union, types.UnionType):
         inner, *metas = [each for each in typing.get_args(inner) if each is not type(None)]
         for meta in metas:
             if isinstance(meta, msgspec.Meta) and meta.ge is not None and meta.le is not None:
                 bounds = f" from {meta.ge} to {meta.le}"
+            if isinstance(meta, msgspec.Meta) and meta.description:
+                described = f"give {meta.description}"
     if typing.get_origin(inner) is Literal:
         choices = ", ".join(map(str, typing.get_args(inner)))
         return f"choose some of {choices}, separated by commas" if several else f"choose one of {choices}"
     numbers = {int: f"give a whole number{bounds}", float: f"give a number{bounds}"}
-    return "" if several else numbers.get(inner, "")
+    return described or ("" if several else numbers.get(inner, ""))
 
 
 def _may_be_none(kind: Any) -> bool:

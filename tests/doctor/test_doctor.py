@@ -330,8 +330,34 @@ def test_one_failure_of_several_wires_is_told_once() -> None:
     assert every_bad_one_has_a_remedy(checks)
 
 
+@pytest.mark.parametrize(
+    ("setting", "status"),
+    [("127.0.0.1", "ok"), ("localhost", "ok"), ("192.0.2.1", "warn"), ("nobody.invalid", "warn")],
+)
+def test_an_address_that_is_not_of_this_host_is_a_warning(setting: str, status: str) -> None:
+    checks = [*network.checks(config.Configuration(addresses=("127.0.0.1", setting)), [])]
+    assert statuses(checks)["address"] == status
+    assert every_bad_one_has_a_remedy(checks)
+
+
+@pytest.mark.parametrize(
+    ("length", "mode", "status"),
+    [(32, 0o600, "ok"), (32, 0o440, "ok"), (32, 0o644, "warn"), (4, 0o600, "warn"), (0, 0o600, "fail")],
+)
+def test_a_secret_that_others_can_read_or_guess_is_a_warning(
+    length: int, mode: int, status: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"s" * length)
+    file.chmod(mode)
+    checks = [*network.checks(config.Configuration(secret_file=str(file)), [])]
+    assert statuses(checks)["secret"] == status
+    assert every_bad_one_has_a_remedy(checks)
+
+
 def test_the_address_is_explained() -> None:
     assert network.address(("10.0.0.7",), "", [], None).detail == "10.0.0.7: the setting addresses"
+    assert network.address(("10.0.0.7",), "", [], None, ["it is another's"]).status == "warn"
     assert network.address((), "10.0.0.8", [], None).detail == "10.0.0.8: the setting bind"
     assert network.address((), "", [("ib0", "10.1.0.1")], "lo").detail.startswith("10.1.0.1: ib0 is an InfiniBand")
     assert network.address((), "", [("ib0", None)], "lo").status == "warn"

@@ -1,30 +1,53 @@
-"""Addresses and ports: what tickets would advertise and why, and whether ports can be had."""
+"""What tickets would advertise and why, whether ports can be had, and whether the shared secret is one."""
 
 from __future__ import annotations
 
+import shlex
 import socket
+import stat
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
 
 from transport.config import Configuration
 from transport.doctor.finding import Check, fail, ok, warn
+from transport.errors import ConfigurationError
 from transport.wire.addresses import LOOPBACK, default_route_interface, interface_address, rdma_interfaces
+
+_FEWEST_BYTES: Final = 16  # of a secret that is not guessed
 
 
 def checks(configuration: Configuration, ports: Sequence[int]) -> Iterator[Check]:
-    """The advertised address, and the ports that are to be served."""
+    """The advertised address, the ports that are to be served, and the secret."""
     yield address(
         configuration.addresses,
         configuration.bind,
         [(name, interface_address(name)) for name in rdma_interfaces()],
         default_route_interface(),
+        [found for each in configuration.addresses if (found := _not_of_this_host(each))],
     )
     yield from (_port(port, configuration.bind) for port in ports if port)
     if configuration.metrics_port:
         yield _port(configuration.metrics_port, configuration.metrics_bind, "metrics port")
+    if configuration.secret_file:
+        yield _secret(configuration)
 
 
-def address(configured: Sequence[str], bind: str, rdma: Sequence[tuple[str, str | None]], route: str | None) -> Check:
-    """Which address tickets advertise, and by what rule."""
+def address(
+    configured: Sequence[str],
+    bind: str,
+    rdma: Sequence[tuple[str, str | None]],
+    route: str | None,
+    foreign: Sequence[str] = (),
+) -> Check:
+    """Which address tickets advertise, and by what rule; ``foreign``: what is said against those that are set."""
+    if foreign:
+        return warn(
+            "address",
+            f"{', '.join(configured)}: the setting addresses; {', '.join(foreign)}",
+            "TRANSPORT_ADDRESSES=… with one that ip -4 address lists; as it is where the readers reach this host by it "
+            "(NAT, a Kubernetes service)",
+        )
     if configured:
         return ok("address", f"{', '.join(configured)}: the setting addresses")
     if bind:
@@ -47,6 +70,42 @@ def address(configured: Sequence[str], bind: str, rdma: Sequence[tuple[str, str 
         f"{LOOPBACK}: no default route and no RDMA interface; this host is unreachable for other hosts",
         "TRANSPORT_ADDRESSES=… with an address that the readers can reach (ip -4 address lists them)",
     )
+
+
+def _not_of_this_host(address: str) -> str:
+    """What is said against a setting; "": it is an address of this host."""
+    try:
+        found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+    except (OSError, ValueError):  # ValueError: a name that cannot be encoded
+        return f"{address} does not resolve here"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((found[0], 0))
+        except OSError:
+            return f"{address} is no address of this host"
+    return ""
+
+
+def _secret(configuration: Configuration) -> Check:
+    path = Path(configuration.secret_file).expanduser()
+    try:
+        held = configuration.secret() or b""
+        return secret(str(path), len(held), path.stat().st_mode)
+    except (ConfigurationError, OSError) as error:
+        return fail("secret", str(error), f"head -c 32 /dev/urandom > {shlex.quote(str(path))}")
+
+
+def secret(path: str, length: int, mode: int) -> Check:
+    """Whether the shared secret is long enough, and this user's alone; a container's group may read it."""
+    if length < _FEWEST_BYTES:
+        return warn(
+            "secret",
+            f"{path} has {length} bytes, which can be guessed",
+            f"head -c 32 /dev/urandom > {shlex.quote(path)}, the same file on every host",
+        )
+    if mode & stat.S_IRWXO:
+        return warn("secret", f"{path} is open to every user of this host", f"chmod o= {shlex.quote(path)}")
+    return ok("secret", f"{path} has {length} bytes")
 
 
 def _port(port: int, bind: str, name: str = "port") -> Check:
