@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,17 +15,19 @@ from typing import Any
 import pytest
 from found_processes import TRAINER, WRITER, fill, opened, ring_of
 from found_rings import LONG_S, some
-from helpers import Child, dead_port, eventually, free, listener_pids
+from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 from queue_waits import in_thread
 from silent_server import silent_server
+from supervised import bound
 
-from transport import SharedRingBuffer
+from transport import SharedRingBuffer, UCXXServer
 from transport.claims.batch import Verdict
 from transport.claims.looks import depth_of, failures_of, known_of, unfinished_of
 from transport.claims.network import NetworkSource
 from transport.claims.places import Discovery, OnThisHost, RingAddress
+from transport.errors import WrongRingError
 from transport.packer.rollout import queued
-from transport.queue import FoundRings
+from transport.queue import FoundRings, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
@@ -195,6 +198,57 @@ def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
             eventually(lambda: not demands._places, "it is not found any more")
         eventually(lambda: not demands._takers._places, "the connection has failed")
         assert demands.faults == {}
+
+
+def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_port_of_its_ring(prefix: str) -> None:
+    with (
+        ring_of(prefix, ports=(0, 0)) as ring,
+        socket.socket() as thief,
+        open_queue(f"rings://127.0.0.1:{ring.native.ports()[0]}") as queue,
+    ):
+        fill(ring, 1)
+        assert queue.ack_many(some(queue, 1))
+        port = ring.native.ports()[0]
+        listener = listener_pids(ring)[port]
+        supervisor = parent_of(listener)
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.kill(supervisor, signal.SIGSTOP)
+        try:
+            os.kill(listener, signal.SIGKILL)
+            eventually(lambda: bound(thief, port), "its port is taken")
+            thief.listen()
+            fill(ring, 2)
+            claims = some(queue, 2)
+            assert queue.ack_many(claims) == claims
+        finally:
+            os.kill(supervisor, signal.SIGCONT)
+
+
+def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_address(prefix: str) -> None:
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=64) as ring,
+        SharedRingBuffer.create(slots=4, slot_bytes=64) as stranger,
+        SharedRingBuffer.create(slots=4, slot_bytes=64) as successor,
+        contextlib.ExitStack() as stack,
+    ):
+        for each in (ring, stranger, successor):
+            each.write_raw(b"one")
+        with UCXXServer(ring, ports=(0, 0)):
+            address, other = ring.native.ports()
+            queue = stack.enter_context(open_queue(f"rings://127.0.0.1:{address}"))
+            assert queue.ack_many(some(queue, 1))
+        with UCXXServer(stranger, ports=(other,)):
+            assert isinstance(queue, FoundRings)
+            reached = queue._network.reached
+            eventually(
+                lambda: any(isinstance(fault, WrongRingError) for fault in reached(0, named=False).faults.values()),
+                "it was refused",
+            )
+            assert queue.claim(1, 0.1, consumer="test") == []
+            with UCXXServer(successor, ports=(address,)):
+                [claim] = some(queue, 1)
+                assert claim.ticket_id.startswith(successor.ring_id)
+                assert queue.ack_many([claim])
 
 
 def test_claims_of_several_rings_that_do_not_answer_are_given_back_at_once(

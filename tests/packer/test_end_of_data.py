@@ -22,7 +22,7 @@ both = pytest.mark.parametrize("wires", ["mapped", "tcp"])
 mapped = pytest.mark.parametrize("wires", ["mapped"])
 tcp = pytest.mark.parametrize("wires", ["tcp"])
 
-# Writes, says so, and closes cleanly when it is told to; its end waits for the trainers, for so long.
+# Writes, says so, and closes cleanly when it is told to; its end waits for the trainers, for so long. At so many ports.
 ROLLOUT = """
 import sys
 from transport import Rollout, Schema
@@ -33,7 +33,7 @@ with (
     open_queue(sys.argv[1]) as queue,
     Rollout(
         Schema.of(number=("int64",)), queue=queue, drain_s=float(sys.argv[3]), settings=Settings(linger_s=1.0),
-        server=ServerOptions(addresses=("127.0.0.1",)),
+        server=ServerOptions(ports=(0,) * int(sys.argv[4]), addresses=("127.0.0.1",)),
     ) as rollout,
 ):
     for number in range(int(sys.argv[2])):
@@ -86,9 +86,11 @@ rollout.close()
 
 
 @contextlib.contextmanager
-def rollouts(url: str, *counts: int, ports: list[str] | None = None, drain_s: float = 30.0) -> Iterator[list[Child]]:
+def rollouts(
+    url: str, *counts: int, ports: list[str] | None = None, drain_s: float = 30.0, listeners: int = 1
+) -> Iterator[list[Child]]:
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(ROLLOUT, url, count, drain_s)) for count in counts]
+        children = [stack.enter_context(Child(ROLLOUT, url, count, drain_s, listeners)) for count in counts]
         for child in children:
             (ports if ports is not None else []).append(child.line())
         yield children
@@ -178,6 +180,18 @@ def test_rollouts_at_addresses_are_finished_when_each_has_ended() -> None:
         end(children[0])
         end(children[1])
         assert consumed(trainer) == 5
+
+
+def test_two_addresses_of_one_rollout_are_finished_when_it_has_ended() -> None:
+    ports: list[str] = []
+    with (
+        rollouts(f"rings:end-{os.getpid()}-", 3, ports=ports, listeners=2) as [rollout],
+        open_queue("rings://" + ",".join(f"127.0.0.1:{port}" for port in ports[0].split())) as queue,
+        Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+    ):
+        assert not trainer.finished()
+        end(rollout)
+        assert consumed(trainer) == 3
 
 
 @pytest.fixture

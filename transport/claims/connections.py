@@ -17,6 +17,7 @@ import numpy as np
 from transport import _ring
 from transport.claims.batch import ClaimedRows, Codes, Rows
 from transport.claims.connection import ClaimConnection
+from transport.claims.listeners import Listeners
 from transport.claims.outcomes import Outcomes
 from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link
@@ -37,6 +38,7 @@ class ClaimConnections:
     Attributes:
         known: schemas that the client was given, by fingerprint.
         checksum_failures: payloads that came with bytes that had changed, through any connection.
+        listeners: where rings are served, as they said.
         outcomes: asks what became of ends whose answer was lost.
     """
 
@@ -45,7 +47,8 @@ class ClaimConnections:
         self.buffers = buffers
         self.known = schemas
         self.checksum_failures = 0
-        self.outcomes = Outcomes(links, settings)
+        self.listeners = Listeners()
+        self.outcomes = Outcomes(links, settings, self.listeners)
         self._all = links
         self._by_port: dict[PortKey, ClaimConnection] = {}
         self._opening: dict[PortKey, asyncio.Task[ClaimConnection]] = {}
@@ -110,6 +113,7 @@ class ClaimConnections:
             self._renewing = self._loop.create_task(self._renew())
             self._loop.add_reader(self._dropped.fileno(), self._return_dropped)
         self._open.add(connection)
+        self.listeners.said(connection.link)
         return connection
 
     def leave(self, connection: ClaimConnection) -> None:

@@ -3,7 +3,8 @@
     find ──► places ──► connections ──► TAKE, one demand at a place ──► arrived(batch)
 
 Places are looked for again and again, so rings that appear and vanish are followed. A connection that breaks gives its
-claims up, and its place is tried again, through the next of its ports. Everything belongs to the client's loop.
+claims up, and its place is tried again, through the next of its ports: those by which it was found, and those that the
+listeners of its ring have named (listeners.py). Everything belongs to the client's loop.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from transport.wire.library import engine
 if TYPE_CHECKING:
     from transport.claims.connections import ClaimConnections
     from transport.claims.places import RingAddress
+    from transport.client.connections.pool import PortKey
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +49,12 @@ _LOOK_S: Final = 0.25  # more of them are looked at so often: is each still ther
 class _Known:
     """What is known of a place, for as long as it is found."""
 
-    __slots__ = ("fault", "ring", "tries")
+    __slots__ = ("fault", "port", "ring")
 
     def __init__(self) -> None:
         self.fault: TransportError | None = None  # why it is not connected
         self.ring = ""  # that was last connected to
-        self.tries = 0  # in vain
+        self.port: PortKey | None = None  # that was last tried
 
 
 class Demands:
@@ -200,20 +202,21 @@ class Demands:
         try:
             if place is None or not place.ports:
                 raise WrongRingError(f"ring {name[:8]} is not served any more")
-            addresses = [each for each in place.addresses if place.segment is not None or not is_loopback(each)]
-            if not addresses:
+            ring = place.ring or known.ring
+            ports = self._ports(place, ring)
+            if not ports:
                 raise UnreachableError(
                     f"ring {name[:8]} is on another host, which names {', '.join(place.addresses)}: set "
                     "TRANSPORT_ADDRESSES for its rollout to an address that other hosts reach"
                 )
-            address = addresses[known.tries // len(place.ports) % len(addresses)]
-            port = place.ports[(self._spread + known.tries) % len(place.ports)]
-            link = await self._all.open((address, port), place.segment)
-            if place.ring and link.ring != place.ring:
+            at = ports.index(known.port) + 1 if known.port in ports else 0
+            known.port = address, port = ports[at % len(ports)]
+            link = await self._all.open(known.port, place.segment)
+            # At an address whatever is served there will do, but at a port that a ring has named only that ring.
+            if link.ring != ring and (place.ring or port not in place.ports):
                 self._all.leave(link)
-                raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
+                raise WrongRingError(f"{address}:{port} serves ring {link.ring[:8]}, not {ring[:8]}")
         except TransportError as error:
-            known.tries += 1
             if self.ended.get(known.ring):  # another ring may be served there later
                 self._takers.lost(name, time.monotonic())
                 self._turn()
@@ -224,12 +227,11 @@ class Demands:
                 log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
             self._takers.lost(name, time.monotonic())
         except Exception as error:  # whatever it is, the place is tried again
-            known.tries += 1
             self._note(name, error)
             self._takers.lost(name, time.monotonic())
         else:
             known.fault = None
-            link.served = partial(self._served, name)
+            link.served = partial(self._served, name, link.ring)
             self._connected[name] = link
             known.ring = link.ring
             self.ended.setdefault(link.ring, False)
@@ -242,12 +244,16 @@ class Demands:
         if self._log_limit.due() is not None:
             log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
 
-    def _served(self, name: str) -> Served:
+    def _ports(self, place: RingAddress, ring: str) -> list[PortKey]:
+        """Where the place's ring may be served, in the order of this trainer: all ports of its first address first."""
+        ports = list(dict.fromkeys((*place.ports, *self._all.listeners.ports(ring))))
+        begin = self._spread % len(ports) if ports else 0
+        addresses = [each for each in place.addresses if place.segment is not None or not is_loopback(each)]
+        return [(address, port) for address in addresses for port in (*ports[begin:], *ports[:begin])]
+
+    def _served(self, name: str, ring: str) -> Served:
         place = self._places.get(name)
-        if place is None:
-            return Served()
-        ports = ((address, port) for address in place.addresses for port in place.ports)
-        return Served(tuple(ports), place.segment or "")
+        return Served() if place is None else Served(tuple(self._ports(place, ring)), place.segment or "")
 
     def _ask(self, ask: Ask, link: ClaimConnection) -> None:
         try:
@@ -293,7 +299,6 @@ class Demands:
                 known = self._known.get(name, _Known())
                 known.fault = error
                 if link.lost:
-                    known.tries += 1
                     self._lose(name, link)
                 elif self._connected.get(name) is link:
                     if not isinstance(error, BusyError) and self._log_limit.due() is not None:

@@ -297,6 +297,10 @@ class NetworkSource:
             living.update(batch.claims.connection.ring for batch in list(of.came))
         return ended, living
 
+    def ring_at(self, place: RingAddress) -> str:
+        """The ring that was met at an address; "": none."""
+        return "" if self._claims is None else self._claims.listeners.ring_at((place.addresses[0], place.ports[0]))
+
     # --- the ends of claims ---------------------------------------------------------------------------
     def payload_bytes(self, claim: NetworkClaim) -> PayloadBytes | None:
         """The payload of a claim."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transport.claims.batch import OUT_OF_REACH, Rows
+from transport.claims.listeners import Listeners
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
@@ -35,7 +36,7 @@ _CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
 
 
 class Served(NamedTuple):
-    """Where a ring is at the moment.
+    """Where a ring was found at the moment.
 
     Attributes:
         ports: of its listeners.
@@ -47,11 +48,12 @@ class Served(NamedTuple):
 
 
 class Outcomes:
-    """Asks for the outcomes of one client's finishes."""
+    """Asks for the outcomes of one client's finishes, wherever its ``listeners`` have said that the ring is served."""
 
-    def __init__(self, links: Links, settings: Settings) -> None:
+    def __init__(self, links: Links, settings: Settings, listeners: Listeners) -> None:
         self._links = links
         self._settings = settings
+        self._listeners = listeners
         self.unknown = 0  # claims whose outcome no port of the ring knew
         self.questions = 0  # how often a claim's outcome was asked for and no port was reached
         self._closed = asyncio.Event()
@@ -73,8 +75,8 @@ class Outcomes:
 
         Rows whose attempts have `frames.END_ASKED` are about an END.
 
-        ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
-        writer and listeners were all killed is not served until another writer takes it over.
+        ``served``: where the ring is found now. A ring whose writer and listeners were all killed is not served until
+        another writer takes it over, at whatever port.
         ``again``: they were in question, and are asked about for no longer than a connection takes.
 
         `OUT_OF_REACH` may be asked again: no port has answered for ``patience_s``. Every other one is to be
@@ -91,7 +93,7 @@ class Outcomes:
         passes = 0
         while True:
             if not to_ask:
-                to_ask.extend(dict.fromkeys((*served().ports, *_ports(broken))))
+                to_ask.extend(self._ports(broken, served()))
                 passes += 1
             port = to_ask.popleft()
             # Every second pass: a listener may be back where no owner place of the segment is free.
@@ -107,7 +109,7 @@ class Outcomes:
                 break
             except WrongRingError:
                 elsewhere.add(port)
-                if elsewhere >= {*served().ports, *_ports(broken)}:
+                if elsewhere.issuperset(self._ports(broken, served())):
                     gone = True
                     break
             except TransportError as error:
@@ -150,8 +152,15 @@ class Outcomes:
             )
         return codes
 
+    def _ports(self, broken: Link, found: Served) -> list[PortKey]:
+        """Where its ring may be, at its own port last: the listener there may hang."""
+        host, own = broken.port
+        said = ((host, port) for port in self._listeners.ports(broken.ring) if port != own)
+        return list(dict.fromkeys((*found.ports, *said, broken.port)))
+
     async def _asked(self, port: PortKey, broken: Link, rows: Rows) -> list[int]:
         link = await self._links.open_apart(port, broken.ring)
+        self._listeners.said(link)
         try:
             answers: list[int] = []
             for begin in range(0, len(rows), frames.MAX_RECORDS):
@@ -183,9 +192,3 @@ def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
             _CODES[ring.native.outcome(token, slot, generation, rank, attempts)]
             for slot, generation, rank, attempts in rows[["slot", "generation", "rank", "attempts"]].tolist()
         ]
-
-
-def _ports(broken: Link) -> list[PortKey]:
-    """Of its ring, its own one last: its listener may hang."""
-    host, own = broken.port
-    return [*((host, port) for port in broken.ports if port != own), (host, own)]

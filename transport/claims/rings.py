@@ -304,22 +304,24 @@ class FoundRings(TicketQueue):
         return reason(self._known(rank))
 
     def finished(self, expected_rollouts: int | None = None) -> bool:
-        """See `TicketQueue.finished`. At addresses as many rollouts are expected as there are addresses.
+        """See `TicketQueue.finished`. At addresses the ring that each of them served last is expected to end.
 
-        A killed rollout has not ended: another one is expected in its place, and without ``expected_rollouts`` its ring
-        keeps this False.
+        A killed rollout has not ended: another one is expected in its place, and without addresses or
+        ``expected_rollouts`` its ring keeps this False.
         """
         self._check_open()
         ended, living = self._here.ended(self._schemas, mapped=self._maps)
+        at_addresses: list[RingAddress] = []
         if self._carries:
             there, waiting = self._network.ended()
             places = self._served().values()
             ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
             living |= waiting | {place.ring for place in places if place.ring and not ended.get(place.ring)}
-            if expected_rollouts is None:
-                expected_rollouts = sum(not place.ring for place in places) or None
+            at_addresses = [place for place in places if not place.ring]
         if living:
             return False
+        if expected_rollouts is None and at_addresses:
+            return all(ended.get(self._network.ring_at(place)) for place in at_addresses)  # some may be one ring's
         said = sum(ended.values())
         return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
 
