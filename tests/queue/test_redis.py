@@ -214,7 +214,9 @@ def keepalive_s(port: int) -> list[tuple[int, int, int]]:
     there = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()]
     for entry in there:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as each:
-            if each.getpeername()[1] == port and each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+            if each.family != socket.AF_INET or each.getpeername()[1] != port:
+                continue
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
                 options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
                 found.append(tuple(each.getsockopt(socket.IPPROTO_TCP, option) for option in options))
     return found  # type: ignore[return-value]
