@@ -168,7 +168,7 @@ class Service:
         *,
         inline_limit: int,
         slowest_rate: float,
-        most_attempts: int,
+        most_reads: int,
         most_unsent: int,
         numbers: int,
     ) -> None: ...

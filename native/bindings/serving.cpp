@@ -33,11 +33,11 @@ void bind_serving(nb::module_& module) {
 
   nb::class_<Service>(module, "Service", nb::is_final(), "State shared by the connections of one listener.")
       .def(nb::new_([](Engine& engine, Ring& ring, std::uint64_t inline_limit, double slowest_rate,
-                       std::size_t most_attempts, std::size_t most_unsent, std::uint32_t numbers) {
+                       std::size_t most_reads, std::size_t most_unsent, std::uint32_t numbers) {
              return std::make_shared<Service>(engine, ring,
-                                              Limits{inline_limit, slowest_rate, most_attempts, most_unsent, numbers});
+                                              Limits{inline_limit, slowest_rate, most_reads, most_unsent, numbers});
            }),
-           "engine"_a, "ring"_a, nb::kw_only(), "inline_limit"_a, "slowest_rate"_a, "most_attempts"_a, "most_unsent"_a,
+           "engine"_a, "ring"_a, nb::kw_only(), "inline_limit"_a, "slowest_rate"_a, "most_reads"_a, "most_unsent"_a,
            "numbers"_a, nb::keep_alive<0, kSecond>())
       .def_rw("draining", &Service::draining, "While set, reads are refused: the listener is busy.")
       .def_prop_ro("attempts", &Service::attempts)

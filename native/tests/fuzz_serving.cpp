@@ -57,7 +57,7 @@ std::unique_ptr<Ring> make_ring() {
 
 struct Scene {
   std::unique_ptr<Ring> ring = make_ring();
-  Served served{*ring, {.most_attempts = 8, .most_unsent = 16, .most_ahead = 1 << 16, .most_waiting = 2}};
+  Served served{*ring, {.most_reads = 8, .most_unsent = 16, .most_ahead = 1 << 16, .most_waiting = 2}};
   Side client;
   std::shared_ptr<Endpoint> endpoint;
   std::uint32_t number = 0;

@@ -44,7 +44,7 @@ bool Service::known(const Record& record) const {
 
 Code Service::begin(Connection& connection, const Record& record, Attempt*& attempt, Answer& answer) {
   if (!known(record)) return Code::wrong_key;
-  if (draining || connection.attempts_ >= limits_.most_attempts) return Code::busy;
+  if (draining || connection.reads_ >= limits_.most_reads) return Code::busy;
   if (record.rank >= kMaxReaders) return Code::rank;
   if (free_ == nullptr) free_ = &made_.emplace_back();  // before there is a pin that a lack of memory would leave
   const PinAnswer pinned = ring_.pin(record.slot, record.generation, record.rank);
@@ -69,6 +69,7 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
   // `Connection::hash`.
   answer.checksum = range ? 0 : info.checksum;
   attempt = adopt(connection, record.slot, record.generation, record.rank, record.length);
+  ++connection.reads_;
   return Code::accepted;
 }
 
@@ -166,12 +167,14 @@ void Service::end(Attempt& attempt) {
   }
 }
 
-// Its client names a payload of the answer, so it has the answer.
-void Service::handed_over(const Attempt& attempt) {
+// Its client names a payload of the answer, so it has the answer. The claims of an answer stand side by side in the list
+// of their connection, which may be long.
+void Service::handed_over(Attempt& attempt) {
   one_each_ = false;
   if (!attempt.together) return;
-  for (Attempt* each = attempt.connection->first_; each != nullptr; each = each->next)
-    if (each->hold == Attempt::Hold::claim && each->answer == attempt.answer) each->together = false;
+  const auto same = [&](const Attempt* each) { return each != nullptr && each->answer == attempt.answer; };
+  for (Attempt* each = &attempt; same(each); each = each->next) each->together = false;
+  for (Attempt* each = attempt.previous; same(each); each = each->previous) each->together = false;
 }
 
 void Service::drop(Attempt& attempt) {
@@ -183,6 +186,7 @@ void Service::drop(Attempt& attempt) {
   if (attempt.next_of_slot != nullptr) attempt.next_of_slot->previous_of_slot = attempt.previous_of_slot;
   attempt.connection = nullptr;
   attempt.next = std::exchange(free_, &attempt);
+  if (attempt.is_read()) --connection.reads_;
   --connection.attempts_;
   --attempts_;
   tell_quiet();

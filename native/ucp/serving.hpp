@@ -10,7 +10,8 @@
 // ends a connection, UCX is out of the slots' memory before their pins go. ENDED is told once, by an event; `close` is
 // left to the receiver of the event, since it makes progress.
 //
-// A claim that was answered to a TAKE (taking.cpp) is an attempt, too: over, its payload may be claimed again.
+// A claim that was answered to a TAKE (taking.cpp) is an attempt, too: over, its payload may be claimed again. A
+// connection may hold every claim there is: of each slot and rank there is one at a time.
 //
 // Not thread-safe: everything belongs to the engine's thread, and nothing in here needs Python's lock.
 #pragma once
@@ -45,11 +46,12 @@ enum class End : long { gone = 0, garbage = 1, internal = 2 };
 struct Limits {
   std::uint64_t inline_bytes = 8192;  // a payload of at most so many is small
   double slowest_rate = 100e6;        // bytes per second that a client takes at least
-  std::size_t most_attempts = 4096;   // per connection: one that never acknowledges does not grow the listener
+  std::size_t most_reads = 4096;      // per connection: one that never acknowledges does not grow the listener
   std::size_t most_unsent = 1024;     // per connection: answers and payloads that its client has not taken yet
   std::uint32_t numbers = kMessageNumbers;
   std::size_t most_ahead = std::size_t{4} << 20;  // per connection: bytes of messages whose turn has not come
   std::size_t most_ahead_of_all = std::size_t{64} << 20;
+  std::size_t most_unsent_bytes = std::size_t{64} << 20;  // per connection: copied for answers to its demands
   std::size_t most_waiting = 4;  // per connection: demands that wait
   std::uint64_t most_hashed = std::uint64_t{64} << 20;  // bytes of ranges in one turn of the engine
 };
@@ -67,13 +69,14 @@ struct Attempt {
   Attempt *previous = nullptr, *next = nullptr;  // of the connection
   Attempt *previous_of_slot = nullptr, *next_of_slot = nullptr;
   Hold hold = Hold::pin;
-  std::uint16_t tries = 0;  // of a claim: what tells it from others of the same delivery
+  std::uint16_t tries = 0;  // of a claim: what tells it from others of the same delivery; 0: it is a read
   std::uint64_t delay_ns = 0;  // with which it goes back
   Return back = Return::expired;  // how it goes back
   std::uint32_t answer = 0;       // the demand that it came with
   bool together = false;          // with others; and its client has not shown that it has the answer
 
   bool idle() const { return state == State::idle; }
+  bool is_read() const { return tries == 0; }  // also where a claim that has ended left only its pin: that is none
   ClaimId claim() const { return {slot, generation, rank, tries}; }
 };
 
@@ -191,7 +194,7 @@ class Service {
   void sent(Attempt& attempt);
   bool covered(const Attempt& attempt);
   void end(Attempt& attempt);  // gives its pin back, and its claim
-  void handed_over(const Attempt& attempt);
+  void handed_over(Attempt& attempt);
   void drop(Attempt& attempt);  // its pin is gone
   bool consumed_elsewhere(const Attempt& attempt) const;
   bool keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message);
@@ -308,7 +311,9 @@ class Connection : public Deferred {
   std::deque<Ahead> ahead_;  // Invariant: of the numbers from `posted_` on, without a gap
   std::size_t ahead_bytes_ = 0;
   std::size_t unsent_ = 0;
+  std::size_t unsent_bytes_ = 0;  // copied for answers to demands
   std::size_t attempts_ = 0;
+  std::size_t reads_ = 0;  // of the attempts
   std::size_t waiting_ = 0;
   int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;

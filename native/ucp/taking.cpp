@@ -53,8 +53,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
                 record.joined_most,
                 monotonic_ns() + record.generation * kMillisecond};
   if (draining && ring_.drained()) return answer(demand, Code::ended);
-  if (draining || connection.waiting_ >= limits_.most_waiting || connection.attempts_ >= limits_.most_attempts)
-    return answer(demand, Code::busy);
+  if (draining || connection.waiting_ >= limits_.most_waiting) return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
   if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
   if ((record.generation == 0 || ring_.drained()) && waiting_.empty()) return answer(demand, nothing());
@@ -75,9 +74,9 @@ void Service::open_taker(Connection& connection) {
 
 Service::Served Service::serve(Demand& demand) {
   Connection& connection = *demand.connection;
+  if (connection.unsent_ > limits_.most_unsent || connection.unsent_bytes_ > limits_.most_unsent_bytes)
+    return Served::held_up;
   Asked asked = demand.asked;
-  asked.most = std::min(asked.most, limits_.most_attempts - std::min(limits_.most_attempts, connection.attempts_));
-  if (asked.most == 0 || connection.unsent_ > limits_.most_unsent) return Served::held_up;
   if (one_each_) asked.most = 1;
   std::size_t spare = 0;  // memory first: afterwards nothing may fail with claims in hand
   for (const Attempt* each = free_; each != nullptr && spare < asked.most; each = each->next) ++spare;
@@ -189,6 +188,7 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
   going.find_copied();
 
   ++connection.unsent_;
+  connection.unsent_bytes_ += copied.size();
   const Waiter waiter{&Connection::take_sent, &going};
   const ucp_tag_t tag = tag_of(connection.client_base_, demand.number);
   if (going.pieces.size() == 1)
@@ -202,6 +202,7 @@ void Connection::take_sent(void* self, std::uint32_t, ucs_status_t status, std::
   auto& reply = *static_cast<TakeReply*>(self);
   Connection& connection = *reply.connection;
   Service& service = *connection.service_;
+  connection.unsent_bytes_ -= reply.copied.size();
   for (Attempt* const attempt : reply.joined) service.sent(*attempt);
   const bool small = reply.copied.capacity() <= kMostCopiedKept;
   if (status == UCS_OK && small && service.take_replies_.size() < kTakeRepliesKept)

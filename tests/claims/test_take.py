@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import asynchronous, settings_with, until
 from scripted_listener import ScriptedListener
-from scripted_peer import LARGE, Peer, Stage
+from scripted_peer import BUSY, LARGE, Peer, Stage, ack, read
 from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
 
 from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer
@@ -197,7 +197,7 @@ async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: Shar
             assert sorted(taken) == [bytes([number]) for number in range(4)]
 
 
-# --- tAKE at its limits: claims beyond what a connection may hold, answers that are not received, ends in between
+# --- TAKE at its limits: answers that are not received, ends in between
 
 
 LONG_MS = 60_000
@@ -230,26 +230,67 @@ async def received(peer: Peer, number: int) -> int:
 
 # --- a connection at its limits -------------------------------------------------------------------------
 @asynchronous
-async def test_a_connection_that_may_hold_no_more_does_not_keep_payloads_from_others(
+async def test_a_connection_that_receives_no_answers_does_not_keep_payloads_from_others(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transport.server.listener._MOST_ATTEMPTS", 1)
-    async with Stage(ring) as stage, tcp() as full, tcp() as other:
-        address = f"127.0.0.1:{stage.port}"
+    monkeypatch.setattr("transport.server.listener._MOST_UNSENT", 0)
+    async with Stage(ring) as stage, tcp() as other:
         service = stage.listener._service
         assert service is not None
-        demands = [asyncio.create_task(full.take(address, 1, wait_s=LONG_S)) for _ in range(2)]
+        full = await stage.connected()
+        for _ in range(2):
+            full.tell(demand(wait_ms=LONG_MS))
         await until(lambda: service.waiting == 2, "they wait")
-        ring.write_raw(b"the first, after which it may hold no more")
-        await asyncio.wait(demands, return_when=asyncio.FIRST_COMPLETED)
-        waiting = asyncio.create_task(other.take(address, 1, wait_s=LONG_S))
-        await until(lambda: service.waiting == 2, "the other one waits behind it")
-        ring.write_raw(b"the second")
-        async with asyncio.timeout(15.0):
-            assert bytes((await waiting)[0].data) == b"the second"
-        for each in demands:
-            each.cancel()
-        await asyncio.gather(*demands, return_exceptions=True)
+        ring.write_raw(LARGE)
+        await until(lambda: service.waiting == 1, "the first has an answer, which is not received")
+        waiting = asyncio.create_task(other.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
+        await until(lambda: service.waiting == 2, "the other one waits behind the second")
+        ring.write_raw(b"the next")
+        assert contents(await waiting) == [b"the next"]
+
+
+@asynchronous
+async def test_answers_that_are_not_received_have_a_limit_in_bytes() -> None:
+    payloads, size = 80 * 64, 16 << 10  # small ones, which are copied: 80 MiB
+    with SharedRingBuffer.create(slots=payloads, slot_bytes=size) as ring:
+        for _ in range(payloads):
+            ring.write_raw(bytes(size))
+        async with Stage(ring) as stage:
+            service = stage.listener._service
+            assert service is not None
+            peer = await stage.connected()
+            numbers = [peer.tell(demand(64, wait_ms=LONG_MS)) for _ in range(68)]
+            await until(lambda: service.waiting > 0, "the last ones wait, although there are payloads")
+            ready, claimed = depth(ring)
+            assert ready > 0
+            assert claimed >= 64 * 60
+            buffer = bytearray(2 << 20)
+            for number in numbers:
+                await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
+            assert depth(ring)[1] == 64 * len(numbers)
+
+
+@asynchronous
+async def test_claims_and_reads_do_not_use_up_the_limits_of_each_other(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.server.listener._MOST_READS", 2)
+    tickets = [ring.write_raw(bytes([number])) for number in range(SLOTS)]
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        for taken in (1, 2):
+            assert [await received(peer, peer.tell(demand())) for _ in range(3)] == [1, 1, 1]
+            assert depth(ring)[1] == 3 * taken
+            if taken == 1:
+                answers = await peer.ask(*map(read, [*tickets[-2:], tickets[-1]]))
+                assert [answer.code for answer in answers] == [0, 0, BUSY]
+        for claimed in tickets[:6]:
+            [ended] = await peer.ask(end_of(Kind.FINISH, claimed))
+            assert ended.code == 0
+        [again] = await peer.ask(read(tickets[-1]))
+        assert again.code == BUSY  # what ended was no read
+        [again] = await peer.ask(ack(tickets[-2]), read(tickets[-1]))
+        assert again.code == 0
 
 
 @asynchronous

@@ -318,7 +318,7 @@ async def test_a_wrong_request_is_refused_and_nothing_is_pinned(
 async def test_reads_that_are_never_acknowledged_are_limited(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transport.server.listener._MOST_ATTEMPTS", 2)
+    monkeypatch.setattr("transport.server.listener._MOST_READS", 2)
     tickets = [ring.write_raw(SMALL) for _ in range(3)]
     async with Stage(ring) as stage:
         peer, other = await stage.connected(), await stage.connected()

@@ -179,7 +179,7 @@ class ClaimConnection:
             SchemaError: a payload has no such field, or its schema is not known; all were given back.
             BatchTooLargeError: there is no memory for the answer; nothing was asked, or the connection has ended.
             UsageError, RankError: nothing was asked.
-            BusyError: the listener is shutting down, or this connection has more demands or claims than it may.
+            BusyError: the listener is shutting down, or this connection has more demands that wait than it may.
             LinkError kinds: the connection is broken, and its claims have ended.
         """
         native = engine()

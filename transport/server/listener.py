@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_ATTEMPTS = 4096  # per connection: bounds the listener's memory if a client never acknowledges
+_MOST_READS = 4096  # per connection: bounds the listener's memory if a client never acknowledges
 _MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not received yet
 _MOST_REFUSED = 64  # beyond the limit on connections: this many at once get a BUSY answer, UCX rejects the rest
 _ALERT_S = 10.0  # for this long after a connection without UCX handshake, look for the next one at this interval:
@@ -103,7 +103,7 @@ class Listener:
 
     @property
     def attempts(self) -> int:
-        """Reads that have not been acknowledged."""
+        """Reads that have not been acknowledged, and claims that have not ended."""
         return self._service.attempts if self._service is not None else 0
 
     @property
@@ -130,7 +130,7 @@ class Listener:
                 self.ring.native,
                 inline_limit=self.settings.inline_limit,
                 slowest_rate=self.settings.read_slowest_rate,
-                most_attempts=_MOST_ATTEMPTS,
+                most_reads=_MOST_READS,
                 most_unsent=_MOST_UNSENT,
                 numbers=frames.MESSAGE_NUMBERS,
             )
