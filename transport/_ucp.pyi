@@ -102,6 +102,7 @@ class Link:
     """The client's side of a connection after its handshake."""
 
     next_number: int
+    alive: bool
     usable: bool  # alive, and with numbers left for a request and a farewell
     under_way: int  # messages without their answer
     token: int  # of the connection, for OUTCOME

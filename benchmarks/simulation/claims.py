@@ -173,8 +173,12 @@ class SimNative:
         self.token = link.number
 
     @property
-    def usable(self) -> bool:
+    def alive(self) -> bool:
         return bool(self._link.usable)
+
+    @property
+    def next_number(self) -> int:
+        return int(self._link.next_number)
 
     def take(self, token: Any, buffer: Any, *, most: int, wait_ms: int, **_: Any) -> int:
         """The answer is written as the wire has it."""

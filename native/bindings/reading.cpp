@@ -130,6 +130,7 @@ void bind_reading(nb::module_& module) {
       .def("ask", ask, "token"_a, "record"_a, "before"_a)
       .def("tell", tell, "records"_a)
       .def_prop_rw("next_number", &Link::next_number, &Link::set_next_number)
+      .def_prop_ro("alive", &Link::alive)
       .def_prop_ro("usable", &Link::usable)
       .def_prop_ro("under_way", &Link::under_way);
   bind_takes(module, link);

@@ -66,8 +66,9 @@ class Link : public std::enable_shared_from_this<Link> {
   void set_next_number(std::uint32_t number) { next_number_ = number; }
   bool small(std::uint64_t size) const { return size <= inline_limit_; }
   std::size_t under_way() const { return under_way_; }
+  bool alive() const { return endpoint_->alive(); }
   // For a request, and a farewell after it.
-  bool usable() const { return endpoint_->alive() && next_number_ + 1 < kMessageNumbers; }
+  bool usable() const { return alive() && next_number_ + 1 < kMessageNumbers; }
 
  private:
   friend class Operation;

@@ -169,6 +169,18 @@ def test_claims_that_have_ended_leave_nothing_behind(ring: SharedRingBuffer, que
     eventually(lambda: not connections._held, "the loop knows of no claim")
 
 
+def test_payloads_come_through_other_connections_once_one_is_spent(
+    ring: SharedRingBuffer, queue: FoundRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.claims.connection._SPENT", 1)
+    for number in range(6):
+        ring.write_raw(bytes([number]))
+        if number == 0:
+            claims = some(queue, 1)
+    claims += some(queue, 5)
+    assert queue.ack_many(claims) == claims
+
+
 # --- rings here and elsewhere -------------------------------------------------------------------------------
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RingFullError], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("failing", ["here", "elsewhere"])

@@ -19,6 +19,8 @@ from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
 
 from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer
 from transport.claims.batch import End, TakenBatch, Verdict
+from transport.claims.demands import Demands
+from transport.claims.places import RingAddress
 from transport.errors import (
     BusyError,
     ClosedError,
@@ -291,6 +293,47 @@ async def test_claims_and_reads_do_not_use_up_the_limits_of_each_other(
         assert again.code == BUSY  # what ended was no read
         [again] = await peer.ask(ack(tickets[-2]), read(tickets[-1]))
         assert again.code == 0
+
+
+@asynchronous
+async def test_a_connection_that_is_spent_keeps_its_claims_until_they_end(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.claims.connection._SPENT", 1)
+    settings = settings_with(claim_lease_s=0.5, claim_renew_s=0.1)
+    async with Stage(ring) as stage, tcp(settings=settings) as client:
+        batches = []
+        for number in range(3):
+            ring.write_raw(bytes([number]))
+            batches.append(await client.take(f"127.0.0.1:{stage.port}", 1))
+        assert len({link_of(batch) for batch in batches}) == len(stage.listener._connections) == 3
+        for batch in batches:
+            assert (await batch.consume()).tolist() == [True]
+        await until(lambda: not stage.listener._connections, "all are spent, and nothing of them is in hand")
+
+
+@asynchronous
+async def test_demands_ask_another_connection_once_one_is_spent_and_end_both(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.claims.connection._SPENT", 1)
+    for number in range(3):
+        ring.write_raw(bytes([number]))
+    came: list[TakenBatch] = []
+
+    def arrived(batch: TakenBatch) -> None:
+        came.append(batch)
+        asyncio.get_running_loop().call_soon(lambda: demands.given(batch.claims, 1))
+
+    async with Stage(ring) as stage, tcp() as client:
+        places = {"ring": RingAddress(("127.0.0.1",), (stage.port,), ring.ring_id)}
+        demands = Demands(client.claims, lambda: places, arrived, lambda *_: None, rank=0, most_attempts=0)
+        demands.want(1, 1, None)
+        await until(lambda: len(came) == 3, "all came")
+        assert len({link_of(batch) for batch in came}) == 3
+        assert (await came[0].consume()).tolist() == [True]
+        demands.close()
+        await until(lambda: depth(ring) == (2, 0), "the others are anybody's")
 
 
 @asynchronous

@@ -167,6 +167,27 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
         connections.close()
 
 
+@asynchronous
+async def test_claims_end_with_the_last_message_numbers_of_their_connection() -> None:
+    async with ScriptedListener() as listener:
+        link, side = await listener.linked()
+        connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
+        connection = ClaimConnection(link, connections)
+        taking = asyncio.create_task(connection.take(2, most_bytes=200, verify=False))
+        number, _ = await side.asked()
+        await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
+        batch = await taking
+        link.native.next_number = side.number = frames.MESSAGE_NUMBERS - 2
+        assert connection.spent
+        for position in range(2):
+            ending = asyncio.create_task(batch.consume([position]))
+            number, _ = await side.asked()
+            await side.status(number, Answer(0, 0))
+            assert (await ending).tolist() == [True]
+        assert not connection.lost
+        connections.close()
+
+
 def undecodable(note: bytes) -> bool:
     try:
         Ticket.decode(note)

@@ -66,6 +66,7 @@ T = TypeVar("T")
 MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S: Final = 3600.0
 _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
+_SPENT: Final = frames.MESSAGE_NUMBERS // 2  # the others are for what is in hand, whose ends may be a message each
 _REFUSED: Final = 1
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
@@ -118,7 +119,12 @@ class ClaimConnection:
     @property
     def lost(self) -> bool:
         """Whether the connection is gone, and with it every claim."""
-        return self._closed or not self.link.usable
+        return self._closed or not self.link.native.alive
+
+    @property
+    def spent(self) -> bool:
+        """Whether to ask another one from now on: the message numbers that are left are for the ends of claims."""
+        return self.link.native.next_number >= _SPENT
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

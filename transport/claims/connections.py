@@ -1,6 +1,7 @@
 """The connections of one client that hold claims: which there are, and what keeps and ends their claims unasked.
 
-renewing   every quarter of the lease that this client asks for, each connection says that its holder is alive
+renewing   every quarter of the lease that this client asks for, each connection says that its holder is alive; one that
+           is spent ends when nothing of it is in hand
 dropped    claims whose batch or `Claim` is gone without an end go back
 """
 
@@ -68,12 +69,13 @@ class ClaimConnections:
 
     # --- connections --------------------------------------------------------------------------------
     async def of_port(self, port: PortKey) -> ClaimConnection:
-        """The port's connection, a new one where there is none or the last one broke."""
+        """The port's connection, a new one where there is none, or the last one broke or is spent."""
         known = self._by_port.get(port)
         if known is not None:
-            if not known.lost:
+            if known.lost:
+                self.leave(known)
+            elif not known.spent:
                 return known
-            self.leave(known)
             del self._by_port[port]
         opening = self._opening.get(port)
         if opening is None:
@@ -129,10 +131,14 @@ class ClaimConnections:
         while True:
             await asyncio.sleep(self.settings.claim_lease_s / _RENEWALS)
             for connection in list(self._open):
-                if connection.lost:
+                if connection.lost or (connection.spent and self._is_idle(connection)):
                     self.leave(connection)
                 else:
                     connection.renew()
+
+    def _is_idle(self, connection: ClaimConnection) -> bool:
+        held = any(each.connection is connection for each in self._held.values())
+        return not held and connection.link.native.under_way == 0
 
     # --- claims -------------------------------------------------------------------------------------
     def hold(self, connection: ClaimConnection, rows: Rows) -> tuple[ClaimedRows, _ring.OwnedClaims]:

@@ -98,6 +98,7 @@ class Demands:
         self._places: Mapping[str, RingAddress] = {}
         self._known: dict[str, _Known] = {}
         self._connected: dict[str, ClaimConnection] = {}
+        self._spent: list[ClaimConnection] = []  # which others have replaced; their claims are theirs
         self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
         self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
         self._loop = asyncio.get_running_loop()
@@ -154,7 +155,7 @@ class Demands:
             self._due.cancel()
         for task in self._tasks:
             task.cancel()
-        for link in self._connected.values():
+        for link in [*self._connected.values(), *self._spent]:
             self._all.leave(link)
         self._connected.clear()
 
@@ -192,10 +193,13 @@ class Demands:
         self._due = None if due == float("inf") else self._loop.call_later(max(0.0, due - now), self._turn)
 
     def _lose(self, name: str, link: ClaimConnection) -> None:
+        self._disconnect(name, link)
+        self._all.leave(link)
+
+    def _disconnect(self, name: str, link: ClaimConnection) -> None:
         if self._connected.get(name) is link:
             del self._connected[name]
             self._takers.lost(name, time.monotonic())
-        self._all.leave(link)
 
     async def _open(self, name: str) -> None:
         place, known = self._places.get(name), self._known.get(name, _Known())
@@ -256,6 +260,10 @@ class Demands:
         return Served() if place is None else Served(tuple(self._ports(place, ring)), place.segment or "")
 
     def _ask(self, ask: Ask, link: ClaimConnection) -> None:
+        if link.spent:
+            self._spent.append(link)
+            self._disconnect(ask.place, link)
+            return
         try:
             self._numbers[ask.demand], taken = link.demand(
                 ask.n,
