@@ -229,14 +229,17 @@ def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_ad
         SharedRingBuffer.create(slots=4, slot_bytes=64) as ring,
         SharedRingBuffer.create(slots=4, slot_bytes=64) as stranger,
         SharedRingBuffer.create(slots=4, slot_bytes=64) as successor,
+        socket.socket() as kept,  # nobody else gets the address meanwhile
         contextlib.ExitStack() as stack,
     ):
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for each in (ring, stranger, successor):
             each.write_raw(b"one")
         with UCXXServer(ring, ports=(0, 0)):
             address, other = ring.native.ports()
             queue = stack.enter_context(open_queue(f"rings://127.0.0.1:{address}"))
             assert queue.ack_many(some(queue, 1))
+        eventually(lambda: bound(kept, address), "the address is free")
         with UCXXServer(stranger, ports=(other,)):
             assert isinstance(queue, FoundRings)
             reached = queue._network.reached
