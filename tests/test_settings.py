@@ -42,7 +42,7 @@ def test_the_defaults_are_those_of_the_protocol() -> None:
         ({"claim_renew_s": 30.0}, "claim_renew_s * 2 < claim_lease_s"),
         ({"heartbeat_s": 4.0}, "heartbeat_s * 3 <= watchdog_s"),
         ({"backoff_first_s": 5.0}, "backoff_first_s <= backoff_most_s"),
-        ({"records_per_message": 64}, "1 <= records_per_message <= 63"),
+        ({"records_per_message": 64}, "2 <= records_per_message <= 63"),
         ({"inline_limit": (1 << 32) // 63 + 1}, "inline_limit * 63 < 2**32"),
     ],
 )

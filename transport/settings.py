@@ -98,7 +98,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             (self.claim_renew_s * 2 < self.claim_lease_s, "claim_renew_s * 2 < claim_lease_s"),
             (self.heartbeat_s * 3 <= self.watchdog_s, "heartbeat_s * 3 <= watchdog_s"),
             (self.backoff_first_s <= self.backoff_most_s, "backoff_first_s <= backoff_most_s"),
-            (1 <= self.records_per_message <= 63, "1 <= records_per_message <= 63"),
+            (2 <= self.records_per_message <= 63, "2 <= records_per_message <= 63"),
             # the payloads joined to one message are counted in 32 bits
             (self.inline_limit * 63 < 2**32, "inline_limit * 63 < 2**32"),
         ]

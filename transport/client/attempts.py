@@ -115,17 +115,13 @@ class RemoteReads:
 
     async def read_part(
         self, ticket: Ticket, rank: int, part: PayloadPart, buffer: Any, deadline: Deadline
-    ) -> tuple[Wire, PortKey] | None:
-        """Fetch some fields of a payload into their places; None: the listener is of a version that sends whole ones.
-
-        Raises what `UCXXClient.read` documents.
-        """
+    ) -> tuple[Wire, PortKey]:
+        """Fetch some fields of a payload into their places. Raises what `UCXXClient.read` documents."""
         self._check_wires(ticket)
         wants = self.wants_of(ticket, rank, part, buffer)
         most = self._settings.records_per_message // 2  # so that acknowledgements fit into the message
 
-        async def fetch(port: PortKey) -> Wire | None:
-            wire: Wire | None = None
+        async def fetch(port: PortKey) -> Wire:
             for begin in range(0, len(wants), most):
                 group = wants[begin : begin + most]
                 link = await self._checkout(port, ticket.ring, deadline)
@@ -134,12 +130,10 @@ class RemoteReads:
                 for failure in await self._outcomes(request) or ():
                     if failure is not None:
                         raise failure
-                wire = link.wire
-            return wire
+            return link.wire
 
         port = self._links.next_port(ticket.ring, self._links.ports(ticket))
-        wire, port = await self._anywhere(ticket, port, deadline, False, fetch)
-        return None if wire is None else (wire, port)
+        return await self._anywhere(ticket, port, deadline, False, fetch)
 
     async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> int:
         """Send a record that is answered without payload, after records without answer; the value of the answer."""

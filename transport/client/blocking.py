@@ -119,7 +119,7 @@ class BlockingClient:
             while outcomes := self._thread.run(_next(lists)):  # a turn of the loop for each costs more than a read
                 yield from self._client._deliveries.hand_over_all(outcomes)
         finally:
-            if not self._thread.closed:
+            if not (self._thread.closed or self._thread.is_current):  # there the loop itself ends what is collected
                 self._thread.run(_end(lists))
 
     def take_batch(

@@ -127,18 +127,14 @@ class Deliveries:
         via: PortKey,
         data: Any,
         part: PayloadPart | None = None,
-        *,
-        alone: bool = False,
     ) -> ReceivedPayload:
         """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`.
 
-        ``part``: its fields that are wanted, which came ``alone`` or with all others around them.
+        ``part``: its fields that are wanted, which came alone.
         """
         schema, layout, size = self.schema_of(ticket), None, ticket.size
         if part is not None:
-            schema, layout = part.schema, part.inside
-            if alone:
-                layout, size = part.layout, part.nbytes
+            schema, layout, size = part.schema, part.layout, part.nbytes
         self._count(wire, size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
         acknowledge = partial(self.acknowledge, ticket, rank, via)

@@ -247,12 +247,8 @@ class Reads:
             return self._deliveries.copied_to_device(ring, ticket, rank, target, part)
         buffer = self._buffers.take(part.layout.total)
         found_at = await self._remote.read_part(ticket, rank, part, buffer, deadline)
-        alone = found_at is not None
-        if found_at is None:
-            buffer = self._buffers.take(ticket.size)
-            found_at = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=False)
         data = buffer if to_device is None else to_device(memoryview(buffer))
-        return self._deliveries.received(ticket, rank, *found_at, data, part, alone=alone)
+        return self._deliveries.received(ticket, rank, *found_at, data, part)
 
     # --- many ---------------------------------------------------------------------------------------
     async def many(
@@ -351,10 +347,10 @@ class Reads:
         wire, port, failures = await self._remote.read_batch(every, deadline, BATCH_BYTES if fields is None else size)
         if self._finder is not None:
             self._finder.reached(asked[0][1])
-        received, alone = self._deliveries.received, fields is not None
+        received = self._deliveries.received
         if failures is None and not self._device_reads.always:
             outcomes += [
-                ReadOutcome(index, ticket, received(ticket, rank, wire, port, buffer, part, alone=alone), None)
+                ReadOutcome(index, ticket, received(ticket, rank, wire, port, buffer, part), None)
                 for index, ticket, part, buffer, _ in asked
             ]
             return outcomes, []
@@ -365,7 +361,7 @@ class Reads:
             final = next((failure for failure in failed if not failure.retryable), None)
             if not failed:
                 data = self._device_reads.from_host(memoryview(buffer)) if self._device_reads.always else buffer
-                payload = received(ticket, rank, wire, port, data, part, alone=alone)
+                payload = received(ticket, rank, wire, port, data, part)
                 outcomes.append(ReadOutcome(index, ticket, payload, None))
             elif final is None:
                 left.append((index, ticket))

@@ -347,9 +347,14 @@ class LoopThread:
             job.end()
             raise
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.current_thread() is self._thread
+
     def may_wait(self) -> None:
         """UsageError on the loop's own thread, which would wait for itself."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             raise UsageError("this call waits for the background loop and was made on it, from one of its callbacks")
 
     def closes(self, closing: Callable[[], Coroutine[Any, Any, object]]) -> None:
