@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from transport.errors import StaleSlotError, TransportError, UsageError
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.queue.base import Claim, TicketQueue
-from transport.queue.group import GroupQueue
 from transport.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -73,14 +72,6 @@ class ClaimBook:
         claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
         self._in_hand.update((claim.token, claim) for claim in claims)
         return claims
-
-    def held(self, items: Sequence[FetchedItem]) -> list[FetchedItem]:
-        """Those that no other trainer has, and `settle` will therefore accept; of a group, whose ranks decide, none."""
-        claims = [item.claim for item in items if item.claim is not None]
-        if not claims:
-            return list(items)
-        mine = set() if isinstance(self._queue, GroupQueue) else {each.token for each in self._queue.renew(claims)}
-        return [item for item in items if item.claim is None or item.claim.token in mine]
 
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[FetchedItem], list[FetchedItem]]:
         """Consume the items' claims; returns the items to train on, and those whose ring has not answered.

@@ -153,8 +153,8 @@ class PackerSession:
         return came is not None
 
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[ReceivedPayload], list[FetchedItem]]:
-        """Consume: first the parts of joined payloads that no other trainer has, then the queue, the record, and the
-        rings. It ends nothing that another item has accepted.
+        """Consume: first the queue, then the record, then the rings, and with them the parts of joined payloads, which
+        are whose the claim is. It ends nothing that another item has accepted.
 
         That comes again when its claim ends with its item: as a duplicate, or to be trained on if the other was
         abandoned. Returns the payloads to train on, and the items whose ring has not answered; asked again with the
@@ -163,8 +163,6 @@ class PackerSession:
         taken = dict(self._accepted.items())
         if taken:
             items = [item for item in items if taken.get(self._delivery(item), item) is item]
-        for item in self.claims.held([item for item in items if item.parts]):
-            self._end_parts(item)
         accepted, unsure = self.claims.settle(items)
         # What is unsure, too: later payloads of its slots may be recorded before it.
         self.consumed += self._judge([*accepted, *unsure])
