@@ -209,15 +209,21 @@ class Run:
             await self._step(step, [name for name in members if name in prepared], self._limits.of(step))
 
     def _fall_back(self) -> None:
-        """Forget what came of the changes, but not a cancellation; replicas that are paused stay so."""
+        """Forget what came of the changes, but not a cancellation, nor replicas that were dropped for another failure.
+
+        Replicas that are paused stay so.
+        """
         log.warning("v%d: its changes gave wrong bytes, and the whole version is sent: %s", self._version, self.reasons)
         self._whole = self.fell_back = True
-        self.failures = [each for each in self.failures if isinstance(each.error, asyncio.CancelledError)]
-        self._stopped = bool(self.failures)
+        of_changes = WeightsChecksumError, ParentLostError, ChildrenLostError  # the others: of who relays wrong bytes
+        again = {each.member for each in self.failures if isinstance(each.error, of_changes)} - self.lost
+        self._dropped -= again
+        cancelled = [each for each in self.failures if isinstance(each.error, asyncio.CancelledError)]
+        self.failures = [each for each in self.failures if each in cancelled or each.member in self._dropped]
+        self._stopped = bool(cancelled) or not self._group
         self.new, self.delta = None, False
         self._sent.clear()
         self._landed.clear()
-        self._dropped.clear()
 
     async def _stage(self, until: float) -> None:
         for step in STAGE:

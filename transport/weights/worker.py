@@ -254,13 +254,14 @@ class Replica:
         if self.engine.on_device:
             await in_thread(held.settle)  # the worker's threads and streams are its own
         staged = await _answer(self.worker.stage, given, held.proof.version)
-        if staged is not given:
-            found = await in_thread(_closed_checksum, staged)
-            if found != held.checksum:
-                raise WeightsChecksumError(
-                    f"{self.name}: checksum mismatch after staging {held.proof}: {found:016x}; its stage changed "
-                    "or lost tensors"
-                )
+        if staged is given:
+            return dict(given)  # which a worker may hand to another process
+        found = await in_thread(_closed_checksum, staged)
+        if found != held.checksum:
+            raise WeightsChecksumError(
+                f"{self.name}: checksum mismatch after staging {held.proof}: {found:016x}; its stage changed "
+                "or lost tensors"
+            )
         return staged
 
     async def prove(self) -> Proof | None:
