@@ -325,6 +325,12 @@ class FoundRings(TicketQueue):
         said = sum(ended.values())
         return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
 
+    def has_met_rings(self) -> bool:
+        """Whether this queue has had a ring, which may be there, have ended, or have been killed."""
+        self._check_open()
+        ended, living = self._here.ended(self._schemas, mapped=self._maps)
+        return bool(ended or living or (self._carries and any(self._network.ended())))
+
     def holders(self) -> list[Holder]:
         """Who holds claims of the rings on this host."""
         return list(self._known(None).holders)

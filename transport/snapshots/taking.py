@@ -181,8 +181,8 @@ def snapshot(
 
 
 def missing(queue: FoundRings) -> str:
-    """Why a queue without rings on this host has none; "": a writer has said its end, or a ring has come meanwhile."""
-    why = None if queue.finished(1) else queue.why_nothing()
+    """Why a queue without rings on this host has none; "": it has had one, which is gone, or one has come meanwhile."""
+    why = None if queue.has_met_rings() else queue.why_nothing()
     return "" if why is None else why.text
 
 

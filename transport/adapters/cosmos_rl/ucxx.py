@@ -24,7 +24,7 @@ from transport.adapters.cosmos_rl.controller import Discarding
 from transport.adapters.cosmos_rl.policy import PREFIX, TicketStrategy
 from transport.adapters.cosmos_rl.rollout import TicketProducer, ring_schema
 from transport.config import configuration
-from transport.errors import ConfigurationError, RingFullError, SchemaError, UsageError
+from transport.errors import ConfigurationError, RingFullError, SchemaError, StopRequestedError, UsageError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.ring.overflow import Overflow
 from transport.runtime.arguments import seconds
@@ -133,6 +133,8 @@ class UCXXProducer(TicketProducer):
         ring = self.ring  # UsageError before `setup`, and after `close`
         try:
             yield
+        except StopRequestedError:
+            raise
         except RingFullError as error:
             waited = "" if self._timeout_s is None else f" for {self._timeout_s:g} s"
             raise RingFullError(
