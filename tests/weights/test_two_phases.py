@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
@@ -385,6 +386,22 @@ async def test_a_stage_that_changes_the_mapping_that_it_got_is_not_served() -> N
         await manager.update(3)
         assert manager.admitted == {"replica 0": 3}
         assert worker.served_checksum() == checksum_of(3)
+
+
+class HandsOn(ReferenceWorker):
+    """Its load gives the weights to another process."""
+
+    def load(self, weights: Any, version: int) -> None:
+        assert pickle.dumps(weights)
+        super().load(weights, version)
+
+
+@asynchronous
+async def test_a_load_can_hand_what_it_gets_to_another_process() -> None:
+    worker = HandsOn()
+    async with group(worker) as (manager, _, _):
+        await manager.update(1)
+        assert manager.admitted == {"replica 0": 1}
 
 
 class Late(ReferenceWorker):
