@@ -56,4 +56,6 @@ def test_bytes_that_are_not_the_offered_version_are_not_loaded() -> None:
             Taker(worker).take(client, offer(other, 1), 0, 30.0)
         with pytest.raises(UsageError):
             offer(msgspec.structs.replace(written, checksum=None), 1)
+        with pytest.raises(TypeError):
+            offer(written, "1")  # type: ignore[arg-type]
     assert not worker.weights

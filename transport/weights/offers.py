@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import operator
 from typing import Any
 
 import msgspec
@@ -36,11 +37,11 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 def offer(ticket: Ticket, version: int) -> bytes:
     """Describe a version whose tensors were written under this ticket, which has the checksum of what was written.
 
-    UsageError for a ticket without a checksum; a ring gives none.
+    UsageError for a ticket without a checksum; those of rings have one. TypeError for a version that is no integer.
     """
     if ticket.checksum is None:
         raise UsageError(f"{ticket.name} has no checksum, which proves a version: write the version to a ring")
-    return msgspec.msgpack.encode(Offer(version, ticket.checksum, ticket.encode()))
+    return msgspec.msgpack.encode(Offer(operator.index(version), ticket.checksum, ticket.encode()))
 
 
 _decode = msgspec.msgpack.Decoder(Offer).decode
