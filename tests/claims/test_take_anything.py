@@ -138,6 +138,14 @@ class OnlyPort(ScriptedListener):
         raise UnreachableError(f"nobody asks {port} about {ring}")
 
 
+async def two_taken(connection: ClaimConnection, side: Side) -> TakenBatch:
+    """What a demand brings that the scripted listener answers with two payloads."""
+    taking = asyncio.create_task(connection.take(2, most_bytes=200, verify=False))
+    number, _ = await side.asked()
+    await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
+    return await taking
+
+
 @pytest.mark.parametrize("codes", [1, 3], ids=["fewer", "more"])
 @pytest.mark.parametrize(
     ("end", "verdict"),
@@ -153,10 +161,7 @@ async def test_an_answer_with_more_or_fewer_codes_than_claims_were_ended_ends_th
         link, side = await listener.linked()
         connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
         connection = ClaimConnection(link, connections)
-        taking = asyncio.create_task(connection.take(2, most_bytes=200, verify=False))
-        number, _ = await side.asked()
-        await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
-        batch = await taking
+        batch = await two_taken(connection, side)
         ending = batch.claims.end(batch.positions, end)
         number, records = await side.asked()
         assert len(records) == 2
@@ -173,10 +178,7 @@ async def test_claims_end_with_the_last_message_numbers_of_their_connection() ->
         link, side = await listener.linked()
         connections = ClaimConnections(listener, DEFAULTS, BufferPool(), {})  # type: ignore[arg-type]
         connection = ClaimConnection(link, connections)
-        taking = asyncio.create_task(connection.take(2, most_bytes=200, verify=False))
-        number, _ = await side.asked()
-        await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
-        batch = await taking
+        batch = await two_taken(connection, side)
         link.native.next_number = side.number = frames.MESSAGE_NUMBERS - 2
         assert connection.spent
         for position in range(2):

@@ -32,9 +32,8 @@ LOOK_S: Final = 5.0  # without a payload, before it is asked why; and between tw
 _SAY_AGAIN_S: Final = 600.0
 _NAMED: Final = 3  # rings, runs, holders or places in one sentence
 _MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
-_OF_A_RUN: Final = re.compile(
-    r"/transport-(?!notices-|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?"
-)  # random digits at its end
+# A random ring's name ends with 16 digits.
+_OF_A_RUN: Final = re.compile(r"/transport-(?!notices-|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?")
 
 
 class Why(enum.StrEnum):

@@ -67,7 +67,7 @@ def upload(
         data = manifest.encode()
         stop.check()
         destination.put(f"{place}/{manifests.NAME}", data)
-        stop.check()  # what was cancelled meanwhile is removed: nobody waits for it any more
+        stop.check()  # an upload that was cancelled meanwhile is removed: its caller has returned
     return Uploaded(manifest, hashlib.sha256(data).hexdigest())
 
 

@@ -269,7 +269,7 @@ def _never() -> bool:
 
 def names_parents(client: UCXXClient, ticket: Ticket) -> bool:
     """Whether the payload has the field that names its parents, as far as its schema is known here."""
-    schema = ticket.schema or client.schema_of(ticket)
+    schema = client.schema_of(ticket)
     return schema is not None and FIELD in schema.names
 
 
@@ -294,7 +294,7 @@ async def join_to(
 async def find_parts(
     client: UCXXClient, ticket: Ticket, rank: int, known: list[Part], timeout: float | None = None
 ) -> None:
-    """The other parts of a payload that nobody reads any more, for ``known`` as of `join_to`.
+    """The other parts of a payload that is not read again, for ``known`` as of `join_to`.
 
     Reads of each part the field that names its parents alone. Raises what `read_joined` raises.
     """

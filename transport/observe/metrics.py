@@ -61,7 +61,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "transport_ring_overwritten_total": Family("counter", _OF_RING, "unread payloads lost to overwriting"),
     "transport_ring_discarded_total": Family("counter", _OF_RING, "payloads given up"),
     "transport_ring_aborted_total": Family("counter", _OF_RING, "writes that were rolled back"),
-    "transport_ring_full_waits_total": Family("counter", _OF_RING, "writes that had to wait for a slot"),
+    "transport_ring_full_waits_total": Family(
+        "counter", _OF_RING, "waits of writes for a slot, a long one every 0.5 s"
+    ),
     "transport_ring_reclaimed_slots_total": Family(
         "counter", (*_OF_RING, "was"), "slots taken back from dead processes, by what they were doing"
     ),

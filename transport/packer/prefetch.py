@@ -118,7 +118,7 @@ class FetchedItem:
 
     @property
     def over(self) -> bool:
-        """Whether nobody is to read it any more: it was consumed before, or cannot be read."""
+        """Whether it is not read again: it was consumed before, or cannot be read."""
         return self.payload is None and (self.error is None or self.error.unreadable)
 
 

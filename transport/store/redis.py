@@ -34,7 +34,7 @@ from transport.store.base import (
 )
 from transport.wire.addresses import address_towards
 
-_LOST = "decisions, the ends of rollouts and notices, which nobody writes again"
+_LOST = "decisions, the ends of rollouts and notices, which are written only once"
 _WORDS = Words("store", _LOST, StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _KEYS = ("values", "versions", "index", "leases", "revision", "calls")
 
