@@ -1,21 +1,22 @@
 """Fetching a batch for a trainer: calls for each ticket, and rounds over all of them, under one deadline.
 
-layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, for retryable failures         rounds_per_batch
-layer 2    `_read_one`            fresh calls for one ticket                            calls_per_ticket
-layer 1      `UCXXClient.read`      rotation over the ring's ports                        attempts_per_read
+layer 3  `_ucxx_dp_fetch_all`       rounds over the batch, for retryable failures   rounds_per_batch
+layer 2    `PackerSession.retried`  fresh calls for one ticket                      calls_per_ticket
+layer 1      `UCXXClient.read`      rotation over the ring's ports                  attempts_per_read
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import time
 from collections.abc import Sequence
 
 from transport.client.payload import ReceivedPayload
-from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
+from transport.client.retry import Deadline, backoff
 from transport.errors import OWN_FAULTS, ClosedError, TransportError
 from transport.packer.joining import join_all
 from transport.packer.prefetch import FetchedBatch, FetchedItem
@@ -34,25 +35,6 @@ class Fetching:
         if self._ucxx is None:
             raise ClosedError("this trainer is closed, or not set up: make a new Trainer, or call setup_ucxx_packer()")
         return self._ucxx
-
-    async def _read_one(self, item: FetchedItem, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
-        """Layer 2: fresh calls for one ticket. Errors that are not retryable (such as StaleSlotError) end it."""
-        packer = self._packer
-        ticket, rank = item.ticket, packer.rank_of(item)
-        limit = packer.settings.calls_per_ticket if calls is None else calls
-        plan = Retry(limit, deadline, packer.settings, random.random)
-        while True:
-            match plan.step(time.monotonic()):
-                case Wait(seconds):
-                    await asyncio.sleep(seconds)
-                case GiveUp(error):
-                    raise error
-                case Try():
-                    now = time.monotonic()
-                    try:
-                        return await packer.client.read(ticket, rank=rank, timeout=deadline.remaining(now))
-                    except TransportError as error:
-                        plan.failed(error, time.monotonic())
 
     async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
         """Layer 3: rounds over the batch; each round repeats the retryable failures of the previous one."""
@@ -123,8 +105,12 @@ class Fetching:
             return
         for item in again:
             try:
-                item.payload = await self._read_one(item, deadline, calls)
+                item.payload = await packer.retried(functools.partial(_read, packer, item), deadline, calls)
                 item.error = None
             except TransportError as error:
                 item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
             packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+
+
+async def _read(packer: PackerSession, item: FetchedItem, timeout_s: float) -> ReceivedPayload:
+    return await packer.client.read(item.ticket, rank=packer.rank_of(item), timeout=timeout_s)

@@ -7,12 +7,10 @@ it, also one that is not joined: because it failed, or because it is a duplicate
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Sequence
 from typing import Final
 
-from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait
+from transport.client.retry import Deadline
 from transport.errors import TransportError
 from transport.joined.payloads import Part, find_parts, join_to, names_parents
 from transport.packer.prefetch import FetchedItem
@@ -43,33 +41,17 @@ async def _join_one(packer: PackerSession, item: FetchedItem, deadline: Deadline
     payload = item.payload
     known: list[Part] = []
     item.parts = known
-    plan = Retry(packer.settings.calls_per_ticket, deadline, packer.settings, random.random)
-    while True:
-        match plan.step(time.monotonic()):
-            case Wait(seconds):
-                await asyncio.sleep(seconds)
-            case GiveUp(error):
-                if payload is not None:
-                    payload.release()
-                if payload is not None or error.retryable:  # a duplicate that is gone has ended with its parts
-                    item.payload, item.error = None, error.with_traceback(None)
-                return
-            case Try():
-                left_s = deadline.remaining(time.monotonic())
-                try:
-                    if payload is None:
-                        await find_parts(packer.client, item.ticket, packer.rank_of(item), known, left_s)
-                    else:
-                        item.payload = await join_to(packer.client, payload, known, left_s)
-                    return
-                except TransportError as error:
-                    plan.failed(_bare(error), time.monotonic())
 
+    async def join(left_s: float) -> None:
+        if payload is None:
+            await find_parts(packer.client, item.ticket, packer.rank_of(item), known, left_s)
+        else:
+            item.payload = await join_to(packer.client, payload, known, left_s)
 
-def _bare(error: TransportError) -> TransportError:
-    """The error as a value: frames of its traceback, and of its cause's, would keep the payloads alive."""
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
-    return error
+    try:
+        await packer.retried(join, deadline)
+    except TransportError as error:
+        if payload is not None:
+            payload.release()
+        if payload is not None or error.retryable:  # a duplicate that is gone has ended with its parts
+            item.payload, item.error = None, error.with_traceback(None)

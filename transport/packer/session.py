@@ -5,18 +5,20 @@ Belongs to the trainer's thread, except where a coroutine of the mixin runs on t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
-from transport.client.retry import Deadline
-from transport.errors import RankError, TicketError, UsageError
+from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait
+from transport.errors import RankError, TicketError, TransportError, UsageError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -33,6 +35,8 @@ from transport.schema import Schema
 from transport.settings import Settings
 from transport.store.directory import Directory
 from transport.ticket import Ticket
+
+T = TypeVar("T")
 
 TicketLike = Ticket | Claim | bytes | str
 Delivery = tuple[str, int, int, int]  # a payload's id, and a rank
@@ -144,6 +148,24 @@ class PackerSession:
                 if not isinstance(each, Claim):
                     self.rank_of(FetchedItem(*resolved(each)))
         return found
+
+    async def retried(self, call: Callable[[float], Awaitable[T]], deadline: Deadline, calls: int | None = None) -> T:
+        """Layer 2: fresh calls for one ticket, given the seconds left. Errors that are not retryable end it.
+
+        calls: at most; None: as many as the settings say.
+        """
+        plan = Retry(self.settings.calls_per_ticket if calls is None else calls, deadline, self.settings, random.random)
+        while True:
+            match plan.step(time.monotonic()):
+                case Wait(seconds):
+                    await asyncio.sleep(seconds)
+                case GiveUp(error):
+                    raise error
+                case Try():
+                    try:
+                        return await call(deadline.remaining(time.monotonic()))
+                    except TransportError as error:
+                        plan.failed(_bare(error), time.monotonic())
 
     def take_in(self, item: FetchedItem) -> bool:
         """The item gets the payload that came with its claim. False: it is to be read."""
@@ -365,6 +387,15 @@ async def _make_client(
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:
     return client.statistics()
+
+
+def _bare(error: TransportError) -> TransportError:
+    """The error as a value: frames of its traceback, and of its cause's, would keep the payloads alive."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def check_queue(queue: object) -> None:
