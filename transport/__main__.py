@@ -1,7 +1,7 @@
 """The command ``transport``, also as ``python -m transport``.
 
 The time limit for interrupts begins before anything large is imported: a library may swallow the KeyboardInterrupt that
-reaches it while it is imported.
+reaches it while it is imported, or raise another error for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ def main() -> None:
             from transport.cli import run
 
             status = run(sys.argv[1:])
-        except KeyboardInterrupt:  # before `run` could catch it
+        except (KeyboardInterrupt, Exception):  # before `run` could catch it
+            if not watch.begun:
+                raise
             status = interruption.STATUS
+    # What fails after an interrupt fails because of it. Above 128 a command names the signal itself.
     if watch.begun:
-        # what failed since then has failed because of it; above 128 a command names the signal itself
         watch.exit(interruption.STATUS if 0 < status <= 128 else status)
     sys.exit(status)
 
