@@ -8,8 +8,6 @@ from typing import Any, Final
 from store_proxy import FailingStore, Killed
 
 from transport.cooldown.coordination import StoredCoordinator
-from transport.cooldown.epochs.coordinator import Begin, Refuted, Verified
-from transport.cooldown.epochs.coordinator import Event as EpochEvent
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
 from transport.cooldown.epochs.records import Phase as EpochPhase
@@ -101,10 +99,10 @@ class Member:
         coordinator = self.coordinator
         if coordinator.machine.record.phase is EpochPhase.TRAINING:
             members = tuple(peer.member for peer in self.session.roster().peers)
-            coordinator.handle(Begin(step=coordinator.machine.record.epoch, clients=members))
-        due = coordinator.step(self.world.now + self.skew_s)
-        while due:
-            due += coordinator.handle(self._verified(due.pop(0)))
+            coordinator.machine.begin(coordinator.machine.record.epoch, members)
+        for report in coordinator.step(self.world.now + self.skew_s):
+            self._verify(coordinator, report)
+        coordinator.write()
         if coordinator.ended():
             self.coordinator = None
 
@@ -119,11 +117,13 @@ class Member:
         record = EpochRecord(run=RUN, epoch=last + 1, destination="", cooldown_s=_COOLDOWN_S, seed=self.world.seed)
         return record.epoch if self.ledger.open(record) else None
 
-    def _verified(self, report: Report) -> EpochEvent:
+    def _verify(self, coordinator: StoredCoordinator, report: Report) -> None:
         chance = self.world.rng.random()
         if chance < 0.2:
-            return Refuted(report, self.world.rng.choice([Refusal.UNREADABLE, Refusal.WRONG_SIZE]), "by chance")
-        return Verified(
+            refusal = self.world.rng.choice([Refusal.UNREADABLE, Refusal.WRONG_SIZE])
+            coordinator.machine.refuted(report, refusal, "by chance")
+            return
+        coordinator.machine.verified(
             report, Checkpoint(client=report.client, attempt=report.attempt, manifest_sha256="", files=1, bytes=1)
         )
 

@@ -19,7 +19,7 @@ from transport.client.attempts import RemoteReads
 from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
-from transport.cooldown.epochs.coordinator import TABLE, Superseded
+from transport.cooldown.epochs.coordinator import Coordinator
 from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Phase, encode
@@ -168,10 +168,13 @@ def _elected_by_arrival() -> None:
 
 
 def _ended_again() -> None:
-    def again(self: Any, event: Any) -> Any:
-        return self._write()
+    original = Coordinator.superseded
 
-    TABLE[Phase.ENDED, Superseded] = again  # type: ignore[index]
+    def superseded(self: Any, theirs: Any) -> None:
+        if self.record.phase is not Phase.ENDED:
+            original(self, theirs)
+
+    Coordinator.superseded = superseded  # type: ignore[method-assign]
 
 
 def _question_cancelled() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
-from coordinators import CLIENTS, ELECTED, RECORD, checkpoint, in_cooldown, report, verify
+from coordinators import CLIENTS, ELECTED, RECORD, checkpoint, due, in_cooldown, report, verify
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,16 +14,7 @@ from transport.cooldown.epochs.coordinator import (
     LOOK_AGAIN_S,
     MOST_GAP_S,
     MOST_UNELECTED,
-    Begin,
     Coordinator,
-    Event,
-    Refuted,
-    Reported,
-    Superseded,
-    Ticked,
-    Verified,
-    Verify,
-    Write,
 )
 from transport.cooldown.epochs.election import elect
 from transport.cooldown.epochs.records import (
@@ -39,9 +32,8 @@ from transport.errors import UsageError
 # --- the way through ------------------------------------------------------------------------------------
 def test_beginning_writes_the_clients_in_order() -> None:
     machine = Coordinator(RECORD)
-    (write,) = machine.handle(Begin(3, ("f", "a", "a", "e", "d", "c", "b")))
-    assert isinstance(write, Write)
-    assert (write.record.phase, write.record.clients, write.record.step) == (Phase.COOLDOWN, CLIENTS, 3)
+    machine.begin(3, ("f", "a", "a", "e", "d", "c", "b"))
+    assert (machine.record.phase, machine.record.clients, machine.record.step) == (Phase.COOLDOWN, CLIENTS, 3)
     assert set(machine.record.elected) == set(ELECTED)
 
 
@@ -49,11 +41,12 @@ def test_the_first_verified_report_ends_it() -> None:
     machine = in_cooldown()
     assert verify(machine, report("c")) == [report("c")]
     assert verify(machine, report("e")) == [report("e")]
-    (write,) = machine.handle(Verified(report("e"), checkpoint(report("e"))))
-    assert isinstance(write, Write)
-    assert (write.record.phase, write.record.outcome) == (Phase.ENDED, Outcome.CHECKPOINTED)
-    assert write.record.checkpoint == checkpoint(report("e"))
-    assert machine.handle(Verified(report("c"), checkpoint(report("c")))) == []
+    machine.verified(report("e"), checkpoint(report("e")))
+    ended = machine.record
+    assert (ended.phase, ended.outcome) == (Phase.ENDED, Outcome.CHECKPOINTED)
+    assert ended.checkpoint == checkpoint(report("e"))
+    machine.verified(report("c"), checkpoint(report("c")))
+    assert machine.record == ended
     assert repr(machine) == "<Coordinator epoch 7 ended checkpointed 60 s left>"
 
 
@@ -62,9 +55,8 @@ def test_nobody_in_time_is_a_time_out() -> None:
     for now in range(10, 60, 10):
         machine.tick(now)
     assert machine.record.phase is Phase.COOLDOWN
-    (write,) = machine.tick(60.0)
-    assert isinstance(write, Write)
-    assert (write.record.outcome, write.record.checkpoint) == (Outcome.TIMED_OUT, None)
+    machine.tick(60.0)
+    assert (machine.record.outcome, machine.record.checkpoint) == (Outcome.TIMED_OUT, None)
 
 
 def at_the_limit_while_verifying() -> Coordinator:
@@ -78,23 +70,24 @@ def at_the_limit_while_verifying() -> Coordinator:
 
 def test_what_is_being_verified_at_the_time_limit_may_still_count() -> None:
     machine = at_the_limit_while_verifying()
-    machine.handle(Verified(report("c"), checkpoint(report("c"))))
+    machine.verified(report("c"), checkpoint(report("c")))
     assert machine.record.outcome is Outcome.CHECKPOINTED
 
 
 def test_what_could_not_be_read_at_the_limit_is_verified_again() -> None:
     """The destination is away for a moment; the upload may be good."""
     machine = at_the_limit_while_verifying()
-    machine.handle(Refuted(report("c"), Refusal.UNREADABLE, "gone"))
-    assert Verify(report("c")) in machine.tick(60.0 + LOOK_AGAIN_S)
-    machine.handle(Verified(report("c"), checkpoint(report("c"))))
+    machine.refuted(report("c"), Refusal.UNREADABLE, "gone")
+    machine.tick(60.0 + LOOK_AGAIN_S)
+    assert due(machine) == [report("c")]
+    machine.verified(report("c"), checkpoint(report("c")))
     assert machine.record.outcome is Outcome.CHECKPOINTED
 
 
 @pytest.mark.parametrize(("verify_s", "most"), [(0.0, 120.0), (5.0, 65.0), (600.0, 660.0)])
 def test_verification_has_a_time_of_its_own(verify_s: float, most: float) -> None:
     machine = Coordinator(msgspec.structs.replace(RECORD, verify_s=verify_s))
-    machine.handle(Begin(3, CLIENTS))
+    machine.begin(3, CLIENTS)
     verify(machine, report("c"))
     for now in range(0, int(most), 5):
         machine.tick(now)
@@ -125,14 +118,14 @@ def test_reports_that_cannot_count_are_refused(wrong: Report, refusal: Refusal) 
     machine = in_cooldown()
     assert verify(machine, wrong) == []
     assert machine.record.notes[wrong.client].refusal is refusal
-    assert machine.handle(Verified(wrong, checkpoint(wrong))) == []
+    machine.verified(wrong, checkpoint(wrong))
     assert machine.record.phase is Phase.COOLDOWN
 
 
 def test_strangers_do_not_fill_the_record() -> None:
     machine = in_cooldown()
     for number in range(100):
-        machine.handle(Reported(report(f"stranger-{number}")))
+        machine.report(report(f"stranger-{number}"))
     assert len(machine.record.notes) == MOST_UNELECTED
     assert verify(machine, report())
 
@@ -140,29 +133,31 @@ def test_strangers_do_not_fill_the_record() -> None:
 def test_a_lie_is_refused_and_another_upload_of_the_same_client_counts() -> None:
     machine = in_cooldown()
     verify(machine, report())
-    machine.handle(Refuted(report(), Refusal.WRONG_SIZE, "model has 1 byte"))
+    machine.refuted(report(), Refusal.WRONG_SIZE, "model has 1 byte")
     assert machine.record.notes["c"].refusal is Refusal.WRONG_SIZE
-    assert machine.handle(Reported(report())) == []
+    assert verify(machine, report()) == []
     second = report(attempt="1" * 16)
     assert verify(machine, second) == [second]
-    machine.handle(Verified(second, checkpoint(second)))
+    machine.verified(second, checkpoint(second))
     assert machine.record.outcome is Outcome.CHECKPOINTED
 
 
 def test_a_destination_that_cannot_be_read_is_looked_at_again() -> None:
     machine = in_cooldown()
     verify(machine, report())
-    machine.handle(Refuted(report(), Refusal.UNREADABLE, "gone"))
-    assert machine.handle(Reported(report())) == []
-    assert not [action for action in machine.tick(LOOK_AGAIN_S - 1) if isinstance(action, Verify)]
-    assert Verify(report()) in machine.tick(LOOK_AGAIN_S)
+    machine.refuted(report(), Refusal.UNREADABLE, "gone")
+    assert verify(machine, report()) == []
+    machine.tick(LOOK_AGAIN_S - 1)
+    assert due(machine) == []
+    machine.tick(LOOK_AGAIN_S)
+    assert due(machine) == [report()]
 
 
 # --- others, restarts, clocks ---------------------------------------------------------------------------
 def test_the_outcome_of_another_coordinator_is_taken_over() -> None:
     machine = in_cooldown()
     verify(machine, report())
-    machine.handle(Verified(report(), checkpoint(report())))
+    machine.verified(report(), checkpoint(report()))
     theirs = EpochRecord(
         run="run",
         epoch=7,
@@ -172,7 +167,7 @@ def test_the_outcome_of_another_coordinator_is_taken_over() -> None:
         phase=Phase.ENDED,
         outcome=Outcome.TIMED_OUT,
     )
-    assert machine.handle(Superseded(theirs)) == []
+    machine.superseded(theirs)
     assert machine.record == theirs
 
 
@@ -180,16 +175,28 @@ def test_a_decision_outlasts_a_note_of_another_coordinator() -> None:
     machine = in_cooldown()
     theirs = machine.record
     verify(machine, report())
-    (write,) = machine.handle(Verified(report(), checkpoint(report())))
-    assert isinstance(write, Write)
-    assert machine.handle(Superseded(theirs)) == [write]
+    machine.verified(report(), checkpoint(report()))
+    decided = machine.record
+    machine.superseded(theirs)
+    assert machine.record == decided
+
+
+def test_a_verdict_comes_too_late_for_the_end_of_another_coordinator() -> None:
+    machine = in_cooldown()
+    verify(machine, report())
+    theirs = msgspec.structs.replace(machine.record, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT)
+    machine.superseded(theirs)
+    machine.verified(report(), checkpoint(report()))
+    machine.refuted(report(), Refusal.UNREADABLE, "gone")
+    assert machine.record == theirs
 
 
 def test_a_store_that_has_lost_the_beginning_gets_it_again() -> None:
     machine = in_cooldown()
     before = msgspec.structs.replace(machine.record, phase=Phase.TRAINING, clients=(), step=0)
-    assert machine.handle(Superseded(before)) == [Write(machine.record)]
-    assert machine.record.phase is Phase.COOLDOWN
+    begun = machine.record
+    machine.superseded(before)
+    assert machine.record == begun
     for now in (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0):
         machine.tick(now)
     assert machine.record.outcome is Outcome.TIMED_OUT
@@ -206,7 +213,7 @@ def test_a_coordinator_that_takes_over_carries_on() -> None:
     for now in (1000.0, 1010.0, 1020.0):
         second.tick(now)
     assert second.record.phase is Phase.COOLDOWN
-    second.handle(Refuted(report(), Refusal.WRONG_CHECKSUM, ""))
+    second.refuted(report(), Refusal.WRONG_CHECKSUM, "")
     second.tick(1030.0)
     assert second.record.outcome is Outcome.TIMED_OUT
 
@@ -222,18 +229,22 @@ def test_a_coordinator_that_keeps_crashing_ends_the_cooldown_all_the_same() -> N
     assert record.outcome is Outcome.TIMED_OUT
 
 
-@pytest.mark.parametrize("other", [Begin(4, CLIENTS), Begin(3, ("a",)), Begin(3, (), dict.fromkeys(CLIENTS, "host"))])
-def test_a_cooldown_is_resumed_with_what_it_was_begun_with_only(other: Begin) -> None:
+@pytest.mark.parametrize(
+    ("step", "clients", "hosts"), [(4, CLIENTS, {}), (3, ("a",), {}), (3, (), dict.fromkeys(CLIENTS, "host"))]
+)
+def test_a_cooldown_is_resumed_with_what_it_was_begun_with_only(
+    step: int, clients: tuple[str, ...], hosts: dict[str, str]
+) -> None:
     machine = in_cooldown()
     begun = machine.record
-    assert machine.handle(Begin(3, CLIENTS[::-1])) == []
+    machine.begin(3, CLIENTS[::-1])
     with pytest.raises(UsageError):
-        machine.handle(other)
+        machine.begin(step, clients, hosts)
     assert machine.record == begun
     late = Coordinator(RECORD)
-    late.handle(other)
+    late.begin(step, clients, hosts)
     with pytest.raises(UsageError):  # another coordinator has begun it meanwhile
-        late.handle(Superseded(begun))
+        late.superseded(begun)
 
 
 @pytest.mark.parametrize("step", [-1e9, 1e9])
@@ -254,7 +265,7 @@ SHARDED = report(SET)
 
 def of_members() -> Coordinator:
     machine = Coordinator(RECORD)
-    machine.handle(Begin(3, tuple(HOSTS), HOSTS))
+    machine.begin(3, tuple(HOSTS), HOSTS)
     machine.tick(0.0)
     return machine
 
@@ -277,62 +288,74 @@ def test_what_one_member_uploaded_is_no_checkpoint(client: str) -> None:
 def test_a_share_that_is_wrong_is_refused_and_the_others_stay() -> None:
     machine = of_members()
     verify(machine, SHARDED)
-    machine.handle(Refuted(SHARDED, Refusal.WRONG_SIZE, "1 byte", "a1/" + "0" * 16))
+    machine.refuted(SHARDED, Refusal.WRONG_SIZE, "1 byte", "a1/" + "0" * 16)
     assert machine.record.refused == {"a1/" + "0" * 16: "wrong_size: 1 byte"}
     second = report(SET, "1" * 16)
     assert verify(machine, second) == [second]
 
 
-EVENTS = st.lists(
+def some_report(client: str, attempt: str, kind: ReportKind = ReportKind.UPLOADED, epoch: int = 7) -> Report:
+    return report(client, attempt * 16, kind, epoch=epoch)
+
+
+ANYONE = st.sampled_from([*CLIENTS, "x"])
+UPLOADS = st.builds(some_report, ANYONE, st.sampled_from("01"))
+REPORTS = st.builds(some_report, ANYONE, st.sampled_from("01"), st.sampled_from(ReportKind), st.sampled_from([6, 7]))
+CALLS = st.lists(
     st.one_of(
-        st.builds(Begin, st.integers(0, 9), st.sets(st.sampled_from(CLIENTS)).map(tuple)),
-        st.builds(
-            lambda client, attempt, kind, epoch: Reported(report(client, attempt * 16, kind, epoch=epoch)),
-            st.sampled_from([*CLIENTS, "x"]), st.sampled_from("01"),
-            st.sampled_from(ReportKind), st.sampled_from([6, 7]),
-        ),
-        st.builds(
-            lambda client, attempt: Verified(found := report(client, attempt * 16), checkpoint(found)),
-            st.sampled_from([*CLIENTS, "x"]), st.sampled_from("01"),
-        ),
-        st.builds(
-            lambda client, attempt, why: Refuted(report(client, attempt * 16), why, ""),
-            st.sampled_from(CLIENTS), st.sampled_from("01"), st.sampled_from(Refusal),
-        ),
-        st.builds(Ticked, st.floats(-1e6, 1e6)),
+        st.tuples(st.just("begin"), st.integers(0, 9), st.sets(st.sampled_from(CLIENTS))),
+        st.tuples(st.just("report"), REPORTS),
+        st.tuples(st.just("verified"), UPLOADS),
+        st.tuples(st.just("refuted"), UPLOADS, st.sampled_from(Refusal)),
+        st.tuples(st.just("tick"), st.floats(-1e6, 1e6)),
     ),
     max_size=60,
-)  # fmt: skip
+)
 
 
-@given(EVENTS)
-def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(events: list[Event]) -> None:
+def told(machine: Coordinator, call: tuple[Any, ...]) -> None:
+    match call:
+        case "begin", step, clients:
+            machine.begin(step, clients)
+        case "report", read:
+            machine.report(read)
+        case "verified", uploaded:
+            machine.verified(uploaded, checkpoint(uploaded))
+        case "refuted", uploaded, why:
+            machine.refuted(uploaded, why, "")
+        case "tick", now:
+            machine.tick(now)
+
+
+@given(CALLS)
+def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(calls: list[tuple[Any, ...]]) -> None:
     machine = Coordinator(RECORD)
     asked: set[tuple[str, str]] = set()
     watched, last = 0.0, None
-    for event in events:
+    for call in calls:
+        kind, about = call[:2]
         before = machine.record
-        cooling = machine.record.phase is Phase.COOLDOWN
-        if cooling and isinstance(event, Ticked):
-            watched += min(max(event.now - last, 0.0), MOST_GAP_S) if last is not None else 0.0
-            last = event.now
+        cooling = before.phase is Phase.COOLDOWN
+        if cooling and kind == "tick":
+            watched += min(max(about - last, 0.0), MOST_GAP_S) if last is not None else 0.0
+            last = about
         try:
-            actions = machine.handle(event)
+            told(machine, call)
         except UsageError:
-            assert cooling and isinstance(event, Begin) and machine.record == before
+            assert cooling and kind == "begin" and machine.record == before
             continue
-        asked |= {action.report.identity for action in actions if isinstance(action, Verify)}
+        asked |= {each.identity for each in machine.due}
         if before.phase is Phase.ENDED:
             assert machine.record == before, "an end is for good"
-            assert actions == []
+            assert due(machine) == []
         elif machine.record.outcome is Outcome.CHECKPOINTED:
-            assert isinstance(event, Verified)
-            assert event.report.client in machine.record.elected
-            assert event.report.epoch == machine.record.epoch
-            assert event.report.identity in asked
+            assert kind == "verified"
+            assert about.client in machine.record.elected
+            assert about.epoch == machine.record.epoch
+            assert about.identity in asked
         elif machine.record.outcome is Outcome.TIMED_OUT:
-            assert isinstance(event, Ticked)
+            assert kind == "tick"
             assert watched >= RECORD.cooldown_s - 1e-6
-        elif cooling and isinstance(event, Ticked):
+        elif cooling and kind == "tick":
             assert watched < 2 * RECORD.cooldown_s
             assert watched < RECORD.cooldown_s or asked, "nothing is being verified"

@@ -7,10 +7,6 @@ import json
 import pytest
 from coordinators import RECORD, checkpoint, in_cooldown, report, verify
 
-from transport.cooldown.epochs.coordinator import (
-    Reported,
-    Verified,
-)
 from transport.cooldown.epochs.records import (
     EpochRecord,
     Note,
@@ -26,9 +22,9 @@ from transport.errors import StoreUnsuitableError
 
 def test_enums_are_stored_by_name() -> None:
     machine = in_cooldown()
-    machine.handle(Reported(report("x")))
+    machine.report(report("x"))
     verify(machine, report())
-    machine.handle(Verified(report(), checkpoint(report())))
+    machine.verified(report(), checkpoint(report()))
     stored = json.loads(encode(machine.record))
     assert (stored["phase"], stored["outcome"]) == ("ended", "checkpointed")
     assert stored["notes"]["x"] == {

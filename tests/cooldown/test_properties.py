@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.coordinator import MOST_GAP_S, Begin, Event, Refuted, Verified
+from transport.cooldown.epochs.coordinator import MOST_GAP_S
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.manifest import FILES
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, Report, ReportKind, upload_folder
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Outcome, Phase, Report, ReportKind, upload_folder
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.restoring import restore
 from transport.cooldown.upload import Uploaded, remove, upload
@@ -50,7 +50,7 @@ class Cooldowns(RuleBasedStateMachine):
         self.uploads: dict[tuple[str, str], Uploaded] = {}
         self.reported: set[tuple[str, str]] = set()
         self.due: list[Report] = []
-        self.verdicts: list[Event] = []
+        self.verdicts: list[tuple[Report, Checkpoint | RefusedUpload]] = []
         self.now = 0.0
         self.watched = 0.0
         self.end: EpochRecord | None = None
@@ -62,7 +62,8 @@ class Cooldowns(RuleBasedStateMachine):
         record = EpochRecord(run="run", epoch=epoch, destination=self.destination.url, cooldown_s=LIMIT_S, seed=seed)
         assert self.ledger.open(record)
         self.coordinators = [StoredCoordinator(self.ledger, epoch)]
-        self.coordinators[0].handle(Begin(5, CLIENTS))
+        self.coordinators[0].machine.begin(5, CLIENTS)
+        self.coordinators[0].write()
 
     # --- clients --------------------------------------------------------------------------------------
     def chosen(self, client: str, elected: bool) -> str:
@@ -162,9 +163,9 @@ class Cooldowns(RuleBasedStateMachine):
         if vanished:
             root.rename(root.with_name("away"))
         try:
-            self.verdicts.append(Verified(report, verified(self.destination, record, report)))
+            self.verdicts.append((report, verified(self.destination, record, report)))
         except RefusedUpload as untrue:
-            self.verdicts.append(Refuted(report, untrue.refusal, str(untrue)))
+            self.verdicts.append((report, untrue))
         finally:
             if vanished:
                 root.with_name("away").rename(root)
@@ -173,7 +174,14 @@ class Cooldowns(RuleBasedStateMachine):
     @precondition(lambda self: self.verdicts)
     def conclude(self, data: st.DataObject, which: int) -> None:
         verdict = self.verdicts.pop(data.draw(st.integers(0, len(self.verdicts) - 1)))
-        self.due += self.coordinators[which % len(self.coordinators)].handle(verdict)
+        self.tell(self.coordinators[which % len(self.coordinators)], *verdict)
+
+    def tell(self, coordinator: StoredCoordinator, report: Report, verdict: Checkpoint | RefusedUpload) -> None:
+        if isinstance(verdict, Checkpoint):
+            coordinator.machine.verified(report, verdict)
+        else:
+            coordinator.machine.refuted(report, verdict.refusal, str(verdict))
+        self.due += coordinator.write()
 
     @rule(which=st.integers(0, 1), there=nearly)
     def work_off(self, which: int, there: bool) -> None:
@@ -182,7 +190,7 @@ class Cooldowns(RuleBasedStateMachine):
         self.due += coordinator.step(self.now)
         while self.due:
             self.verify_one(self.due.pop(), vanished=not there)
-            self.due += coordinator.handle(self.verdicts.pop())
+            self.tell(coordinator, *self.verdicts.pop())
 
     @rule(replaces=st.booleans())
     def restart(self, replaces: bool) -> None:

@@ -31,7 +31,6 @@ from transport.cooldown import client as client_module
 from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.coordinator import Begin
 from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
 from transport.cooldown.epochs.shares import Saved
 from transport.cooldown.verify import RefusedUpload
@@ -491,7 +490,8 @@ def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verificati
     record = EpochRecord(run="run", epoch=7, destination=str(cooling.root), cooldown_s=60.0, seed=49)
     assert cooling.ledger.open(record)
     coordinator = StoredCoordinator(cooling.ledger, 7)
-    coordinator.handle(Begin(1, CLIENTS))
+    coordinator.machine.begin(1, CLIENTS)
+    coordinator.write()
     report = Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16)
     cooling.ledger.report(report)
 

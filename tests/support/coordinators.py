@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from transport.cooldown.epochs.coordinator import (
-    Begin,
-    Coordinator,
-    Reported,
-    Verify,
-)
+from transport.cooldown.epochs.coordinator import Coordinator
 from transport.cooldown.epochs.election import elect
 from transport.cooldown.epochs.records import (
     Checkpoint,
@@ -34,10 +29,18 @@ def checkpoint(of: Report) -> Checkpoint:
 
 def in_cooldown(now: float = 0.0) -> Coordinator:
     machine = Coordinator(RECORD)
-    machine.handle(Begin(3, CLIENTS))
+    machine.begin(3, CLIENTS)
     machine.tick(now)
     return machine
 
 
+def due(machine: Coordinator) -> list[Report]:
+    """What is to be verified now."""
+    taken = machine.due[:]
+    machine.due.clear()
+    return taken
+
+
 def verify(machine: Coordinator, of: Report) -> list[Report]:
-    return [action.report for action in machine.handle(Reported(of)) if isinstance(action, Verify)]
+    machine.report(of)
+    return due(machine)

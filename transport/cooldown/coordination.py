@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,18 +20,7 @@ from transport.cooldown.destinations.base import Destination, normalise
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.coordinator import (
-    Action,
-    Begin,
-    Coordinator,
-    Event,
-    Refuted,
-    Reported,
-    Superseded,
-    Verified,
-    Verify,
-    Write,
-)
+from transport.cooldown.epochs.coordinator import Coordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
     SET,
@@ -69,7 +58,8 @@ PUBLISH_S: Final = 600.0
 class StoredCoordinator:
     """One epoch's coordinator with its record in the store. Blocks; one call at a time.
 
-    Raises StoreError; after a retryable one the same call can be repeated: nothing is lost or done twice.
+    What `machine` is told is in the store when the next call of `write` or `step` has returned. Both raise StoreError;
+    after a retryable one the same call can be repeated: nothing is lost or done twice.
     """
 
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
@@ -81,24 +71,44 @@ class StoredCoordinator:
         self._epoch = epoch
         self._wall = wall
         self._known = record  # as it stood in the store when it was last read or written
-        self._unwritten: EpochRecord | None = None
-        self._due: list[Report] = []  # to be verified; kept until a call that returns them
         self._heard = (ABSENT, 0)  # the bell's version, and the shares refused, when the shares were read
         self.sets: dict[str, bytes | NameConflict] = {}  # manifests of complete sets, by attempt
 
     def ended(self) -> bool:
         """Whether the store has the epoch's end."""
-        return self.machine.record.phase is Phase.ENDED and self._unwritten is None
+        return self._known.phase is Phase.ENDED
 
     def step(self, now: float) -> list[Report]:
         """Handle new reports and the time; returns the reports to verify."""
-        self._flush()
         for report in self._ledger.reports(self._epoch):
             if not (self.machine.record.hosts and report.kind is ReportKind.UPLOADED):
-                self._handle(Reported(report))
+                self.machine.report(report)
         self._look_for_a_set()
-        self._perform(self.machine.tick(now))
-        return self._taken()
+        self.machine.tick(now)
+        return self.write()
+
+    def write(self) -> list[Report]:
+        """Write the record where it has changed; returns the reports to verify."""
+        if self.machine.record != self._known:
+            self._ledger.advance(self._epoch, self._next)
+            self._known = self.machine.record
+        due = self.machine.due[:]
+        self.machine.due.clear()
+        return due
+
+    def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
+        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
+        if standing is None:
+            raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
+        machine = self.machine
+        if standing not in (self._known, machine.record):
+            machine.superseded(standing)
+            self._known = standing
+        if standing == machine.record:
+            return None
+        if machine.record.phase is Phase.ENDED and not machine.record.ended_at:
+            machine.record = msgspec.structs.replace(machine.record, ended_at=self._wall())
+        return machine.record
 
     def _look_for_a_set(self) -> None:
         """Handle a set that has become complete as a report; its manifest is written when it is verified."""
@@ -124,54 +134,8 @@ class StoredCoordinator:
                 attempt=name,
                 manifest_sha256=hashlib.sha256(data).hexdigest(),
             )
-            self._handle(Reported(report))
+            self.machine.report(report)
         self._heard = heard
-
-    def handle(self, event: Event) -> list[Report]:
-        """Handle one event; returns the reports to verify."""
-        self._flush()
-        self._handle(event)
-        return self._taken()
-
-    def _handle(self, event: Event) -> None:
-        self._perform(self.machine.handle(event))
-
-    def _taken(self) -> list[Report]:
-        due, self._due = self._due, []
-        return due
-
-    def _perform(self, actions: Iterable[Action]) -> None:
-        self._note(actions)
-        self._flush()
-
-    def _note(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Write(record):
-                    self._unwritten = record
-                case Verify(report):
-                    self._due.append(report)
-
-    def _flush(self) -> None:
-        """Write the pending record; a record of another coordinator causes further actions."""
-        if self._unwritten is None:
-            return
-        self._ledger.advance(self._epoch, self._next)
-        if self._unwritten is not None:
-            self.machine.record = self._known = self._unwritten
-            self._unwritten = None
-
-    def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
-        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
-        if standing is None:
-            raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
-        if standing not in (self._known, self._unwritten):
-            self._known, self._unwritten = standing, None
-            self._note(self.machine.handle(Superseded(standing)))
-        record = self._unwritten
-        if record is not None and record.phase is Phase.ENDED and not record.ended_at:
-            record = self._unwritten = msgspec.structs.replace(record, ended_at=self._wall())
-        return None if record == standing else record
 
 
 class CooldownHost:
@@ -293,7 +257,8 @@ class CooldownHost:
         coordinator = await retry_store(lambda: StoredCoordinator(self._ledger, epoch, self._wall))
         destination = await in_thread(open_destination, coordinator.machine.record.destination)
         try:
-            await retry_store(lambda: coordinator.handle(Begin(step, tuple(clients), hosts)))
+            coordinator.machine.begin(step, tuple(clients), hosts)
+            await retry_store(coordinator.write)
             await self._lead(coordinator, destination)
             await self._copy_outcome(coordinator.machine.record, destination)
             for earlier in await self._end_earlier(epoch):
@@ -309,16 +274,19 @@ class CooldownHost:
         epoch = coordinator.machine.record.epoch
         stop = Stop()
         slots = asyncio.Semaphore(AT_ONCE)
-        verdicts: set[asyncio.Task[Event]] = set()
+        verdicts: set[asyncio.Task[tuple[Report, Checkpoint | RefusedUpload]]] = set()
         bell = ABSENT
         try:
-            while not coordinator.ended():
-                due = await retry_store(lambda: coordinator.step(self._clock()))
+            while True:
                 done = {task for task in verdicts if task.done()}
                 verdicts -= done
                 for task in done:
-                    due += await retry_store(partial(coordinator.handle, task.result()))
-                for report in due:
+                    match task.result():
+                        case report, RefusedUpload() as untrue:
+                            coordinator.machine.refuted(report, untrue.refusal, str(untrue), untrue.upload)
+                        case report, Checkpoint() as checkpoint:
+                            coordinator.machine.verified(report, checkpoint)
+                for report in await retry_store(lambda: coordinator.step(self._clock())):
                     made = coordinator.sets.get(report.attempt) if report.client == SET else None
                     verdict = self._verdict(coordinator.machine.record, destination, report, made, stop, slots)
                     verdicts.add(asyncio.create_task(verdict))
@@ -345,12 +313,12 @@ class CooldownHost:
         made: bytes | NameConflict | None,
         stop: Stop,
         slots: asyncio.Semaphore,
-    ) -> Event:
+    ) -> tuple[Report, Checkpoint | RefusedUpload]:
         async with slots:
             try:
-                return Verified(report, await in_thread(self._verify, record, destination, report, made, stop))
+                return report, await in_thread(self._verify, record, destination, report, made, stop)
             except RefusedUpload as untrue:
-                return Refuted(report, untrue.refusal, str(untrue), untrue.upload)
+                return report, untrue
 
     def _verify(
         self,

@@ -1,8 +1,8 @@
-"""The coordinator of one epoch's cooldown: events in, actions out. No I/O, no clock of its own.
+"""The coordinator of one epoch's cooldown: what it learns changes its record. No I/O, no clock of its own.
 
-    TRAINING ──Begin──► COOLDOWN ──Verified, or the time limit──► ENDED
-                         │    ▲                                    │ ▲
-                         └────┘ Begin, Reported, Refuted, Ticked   └─┘ Superseded
+    TRAINING ──begin──► COOLDOWN ──verified, or the time limit──► ENDED
+                         │    ▲
+                         └────┘ begin again, report, refuted, tick
 
 ENDED is final once it is in the store, where the first writer wins. A coordinator that finds another one's end there
 takes it over; one whose end was not written writes it again.
@@ -18,9 +18,8 @@ verification may hang at the destination.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Final
 
 import msgspec
 
@@ -42,85 +41,23 @@ LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destin
 MOST_UNELECTED: Final = 16  # notes on reports of clients that were not elected
 
 
-# --- events -------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Begin:
-    """The epoch's training has ended; these clients are healthy and have the model of ``step``."""
-
-    step: int
-    clients: tuple[str, ...]
-    hosts: Mapping[str, str] = field(default_factory=dict)  # of clients whose save is collective
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A client's report was read, perhaps again."""
-
-    report: Report
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Result of `Verify`: the upload is a checkpoint."""
-
-    report: Report
-    checkpoint: Checkpoint
-
-
-@dataclass(frozen=True)
-class Refuted:
-    """Result of `Verify`: the upload is refused."""
-
-    report: Report
-    refusal: Refusal
-    detail: str
-    upload: str = ""  # the part of a set that is wrong, "CLIENT/ATTEMPT"; the other parts stay good
-
-
-@dataclass(frozen=True)
-class Ticked:
-    """The clock's reading in seconds; only differences count."""
-
-    now: float
-
-
-@dataclass(frozen=True)
-class Superseded:
-    """The record of the last `Write` was refused, because this one is in the store."""
-
-    record: EpochRecord
-
-
-Event: TypeAlias = Begin | Reported | Verified | Refuted | Ticked | Superseded
-
-
-# --- actions ------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Write:
-    """Write the record to the store in place of the version that was last read or written."""
-
-    record: EpochRecord
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Verify the reported upload; answer with `Verified` or `Refuted`."""
-
-    report: Report
-
-
-Action: TypeAlias = Write | Verify
-
-
 class Coordinator:
     """One epoch. One thread.
 
+    What comes in a phase that it is not for changes nothing: a report in TRAINING or ENDED is too early or too late,
+    and so is a verdict.
+
     Args:
-        record: the record in the store; the machine begins in its phase.
+        record: the record in the store; the epoch goes on from there.
+
+    Attributes:
+        record: the record as it is to be in the store.
+        due: reported uploads to verify; the caller takes them out, and answers with `verified` or `refuted`.
     """
 
     def __init__(self, record: EpochRecord) -> None:
         self.record = record
+        self.due: list[Report] = []
         self.interval = min(max(record.cooldown_s / 60, 1.0), 10.0)
         self._now: float | None = None
         self._elapsed = record.elapsed_s
@@ -140,121 +77,121 @@ class Coordinator:
         """Seconds of the cooldown in which a coordinator was running."""
         return self._elapsed
 
-    def tick(self, now: float) -> list[Action]:
-        """What is due at ``now`` (seconds of any clock)."""
-        return self.handle(Ticked(now))
+    def begin(self, step: int, clients: Collection[str], hosts: Mapping[str, str] | None = None) -> None:
+        """The epoch's training has ended; these clients are healthy and have the model of ``step``.
 
-    def handle(self, event: Event) -> list[Action]:
-        """The actions that follow from an event. An event without a transition in this phase changes nothing.
-
-        Raises UsageError where the cooldown was begun with another step or other clients.
+        ``hosts``: of clients whose save is collective. Raises UsageError where the cooldown was begun with another step
+        or other clients.
         """
-        transition = TABLE.get((self.record.phase, type(event)))
-        return [] if transition is None else transition(self, event)
+        their_hosts = dict(hosts or {})
+        begun = {"step": step, "clients": tuple(sorted({*clients, *their_hosts})), "hosts": their_hosts}
+        if self.record.phase is Phase.TRAINING:
+            self._change(phase=Phase.COOLDOWN, **begun)
+        elif self.record.phase is Phase.COOLDOWN:
+            _require_same(self.record, msgspec.structs.replace(self.record, **begun))
 
-    # --- transitions ----------------------------------------------------------------------------------
-    def _begin(self, event: Begin) -> list[Action]:
-        return self._write(phase=Phase.COOLDOWN, **_begun(event))
-
-    def _resume(self, event: Begin) -> list[Action]:
-        _require_same(self.record, msgspec.structs.replace(self.record, **_begun(event)))
-        return []
-
-    def _report(self, event: Reported) -> list[Action]:
-        report, record = event.report, self.record
+    def report(self, report: Report) -> None:
+        """A client's report was read, perhaps again."""
+        record = self.record
+        if record.phase is not Phase.COOLDOWN or report.identity in self._verifying or report.identity in self._again:
+            return
         known = record.notes.get(report.client)
-        if report.identity in self._verifying or report.identity in self._again:
-            return []
         if known is not None and (known.kind, known.attempt) == (report.kind, report.attempt):
             open_ones = (None, Refusal.UNREADABLE) if report.kind is ReportKind.UPLOADED else ()
             if known.refusal not in open_ones:
-                return []  # read again; already answered
+                return  # read again; already answered
         refusal = None
         if (report.run, report.epoch) != (record.run, record.epoch):
             refusal = Refusal.OTHER_EPOCH
         elif not record.accepts(report.client, report.kind):
             refusal = Refusal.NOT_ELECTED
         if refusal is not None:
-            return self._note(report, refusal, f"run {report.run}, epoch {report.epoch}")
-        if report.kind is not ReportKind.UPLOADED:
-            return self._note(report, None, report.detail)
-        self._verifying.add(report.identity)
-        return [*self._note(report, None, ""), Verify(report)]
+            self._note(report, refusal, f"run {report.run}, epoch {report.epoch}")
+        elif report.kind is not ReportKind.UPLOADED:
+            self._note(report, None, report.detail)
+        else:
+            self._note(report, None, "")
+            self._verify(report)
 
-    def _accept(self, event: Verified) -> list[Action]:
-        if event.report.identity not in self._verifying:
-            return []
-        return self._decide(Outcome.CHECKPOINTED, event.checkpoint)
+    def verified(self, report: Report, checkpoint: Checkpoint) -> None:
+        """The upload is a checkpoint."""
+        if report.identity in self._verifying:
+            self._end(Outcome.CHECKPOINTED, checkpoint)
 
-    def _refute(self, event: Refuted) -> list[Action]:
-        identity = event.report.identity
-        if identity not in self._verifying:
-            return []
-        self._verifying.discard(identity)
-        if event.refusal is Refusal.UNREADABLE:
-            self._again[identity] = (self._elapsed + LOOK_AGAIN_S, event.report)
-        elif event.upload:
-            why = f"{event.refusal.value}: {event.detail}"[:500]
-            self.record = msgspec.structs.replace(self.record, refused={**self.record.refused, event.upload: why})
-        return self._note(event.report, event.refusal, event.detail)
+    def refuted(self, report: Report, refusal: Refusal, detail: str, upload: str = "") -> None:
+        """The upload is refused. ``upload``: the wrong part of a set, "CLIENT/ATTEMPT"; the others stay good."""
+        if report.identity not in self._verifying:
+            return
+        self._verifying.discard(report.identity)
+        if refusal is Refusal.UNREADABLE:
+            self._again[report.identity] = (self._elapsed + LOOK_AGAIN_S, report)
+        elif upload:
+            why = f"{refusal.value}: {detail}"[:500]
+            self._change(refused={**self.record.refused, upload: why})
+        self._note(report, refusal, detail)
 
-    def _tick(self, event: Ticked) -> list[Action]:
-        before, self._now = self._now, event.now
+    def tick(self, now: float) -> None:
+        """The clock's reading in seconds; only differences count."""
+        if self.record.phase is not Phase.COOLDOWN:
+            return
+        before, self._now = self._now, now
         if before is not None:
-            self._elapsed += min(max(event.now - before, 0.0), MOST_GAP_S)
+            self._elapsed += min(max(now - before, 0.0), MOST_GAP_S)
         unproven = self._verifying or self._again
         if self._elapsed >= (self.record.most_s if unproven else self.record.cooldown_s):
-            return self._decide(Outcome.TIMED_OUT, None)
-        due = [report for at, report in self._again.values() if at <= self._elapsed]
-        for report in due:
+            self._end(Outcome.TIMED_OUT, None)
+            return
+        for report in [report for at, report in self._again.values() if at <= self._elapsed]:
             del self._again[report.identity]
-            self._verifying.add(report.identity)
-        write = self._write() if self._elapsed - self.record.elapsed_s >= self.interval else []
-        return [*write, *map(Verify, due)]
+            self._verify(report)
+        if self._elapsed - self.record.elapsed_s >= self.interval:
+            self._change()
 
-    def _yield(self, event: Superseded) -> list[Action]:
-        """Another coordinator has written: take over its end, or merge its record."""
-        theirs = event.record
+    def superseded(self, theirs: EpochRecord) -> None:
+        """Another coordinator's record is in the store: take over its end, or add to its record what it lacks."""
         if theirs.phase is Phase.ENDED:
+            self._verify_nothing()
             self.record = theirs
-            return []
+            return
         self._elapsed = max(self._elapsed, theirs.elapsed_s)
         if self.record.phase is Phase.ENDED or theirs.phase is Phase.TRAINING:  # the store has lost what it had
-            return self._write()
+            self._change()
+            return
         mine = self.record
         _require_same(theirs, mine)
-        self.record = msgspec.structs.replace(
-            theirs, notes={**theirs.notes, **mine.notes}, refused={**theirs.refused, **mine.refused}
-        )
-        return [] if self.record == theirs else self._write()
+        notes, refused = {**theirs.notes, **mine.notes}, {**theirs.refused, **mine.refused}
+        self.record = theirs
+        if (notes, refused) != (theirs.notes, theirs.refused):
+            self._change(notes=notes, refused=refused)
 
     # --- their parts ----------------------------------------------------------------------------------
-    def _decide(self, outcome: Outcome, checkpoint: Checkpoint | None) -> list[Action]:
+    def _verify(self, report: Report) -> None:
+        self._verifying.add(report.identity)
+        self.due.append(report)
+
+    def _end(self, outcome: Outcome, checkpoint: Checkpoint | None) -> None:
+        self._verify_nothing()
+        self._change(phase=Phase.ENDED, outcome=outcome, checkpoint=checkpoint)
+
+    def _verify_nothing(self) -> None:
+        """The epoch has ended: what was being verified does not matter any more."""
         self._verifying.clear()
         self._again.clear()
-        return self._write(phase=Phase.ENDED, outcome=outcome, checkpoint=checkpoint)
+        self.due.clear()
 
-    def _note(self, report: Report, refusal: Refusal | None, detail: str) -> list[Action]:
+    def _note(self, report: Report, refusal: Refusal | None, detail: str) -> None:
         notes = self.record.notes
         known = {SET, *(self.record.hosts or self.record.elected)}
         if report.client not in known:
             strangers = set(notes) - known
             if report.client not in strangers and len(strangers) >= MOST_UNELECTED:
-                return []
+                return
         note = Note(kind=report.kind, attempt=report.attempt[:16], refusal=refusal, detail=detail[:500])
-        if notes.get(report.client) == note:
-            return []
-        return self._write(notes={**notes, report.client: note})
+        if notes.get(report.client) != note:
+            self._change(notes={**notes, report.client: note})
 
-    def _write(self, **changes: object) -> list[Action]:
+    def _change(self, **changes: object) -> None:
         self.record = msgspec.structs.replace(self.record, elapsed_s=self._elapsed, **changes)
-        return [Write(self.record)]
-
-
-def _begun(event: Begin) -> dict[str, Any]:
-    """The fields of the record that a beginning sets."""
-    clients = tuple(sorted(set(event.clients) | set(event.hosts)))
-    return {"step": event.step, "clients": clients, "hosts": dict(event.hosts)}
 
 
 def _require_same(begun: EpochRecord, given: EpochRecord) -> None:
@@ -266,16 +203,3 @@ def _require_same(begun: EpochRecord, given: EpochRecord) -> None:
             f"epoch {begun.epoch}: its cooldown was begun with {theirs}, and is not resumed with {ours}: give the "
             "former, or open the next epoch"
         )
-
-
-# Events that are not here change nothing: a report in TRAINING or ENDED is too early or too late, and so is a verdict.
-TABLE: Final[Mapping[tuple[Phase, type], Callable[..., list[Action]]]] = {
-    (Phase.TRAINING, Begin): Coordinator._begin,
-    (Phase.COOLDOWN, Begin): Coordinator._resume,
-    (Phase.COOLDOWN, Reported): Coordinator._report,
-    (Phase.COOLDOWN, Verified): Coordinator._accept,
-    (Phase.COOLDOWN, Refuted): Coordinator._refute,
-    (Phase.COOLDOWN, Ticked): Coordinator._tick,
-    (Phase.COOLDOWN, Superseded): Coordinator._yield,
-    (Phase.ENDED, Superseded): Coordinator._yield,
-}
