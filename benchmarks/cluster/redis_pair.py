@@ -12,7 +12,7 @@ from pathlib import Path
 from hosts import REDIS_ADDRESS, REDIS_PORT, Host, announce
 from redis_server import command
 
-from transport.storage.redis_script import require_redis
+from transport.storage.redis_connection import require_redis
 
 _PATIENCE_S = 30.0
 _LOOK_S = 0.05

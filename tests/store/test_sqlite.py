@@ -20,8 +20,7 @@ from store_conformance import StoreConformance
 from store_model import StoreMachine
 
 from transport.errors import StoreFullError, StoreUnavailableError, StoreUnsuitableError
-from transport.storage import sqlite_file
-from transport.store import Change, Entry, SQLiteStore, open_store
+from transport.store import Change, Entry, SQLiteStore, open_store, sqlite
 
 
 class SQLiteHarness:
@@ -123,7 +122,7 @@ def test_a_reboot_ends_every_lease(harness: SQLiteHarness, monkeypatch: pytest.M
     store.put("leased", b"1", lease_s=1e6)
     kept = store.put("kept", b"1")
     store.close()
-    monkeypatch.setattr(sqlite_file, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(sqlite, "boot_id", lambda: "another boot")
     harness.now = 5.0  # the clock begins anew
     assert harness.open().scan("") == {"kept": Entry(b"1", kept)}
 

@@ -41,12 +41,24 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.queue.statements.redis_looks import ANNOUNCE, DEPTH, FAILURES, KNOWN, LATEST, UNFINISHED
-from transport.queue.statements.redis_moves import CLAIM, KEYS, MOVE, NEXT_DUE, PUBLISH, RENEW, REQUEUE
+from transport.queue.redis_scripts import (
+    ANNOUNCE,
+    CLAIM,
+    DEPTH,
+    FAILURES,
+    KEYS,
+    KNOWN,
+    LATEST,
+    MOVE,
+    NEXT_DUE,
+    PUBLISH,
+    RENEW,
+    REQUEUE,
+    UNFINISHED,
+)
 from transport.runtime.arguments import at_least, several
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection, Words
-from transport.storage.redis_script import Script
+from transport.storage.redis_connection import RedisConnection, Script, Words
 from transport.storage.urls import RedisURL
 
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and the end of a lease causes no wake-up

@@ -16,6 +16,7 @@ It handles for its users:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -29,9 +30,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from transport.errors import ClosedError, ConfigurationError, TransportError
+from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
 from transport.runtime import hurry, threads
-from transport.storage.redis_script import REMEMBER_MS, Script, require_redis
+from transport.runtime.installing import install
 from transport.storage.urls import RedisURL
 
 if TYPE_CHECKING:
@@ -51,6 +52,52 @@ _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
+REMEMBER_MS = 60_000  # answers to writes
+
+# Before each script. KEYS[1] is the hash of this client's answers. ARGV[1] is the time in ms (empty: the server's own),
+# a stroke, the field of the answer, and a plus where the call may have run before. Fields are numbers that grow. The
+# hash keeps the one it began with: what was asked after that, and has no answer there, has not run.
+_PRELUDE = f"""
+local function now_ms()
+    local given = string.match(ARGV[1], '^(.-)/')
+    if given ~= '' then return tonumber(given) end
+    local time = redis.call('TIME')
+    return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local answer_field, again = string.match(ARGV[1], '/(%d+)(%+?)$')
+local function remembered()
+    local answer = redis.call('HGET', KEYS[1], answer_field)
+    return answer and cmsgpack.unpack(answer)
+end
+local function forgotten()
+    if again ~= '+' then return false end
+    local first = redis.call('HGET', KEYS[1], 'first')
+    return not first or tonumber(first) > tonumber(answer_field)
+end
+local function remember(answer)
+    redis.call('HSETNX', KEYS[1], 'first', answer_field)
+    redis.call('HSET', KEYS[1], answer_field, cmsgpack.pack(answer))
+    redis.call('PEXPIRE', KEYS[1], {REMEMBER_MS})
+    return answer
+end
+"""
+
+
+def require_redis() -> Any:
+    """The redis package. MissingDependencyError where it is not installed."""
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingDependencyError(f"a redis:// URL needs the redis package ({error}): {install('redis')}") from error
+    return redis
+
+
+class Script:
+    """A Lua script that runs as one step of the server."""
+
+    def __init__(self, body: str) -> None:
+        self.text = _PRELUDE + body
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
 class Words(NamedTuple):
@@ -320,20 +367,17 @@ class RedisConnection:
             room.condition.notify_all()
         if listener is not None:
             with contextlib.suppress(self._redis.exceptions.RedisError, OSError):
-                room.client.publish(self._bell_channel(), "")  # else it looks within _BELL_LOOK_S
+                room.client.publish(self.channel, "")  # else it looks within _BELL_LOOK_S
             listener.join(_JOIN_S)
         room.client.close()
         self._rooms.pop(os.getpid(), None)  # behind it, so that after an interrupt the next call finishes
         room.client.close()  # what a call has connected meanwhile; later ones see that the room is gone
 
     # --- wake-ups ------------------------------------------------------------------------------
-    def _bell_channel(self) -> str:
-        return self.key("bell")
-
     @property
     def channel(self) -> str:
         """The channel on which scripts publish to wake all waiters."""
-        return self._bell_channel()
+        return self.key("bell")
 
     def seen(self) -> int:
         """Number of wake-ups until now; read it before reading the data, and pass it to ``wait``."""
@@ -359,7 +403,7 @@ class RedisConnection:
         while not room.ended:
             bell = room.client.pubsub()  # type: ignore[no-untyped-call]  # the package leaves it so
             try:
-                bell.subscribe(self._bell_channel())
+                bell.subscribe(self.channel)
                 while not room.ended:
                     if bell.get_message(timeout=_BELL_LOOK_S) is not None:
                         pause_s = _BACKOFF_FIRST_S

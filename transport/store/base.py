@@ -15,12 +15,13 @@ bytes, at most ``MOST_VALUE_BYTES``.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from transport.errors import UsageError
 from transport.runtime.decoders import hiding
+from transport.storage.notify import Waking, wait_for
 
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20
@@ -180,3 +181,19 @@ def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
             check_value(change.value)
         check_lease(change.lease_s)
     return changes
+
+
+def watched(
+    waking: Waking, look: Callable[[], tuple[Entry | None, float | None]], version: int, timeout_s: float
+) -> Entry | None:
+    """`Store.watch` by looks at the record, each with the seconds until its lease ends, which causes no wake-up."""
+    entry: Entry | None = None
+    ends_s: float | None = None
+
+    def changed() -> bool | None:
+        nonlocal entry, ends_s
+        entry, ends_s = look()
+        return (ABSENT if entry is None else entry.version) != version or None
+
+    wait_for(waking, changed, timeout_s, lambda: RECHECK_S if ends_s is None else min(RECHECK_S, ends_s))
+    return entry

@@ -16,13 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection, Words
-from transport.storage.redis_script import Script
+from transport.storage.redis_connection import RedisConnection, Script, Words
 from transport.storage.urls import RedisURL
 from transport.store.base import (
-    ABSENT,
-    RECHECK_S,
     Change,
     Entry,
     Store,
@@ -31,6 +27,7 @@ from transport.store.base import (
     check_keys,
     check_lease,
     check_prefix,
+    watched,
 )
 from transport.wire.addresses import address_towards
 
@@ -250,19 +247,7 @@ class RedisStore(Store):
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         """Wait until the record has another version than ``version``; returns the record then, or after the timeout."""
         check_key(key)
-        entry: Entry | None = None
-        ends_s: float | None = None
-
-        def look() -> bool | None:
-            nonlocal entry, ends_s
-            entry, ends_s = self._look(key)
-            return (entry.version if entry else ABSENT) != version or None
-
-        def recheck_s() -> float:  # the end of a lease causes no wake-up
-            return RECHECK_S if ends_s is None else min(RECHECK_S, ends_s)
-
-        wait_for(self._connection, look, timeout_s, recheck_s)
-        return entry
+        return watched(self._connection, lambda: self._look(key), version, timeout_s)
 
 
 def _entries(flat: object) -> list[Entry | None]:
