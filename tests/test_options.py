@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import dead_port, noise, serving, settings_with
-from memory_store import MemoryStore
 from packers import Packer
 
 import transport
@@ -31,6 +30,7 @@ from transport.queue.group import GroupQueue
 from transport.runtime.logs import set_up_logging
 from transport.storage.urls import SQLiteURL
 from transport.store import open_store
+from transport.store.memory import MemoryStore
 from transport.testing import MemoryQueue
 
 Configuration = config.Configuration

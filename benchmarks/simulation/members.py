@@ -249,7 +249,7 @@ class Members:
             raise Violation(f"epoch {record.epoch} ends with the checkpoint of {record.checkpoint.client}")
 
     def _check_records(self) -> None:
-        records = len(self.store._memory.records)
+        records = len(self.store._records)
         self.most_records = max(self.most_records, records)
         epochs = len(self._ended) + 1
         if records > 8 * (len(self.members) + self.plan.members) + 3 * epochs * (self.plan.members + 2) + 64:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from memory_store import MemoryStore
 
 from transport.demo.plan import Plan
 from transport.demo.policy import Policy
@@ -17,6 +16,7 @@ from transport.demo.ray_record import (
     trained_by_all,
 )
 from transport.errors import RunError, StoreError
+from transport.store.memory import MemoryStore
 
 
 def test_a_newer_life_goes_on_from_the_record_and_refuses_the_older_one() -> None:

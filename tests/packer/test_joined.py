@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from memory_store import MemoryStore
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
@@ -25,6 +24,7 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.rollout import queued
 from transport.queue import RedisQueue, RingQueue, TicketQueue, open_queue
 from transport.queue.group import GroupQueue
+from transport.store.memory import MemoryStore
 
 pytestmark = pytest.mark.ucx
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_store import MemoryStore
 from packers import SCHEMA, Packer, Worker, fetch, write
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
@@ -17,6 +16,7 @@ from ticket_queues import ticket_queue
 from transport.errors import StoreUnavailableError
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.store.directory import Directory
+from transport.store.memory import MemoryStore
 
 pytestmark = pytest.mark.ucx
 

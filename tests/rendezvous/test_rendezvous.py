@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import Child, asynchronous, eventually, until
-from memory_store import MemoryStore
 from redis_server import needs_redis, redis_server
 
 from transport.errors import ClosedError, RunLostError, StoreUnavailableError, StoreUnsuitableError
 from transport.rendezvous import Archive, Closing, Place, Reason, Rendezvous, Rules
 from transport.rendezvous.records import Phase, Round
+from transport.store.memory import MemoryStore
 from transport.store.open import open_store
 
 RUN = "run"
@@ -360,8 +360,8 @@ def test_leases_go_on_while_the_loop_is_blocked() -> None:
             async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
                 place = await member.join()
                 seat = f"rendezvous/{RUN}/1/seat/0"
-                lease = store._memory.records[seat].ends_at
-                eventually(lambda: store._memory.records[seat].ends_at > lease + QUICK["lease_s"])
+                lease = store._records[seat].ends_at
+                eventually(lambda: store._records[seat].ends_at > lease + QUICK["lease_s"])
                 assert place.round == 1
                 assert member.place == place
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from memory_store import MemoryStore
 from simulated_run import RULES, RUN, SimulatedMember, SimulatedRun
 
 from transport.errors import (
@@ -21,6 +20,7 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import Change, Entry
+from transport.store.memory import MemoryStore
 
 
 @pytest.fixture

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from memory_store import MemoryStore
-from store_conformance import StoreConformance
+from store_conformance import Harness, StoreConformance
+
+from transport.store.memory import MemoryStore
 
 
-class MemoryHarness:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.first = MemoryStore(clock=lambda: self.now)
-        self.stores = [self.first]
-
-    def open(self, *, real_time: bool = False) -> MemoryStore:
-        store = MemoryStore(clock=time.monotonic) if real_time else MemoryStore(beside=self.first)
-        self.stores.append(store)
-        return store
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
+class MemoryHarness(Harness):
+    def make(self, clock: Callable[[], float] | None, **options: Any) -> MemoryStore:
+        if clock is None:
+            return MemoryStore(clock=time.monotonic)
+        if not hasattr(self, "first"):
+            self.first = MemoryStore(clock=clock)
+        return copy.copy(self.first)  # with the same records, and closed by itself
 
 
 @pytest.fixture

@@ -10,36 +10,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from queue_waits import in_thread
-from store_conformance import StoreConformance
+from store_conformance import Harness, StoreConformance
 from store_model import StoreMachine
 
 from transport.errors import StoreFullError, StoreUnavailableError, StoreUnsuitableError
 from transport.store import Change, Entry, SQLiteStore, open_store, sqlite
 
 
-class SQLiteHarness:
+class SQLiteHarness(Harness):
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.path = directory / "store.db"
-        self.now = 1000.0
-        self.stores: list[SQLiteStore] = []
 
-    def open(self, *, real_time: bool = False, **options: object) -> SQLiteStore:
-        store = SQLiteStore(self.path, clock=time.monotonic if real_time else lambda: self.now, **options)
-        self.stores.append(store)
-        return store
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
+    def make(self, clock: Callable[[], float] | None, **options: Any) -> SQLiteStore:
+        return SQLiteStore(self.path, clock=clock or time.monotonic, **options)
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from redis_server import RedisServer, redis_server
+from store_conformance import Harness
 
 from transport.storage.urls import RedisURL, parse_url
 from transport.store import RedisStore
@@ -31,20 +33,10 @@ def place(server: RedisServer, run: str = "test") -> RedisURL:
     return found
 
 
-class RedisHarness:
+class RedisHarness(Harness):
     def __init__(self, server: RedisServer) -> None:
+        super().__init__()
         self.server = server
-        self.now = 1000.0
-        self.stores: list[RedisStore] = []
 
-    def open(self, *, real_time: bool = False) -> RedisStore:
-        store = RedisStore(place(self.server), clock=None if real_time else lambda: self.now)
-        self.stores.append(store)
-        return store
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
+    def make(self, clock: Callable[[], float] | None, **options: Any) -> RedisStore:
+        return RedisStore(place(self.server), clock=clock, **options)

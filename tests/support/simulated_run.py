@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from memory_store import MemoryStore
 from store_proxy import FailingStore, Killed
 
 from transport.rendezvous.archive import Archive
@@ -20,6 +19,7 @@ from transport.rendezvous.records import Closing, Phase, Place, Reason, Roster, 
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
 from transport.store.base import Change, Store
+from transport.store.memory import MemoryStore
 
 RUN = "run"
 RULES = Rules(least=2, most=3, lease_s=10.0, last_call_s=5.0, join_timeout_s=60.0, store_patience_s=30.0)

@@ -5,9 +5,10 @@ The harness opens stores on one place (``open``) and moves their clock (``advanc
 
 from __future__ import annotations
 
+import abc
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from queue_waits import in_thread
@@ -20,12 +21,27 @@ from transport.store.decision import Next, advance, decide, decide_all, decided,
 LEASE_S = 60.0
 
 
-class Harness(Protocol):
-    """One place, its clock, and the stores opened on it."""
+class Harness(abc.ABC):
+    """Stores on one place, by a clock that a test moves on."""
 
-    def open(self, *, real_time: bool = False) -> Store: ...
-    def advance(self, seconds: float) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.stores: list[Store] = []
+
+    def open(self, *, real_time: bool = False, **options: Any) -> Any:
+        """One store more; ``real_time``: its clock is that of the place."""
+        self.stores.append(self.make(None if real_time else lambda: self.now, **options))
+        return self.stores[-1]
+
+    @abc.abstractmethod
+    def make(self, clock: Callable[[], float] | None, **options: Any) -> Store: ...
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
 
 
 def version_of(store: Store, key: str) -> int:

@@ -30,7 +30,6 @@ from transport.cooldown.epochs.records import (
     outcomes_folder,
     upload_folder,
 )
-from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.upload import FILES_AT_ONCE, Moving
 from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
@@ -58,7 +57,6 @@ def restore(
     into: Path,
     *,
     upload: str | None = None,
-    stop: Stop | None = None,
     progress: Progress = silent,
 ) -> Restored:
     """Copy an epoch's checkpoint into the new folder ``into``, some files at a time.
@@ -84,7 +82,7 @@ def restore(
             raise RefusedUpload(
                 Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
             )
-        moving = Moving(len(manifest.files), stop, progress)
+        moving = Moving(len(manifest.files), None, progress)
         for file in manifest.files:
             (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
         calls = [partial(_fetch, destination, manifest, beside, moving, file) for file in manifest.files]

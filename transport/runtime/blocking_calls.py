@@ -145,10 +145,10 @@ async def failure(future: asyncio.Future[T], most_s: float) -> str | None:
     return None if error is None else str(error) or type(error).__name__
 
 
-async def retry_store(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
-    """Call the store, and retry while it is unavailable or full. Raises its last error after ``most_s`` seconds."""
+async def retry_store(call: Callable[[], T]) -> T:
+    """Call the store, and retry while it is unavailable or full. Raises its last error after `STORE_PATIENCE_S`."""
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + most_s
+    give_up_at = loop.time() + STORE_PATIENCE_S
     while True:
         try:
             return await in_thread(call)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -59,15 +58,14 @@ def handler(form: LogFormat, who: str = "") -> logging.Handler:
 class LogLimit:
     """Limits the rate of a repeated warning: the first is written, then one per interval. Any thread."""
 
-    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every_s: float = 60.0) -> None:
         self._every_s = every_s
-        self._clock = clock
         self._next = -math.inf
         self._suppressed = 0
 
     def due(self) -> int | None:
         """Number of warnings suppressed since the last written one; None: suppress this one as well."""
-        now = self._clock()
+        now = time.monotonic()
         if now < self._next:
             self._suppressed += 1
             return None

@@ -49,24 +49,16 @@ EVERY_S = 30.0
 
 
 class Lines:
-    """Progress as lines on standard error, after ``first_s`` and then each ``every_s``, with the time that is left.
+    """Progress as lines on standard error, after `FIRST_S` and then each `EVERY_S`, with the time that is left.
 
     `beat` prints the line that is due while a case still runs: call it now and then, from any thread.
     """
 
-    def __init__(
-        self,
-        what: str,
-        every_s: float = EVERY_S,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        first_s: float = FIRST_S,
-    ) -> None:
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
-        self._every_s = every_s
         self._clock = clock
         self._begun = clock()
-        self._next = self._begun + min(first_s, every_s)
+        self._next = self._begun + FIRST_S
         self._last = 0, 0, 0.0  # done, of how many, and when
         self._lock = threading.Lock()
 
@@ -85,7 +77,7 @@ class Lines:
         done, total, when_s = self._last
         if now < self._next or 0 < total <= done:
             return
-        self._next = now + self._every_s
+        self._next = now + EVERY_S
         print(f"{self._what}: {self._state(done, total, when_s, now - self._begun)}", file=sys.stderr, flush=True)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -9,7 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from transport.errors import ClosedError, UsageError
-from transport.store.base import ABSENT, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
+from transport.store.base import (
+    ABSENT,
+    Change,
+    Entry,
+    Store,
+    check_changes,
+    check_key,
+    check_keys,
+    check_lease,
+    check_prefix,
+)
 
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
 
@@ -19,76 +30,51 @@ class _Record(NamedTuple):
     ends_at: float | None
 
 
-class _Memory:
-    """What all stores on one memory share."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.records: dict[str, _Record] = {}
-        self.version = 0  # Invariant: the last that was given; it only grows
-        # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-
-    def living(self, key: str) -> _Record | None:
-        record = self.records.get(key)
-        if record is not None and record.ends_at is not None and record.ends_at <= self.clock():
-            del self.records[key]
-            return None
-        return record
-
-    def write(self, key: str, value: bytes | None, ends_at: float | None) -> int:
-        if value is None:
-            self.records.pop(key, None)
-            return ABSENT
-        self.version += 1
-        self.records[key] = _Record(Entry(bytes(value), self.version), ends_at)
-        return self.version
-
-
 class MemoryStore(Store):
     """Records of this process; they end with it.
 
     Args:
         clock: measures leases, in seconds.
-        beside: another store, to look at the same records.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, beside: MemoryStore | None = None) -> None:
-        self._memory: _Memory = _Memory(clock) if beside is None else beside._memory
-        self._lock, self._changed = self._memory.lock, self._memory.changed
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._records: dict[str, _Record] = {}
+        self._versions = itertools.count(1)
+        # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<MemoryStore {len(self._memory.records)} records{' closed' if self._closed else ''}>"
+        return f"<MemoryStore {len(self._records)} records{' closed' if self._closed else ''}>"
 
     def get(self, key: str) -> Entry | None:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        for key in keys:
-            check_key(key)
+        wanted = check_keys(keys)
         with self._lock:
             self._check_open()
-            return [None if (record := self._memory.living(key)) is None else record.entry for key in keys]
+            return [None if (record := self._living(key)) is None else record.entry for key in wanted]
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
         check_prefix(prefix)
         with self._lock:
             self._check_open()
-            found = sorted(key for key in self._memory.records if key.startswith(prefix))
-            return {key: record.entry for key in found if (record := self._memory.living(key)) is not None}
+            found = sorted(key for key in self._records if key.startswith(prefix))
+            return {key: record.entry for key in found if (record := self._living(key)) is not None}
 
     def put_many(self, changes: Sequence[Change]) -> list[int] | None:
         check_changes(changes)
         with self._lock:
             self._check_open()
             for change in changes:
-                record = self._memory.living(change.key)
+                record = self._living(change.key)
                 version = ABSENT if record is None else record.entry.version
                 if change.expected is not None and change.expected != version:
                     return None
-            versions = [self._memory.write(each.key, each.value, self._end_of(each.lease_s)) for each in changes]
+            versions = [self._write(each.key, each.value, self._end_of(each.lease_s)) for each in changes]
             self._changed.notify_all()
             return versions
 
@@ -96,12 +82,12 @@ class MemoryStore(Store):
         check_key(key)
         with self._lock:
             self._check_open()
-            record = self._memory.living(key)
+            record = self._living(key)
             before = b"0" if record is None else record.entry.value
             value = int(before) + amount if _DECIMAL.fullmatch(before) else 1 << 63
             if not -(1 << 63) <= value < 1 << 63:
                 raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
-            self._memory.write(key, b"%d" % value, None if record is None else record.ends_at)
+            self._write(key, b"%d" % value, None if record is None else record.ends_at)
             self._changed.notify_all()
             return value
 
@@ -113,9 +99,9 @@ class MemoryStore(Store):
             self._check_open()
             kept = set()
             for key, version in leases.items():
-                record = self._memory.living(key)
+                record = self._living(key)
                 if record is not None and record.entry.version == version and record.ends_at is not None:
-                    self._memory.records[key] = record._replace(ends_at=self._end_of(lease_s))
+                    self._records[key] = record._replace(ends_at=self._end_of(lease_s))
                     kept.add(key)
             return kept
 
@@ -125,12 +111,12 @@ class MemoryStore(Store):
         with self._lock:
             while True:
                 self._check_open()
-                record = self._memory.living(key)
+                record = self._living(key)
                 left_s = give_up_at - time.monotonic()
                 if left_s <= 0 or version != (ABSENT if record is None else record.entry.version):
                     return None if record is None else record.entry
                 if record is not None and record.ends_at is not None:
-                    left_s = min(left_s, max(record.ends_at - self._memory.clock(), 0.001))
+                    left_s = min(left_s, max(record.ends_at - self._clock(), 0.001))
                 self._changed.wait(left_s)
 
     def close(self) -> None:
@@ -143,4 +129,19 @@ class MemoryStore(Store):
             raise ClosedError("the store is closed")
 
     def _end_of(self, lease_s: float | None) -> float | None:
-        return None if lease_s is None else self._memory.clock() + lease_s
+        return None if lease_s is None else self._clock() + lease_s
+
+    def _living(self, key: str) -> _Record | None:
+        record = self._records.get(key)
+        if record is not None and record.ends_at is not None and record.ends_at <= self._clock():
+            del self._records[key]
+            return None
+        return record
+
+    def _write(self, key: str, value: bytes | None, ends_at: float | None) -> int:
+        if value is None:
+            self._records.pop(key, None)
+            return ABSENT
+        entry = Entry(bytes(value), next(self._versions))
+        self._records[key] = _Record(entry, ends_at)
+        return entry.version

@@ -470,13 +470,12 @@ def boot_id() -> str:
         return ""
 
 
-def file_system_type(path: Path, mount_table: str | None = None) -> str:
+def file_system_type(path: Path) -> str:
     """Type of the file system that holds ``path``, as in the mount table; "" if that cannot be read."""
-    if mount_table is None:
-        try:
-            mount_table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-        except OSError:
-            return ""
+    try:
+        mount_table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
     best, found = -1, ""
     for line in mount_table.splitlines():
         before, _, after = line.partition(" - ")
