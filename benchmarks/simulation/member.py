@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from store_proxy import FailingStore, Killed
 
-from transport.cooldown.coordination import StoredCoordinator
+from transport.cooldown.epochs.coordinator import StoredCoordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
 from transport.cooldown.epochs.records import Phase as EpochPhase

@@ -19,8 +19,7 @@ from transport.cooldown.destinations.base import PIECE, Destination, check_permi
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.upload import upload
+from transport.cooldown.upload import Stop, upload
 from transport.errors import (
     DestinationDeniedError,
     DestinationError,

@@ -13,15 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.coordinator import MOST_GAP_S
+from transport.cooldown.epochs.coordinator import MOST_GAP_S, StoredCoordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.manifest import FILES
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Outcome, Phase, Report, ReportKind, upload_folder
-from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.restoring import restore
-from transport.cooldown.upload import Uploaded, remove, upload
+from transport.cooldown.upload import Stop, Uploaded, remove, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError, UploadCancelledError
 from transport.store.sqlite import SQLiteStore

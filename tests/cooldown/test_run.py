@@ -23,14 +23,13 @@ from transport.cooldown import (
     Phase,
     ShardedClient,
     coordination,
-    following,
     recorded_outcomes,
     restore,
 )
 from transport.cooldown import client as client_module
-from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.epochs.coordinator import StoredCoordinator
 from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
 from transport.cooldown.epochs.shares import Saved
 from transport.cooldown.verify import RefusedUpload
@@ -566,7 +565,7 @@ async def test_a_save_that_outlasts_its_cooldown_writes_into_no_later_one(coolin
     taking = asyncio.create_task(client.cooldown(7))
     await until(begun.is_set)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(following, "STOP_WAIT_S", 0.01)
+        patch.setattr(client_module, "STOP_WAIT_S", 0.01)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
     assert (await client.cooldown(7)).part is Part.WON
@@ -592,7 +591,7 @@ async def test_a_destination_that_hangs_does_not_keep_who_was_not_first(
         return verify(self, *arguments)
 
     monkeypatch.setattr(CooldownHost, "_verify", verify_when_both_have_reported)
-    monkeypatch.setattr(following, "STOP_WAIT_S", 0.01)
+    monkeypatch.setattr(client_module, "STOP_WAIT_S", 0.01)
     monkeypatch.setattr(Folder, "delete", hang)
     host = cooling.host(cooldown_s=600)
     await host.open(7)

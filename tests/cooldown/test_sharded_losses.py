@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from cooldown_runs import passing
 from helpers import PATIENCE_S, asynchronous, until
 from sharded_runs import HOSTS, MODEL, ShardedRun, write
 
-from transport.cooldown import Outcome, Part, Phase, coordination, sharded
+from transport.cooldown import Outcome, Part, Phase, coordination, open_destination, sharded
+from transport.cooldown.epochs.records import Refusal, Report, ReportKind
 from transport.cooldown.epochs.shares import Saved, turns
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import StoreUnavailableError, UsageError
@@ -87,7 +89,7 @@ async def test_a_complete_set_that_was_not_verified_in_time_stays(
     def verified(*_: Any) -> Any:
         begun.set()
         go_on.wait(PATIENCE_S)
-        raise RefusedUpload(coordination.Refusal.UNREADABLE, "over")
+        raise RefusedUpload(Refusal.UNREADABLE, "over")
 
     monkeypatch.setattr(coordination, "verified", verified)
     host = job.host()
@@ -102,11 +104,11 @@ async def test_a_complete_set_that_was_not_verified_in_time_stays(
     assert job.uploads() == set(record.elected)
     monkeypatch.undo()
     (manifest,) = job.root.rglob("manifest.json")
-    report = coordination.Report(
-        run="run", epoch=7, client="sharded", kind=coordination.ReportKind.UPLOADED, attempt=manifest.parent.name,
-        manifest_sha256=coordination.hashlib.sha256(manifest.read_bytes()).hexdigest(),
+    report = Report(
+        run="run", epoch=7, client="sharded", kind=ReportKind.UPLOADED, attempt=manifest.parent.name,
+        manifest_sha256=hashlib.sha256(manifest.read_bytes()).hexdigest(),
     )  # fmt: skip
-    assert coordination.verified(coordination.open_destination(str(job.root)), record, report).files == len(MODEL)
+    assert coordination.verified(open_destination(str(job.root)), record, report).files == len(MODEL)
 
 
 @asynchronous

@@ -26,9 +26,8 @@ from transport.cooldown.epochs.records import (
     ReportKind,
     upload_folder,
 )
-from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.restoring import restore
-from transport.cooldown.upload import Uploaded, plain_files, remove, upload
+from transport.cooldown.upload import Stop, Uploaded, plain_files, remove, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import (
     CheckpointDamagedError,

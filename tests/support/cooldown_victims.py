@@ -18,6 +18,7 @@ from helpers import until
 from sharded_runs import HOSTS, model, write
 
 from transport.cooldown import CooldownHost, ShardedClient, coordination
+from transport.cooldown.epochs.coordinator import Coordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.store.sqlite import SQLiteStore
 
@@ -33,7 +34,7 @@ COORDINATOR_PHASES = {
     "members save": (None, "save"),
     "before the manifest": (CooldownHost, "_verify"),
     "manifest written": (coordination, "verified"),
-    "verified, not recorded": (coordination.StoredCoordinator, "handle"),
+    "verified, not recorded": (Coordinator, "verified"),
     "recorded, not copied": (coordination, "put_outcome"),
 }
 
@@ -94,9 +95,7 @@ def together(path: Path, name: str) -> None:
 
 async def coordinator(path: Path, phase: str, store: SQLiteStore) -> None:
     owner, call = COORDINATOR_PHASES[phase]
-    if phase == "verified, not recorded":
-        stopping(owner, call, phase, lambda _, event: type(event).__name__ == "Verified")
-    elif owner is not None:
+    if owner is not None:
         stopping(owner, call, phase)
     host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=49)
     leading = asyncio.create_task(host.cooldown(7, 30, HOSTS))

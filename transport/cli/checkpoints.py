@@ -101,9 +101,9 @@ def upload(
     """
     import asyncio
 
+    from transport.cooldown.client import check_destination
     from transport.cooldown.destinations.base import normalise
     from transport.cooldown.epochs.records import check_name
-    from transport.cooldown.following import check_destination
     from transport.cooldown.upload import plain_files
 
     if not folder.is_dir():

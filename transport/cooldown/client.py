@@ -1,30 +1,294 @@
-"""A client's part in a cooldown: if elected, save, upload and report; cancel when another client is first."""
+"""A client's part in a cooldown: it follows the epoch's record, and, if elected, saves, uploads and reports.
+
+`EpochClient` is what every client does; `CooldownClient` is one that can save the whole model alone, and cancels its
+upload when another client is first. `sharded.py` has those that save together.
+"""
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import enum
 import logging
+import re
 import secrets
 import shutil
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple, TypedDict, TypeVar
 
+from transport.cooldown.destinations.base import check_permissions
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.records import EpochRecord, Note, Refusal, ReportKind, upload_folder
-from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.following import (
-    AGAIN_FIRST_S,
-    AGAIN_MOST_S,
-    EpochClient,
-    Part,
-    local_copy,
-    made_durable,
-    save_into,
+from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.records import (
+    EpochRecord,
+    Note,
+    Outcome,
+    Phase,
+    Refusal,
+    Report,
+    ReportKind,
+    check_name,
+    upload_folder,
 )
-from transport.cooldown.upload import upload
-from transport.errors import UsageError
+from transport.cooldown.upload import Stop, remove, upload
+from transport.errors import ConfigurationError, CoordinatorLostError, InternalError, RunError, UsageError
+from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
+from transport.runtime.durable import flush
+from transport.runtime.progress import Progress, silent
+from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
+
+POLL_S: Final = 1.0
+STOP_WAIT_S: Final = 30.0  # for the uploading thread to end after a cancellation
+REPORT_S: Final = 5.0
+AGAIN_FIRST_S: Final = 1.0  # between two uploads, doubled after each
+AGAIN_MOST_S: Final = 30.0
+_LOCAL: Final = re.compile(r"(epoch-\d{12})(\.[0-9a-f]{16})?")  # the latter: a save that is not complete
+
+Save = Callable[[Path, int], None]
+"""Writes the model of a step as plain files into an empty folder. Blocks; runs in a thread of its own."""
+
+
+T = TypeVar("T")
+
+
+class Part(enum.Enum):
+    """What a client did in a cooldown."""
+
+    NOT_ELECTED = "not_elected"
+    WON = "won"  # its upload is the epoch's checkpoint
+    CANCELLED = "cancelled"  # another client was first, or the time limit was reached
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+class Taken(NamedTuple):
+    """The result of a cooldown for one client."""
+
+    part: Part
+    record: EpochRecord
+
+
+class ClientOptions(TypedDict, total=False):
+    """Options of every client, see `EpochClient`."""
+
+    keep_steps: int
+    skip_upload: bool
+    patience_s: float
+    progress: Progress
+
+
+class EpochClient(abc.ABC):
+    """What every client does: follow the epoch's record, upload, report, tidy up. One loop; one cooldown at a time.
+
+    Args:
+        name: unique among the clients of the run; letters, digits, dot, dash, underscore.
+        keep_steps: number of epochs whose local copies are kept after a cooldown.
+        skip_upload: for tests: report "skipped" instead of uploading. It completes nothing.
+        patience_s: timeout for the coordinator, in seconds, also in training; it writes at least every 10 s of a
+            cooldown.
+        progress: called with files and bytes, in the uploading thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        name: str,
+        *,
+        save: Save,
+        scratch: Path,
+        keep_steps: int = 2,
+        skip_upload: bool = False,
+        patience_s: float = 300.0,
+        progress: Progress = silent,
+    ) -> None:
+        if keep_steps < 0:
+            raise ConfigurationError(f"keep_steps={keep_steps}: give the number of local copies to keep, 0 or more")
+        self.name = check_name(name, "client")
+        self._ledger = Ledger(store, run)
+        self._save = save
+        self._scratch = scratch
+        self._keep_steps = keep_steps
+        self._skip_upload = skip_upload
+        self._patience_s = patience_s
+        self._progress = progress
+        self._part = Part.NOT_ELECTED
+        self._uploads: set[str] = set()  # complete ones of this epoch, by attempt
+        self._refused: set[str] = set()  # of these, by the coordinator for good
+        self._record: EpochRecord | None = None
+        self._changed: asyncio.Future[None] | None = None  # done, and replaced, when the record changes
+
+    async def join(self, destination: str) -> None:
+        """Prove that this process can upload. Call it before its name is among the clients of an epoch.
+
+        Raises DestinationDeniedError naming the denied operation, DestinationError if the destination is unreachable.
+        """
+        await in_thread(check_destination, destination)
+
+    async def cooldown(self, epoch: int) -> Taken:
+        """Take part in an epoch's cooldown; returns when it has ended, and a collective save of this member has.
+
+        Cancelling this call cancels the upload, reports that to the coordinator, and leaves no manifest unless the
+        upload is already the checkpoint. What still waits for the destination is removed by its thread when that
+        answers. A save that runs then goes on in its thread.
+
+        Raises:
+            CoordinatorLostError: the coordinator has not changed the record for ``patience_s``. If no member had begun
+                a collective save by then, none does in this epoch any more.
+            StoreUnavailableError: the store is unavailable for a minute.
+            UsageError: the coordinator named clients for the other kind of save, or not this member. Nothing was saved.
+        """
+        self._part = Part.NOT_ELECTED
+        self._uploads.clear()
+        watcher = self._follow(epoch)
+        uploader: asyncio.Task[None] | None = None
+        try:
+            record = await self._begun(watcher, epoch)
+            if await self._has_files(record) and record.phase is Phase.COOLDOWN:
+                uploader = asyncio.create_task(self._skip(record) if self._skip_upload else self._carry(record))
+            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
+        finally:
+            await self._stopped([task for task in (watcher, uploader) if task is not None])
+        await self._tidy(record)
+        return Taken(self._part, record)
+
+    async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
+        """The record of the cooldown that has begun."""
+        return await self._until(watcher, lambda record: record.phase is not Phase.TRAINING)
+
+    @abc.abstractmethod
+    async def _has_files(self, record: EpochRecord) -> bool:
+        """Whether this client has anything to upload."""
+
+    @abc.abstractmethod
+    async def _carry(self, record: EpochRecord) -> None:
+        """Upload, until the cooldown ends and cancels this task."""
+
+    @abc.abstractmethod
+    async def _used(self, record: EpochRecord) -> set[str] | None:
+        """Of the complete uploads those that are in the checkpoint, or may be good; None: it cannot be learned now."""
+
+    async def _skip(self, record: EpochRecord) -> None:
+        self._part = Part.SKIPPED
+        await self._tell(record, ReportKind.SKIPPED)
+
+    async def _cancellable(self, record: EpochRecord, attempt: str, work: Callable[[Stop], T]) -> T:
+        """An upload's result, from a thread; cancelled, it stops, removes what was complete by then, and reports it."""
+        self._part = Part.CANCELLED
+        stop = Stop()
+        call = in_thread(work, stop)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            stop.set()
+            place = upload_folder(record.run, record.epoch, self.name, attempt)
+            if not await settled(call, STOP_WAIT_S):
+                call.cancel()  # the thread goes on
+                log.warning(
+                    "epoch %d: the cancelled upload to %s waits for the destination; its thread removes it then",
+                    record.epoch,
+                    place,
+                )
+            elif call.exception() is None:  # it completed before the stop, and was not reported
+                await removed(record.destination, place)
+            await self._tell_cancelled(record, attempt)
+            raise
+
+    async def _tell_cancelled(self, record: EpochRecord, attempt: str) -> None:
+        report = self._report(record, ReportKind.CANCELLED, attempt)
+        await settled(in_thread(self._ledger.report, report), REPORT_S)
+
+    async def _failed(self, record: EpochRecord, why: str, attempt: str = "") -> None:
+        self._part = Part.FAILED
+        await self._tell(record, ReportKind.FAILED, attempt, detail=masked(why))
+
+    async def _tidy(self, record: EpochRecord) -> None:
+        """Remove uploads that are not in the checkpoint nor may be good, and local copies beyond ``keep_steps``."""
+        used = await self._used(record) if self._uploads else set()
+        for attempt in self._uploads - used if used is not None else ():
+            await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
+        if used and record.outcome is Outcome.CHECKPOINTED:
+            self._part = Part.WON
+        await in_thread(prune, self._scratch, self._keep_steps)
+
+    # --- the record -----------------------------------------------------------------------------------
+    def _follow(self, epoch: int) -> asyncio.Task[None]:
+        """Begin to follow an epoch; cancel the task to end it."""
+        self._record = None
+        self._changed = asyncio.get_running_loop().create_future()
+        return asyncio.create_task(self._watch(epoch))
+
+    async def _watch(self, epoch: int) -> None:
+        """Follow the epoch's record to its end."""
+        loop = asyncio.get_running_loop()
+        version = ABSENT
+        heard_at = loop.time()
+        while self._record is None or self._record.phase is not Phase.ENDED:
+            record, seen = await retry_store(partial(self._ledger.watch, epoch, version, POLL_S))
+            if seen != version:
+                version, heard_at, self._record = seen, loop.time(), record
+                changed, self._changed = self._changed, loop.create_future()
+                if changed is not None:
+                    changed.set_result(None)
+            elif loop.time() - heard_at > self._patience_s:
+                raise CoordinatorLostError(
+                    f"epoch {epoch}: coordinator timeout, its record is unchanged for {self._patience_s:g} s; "
+                    "a new coordinator can resume the epoch"
+                )
+
+    async def _until(
+        self,
+        watcher: asyncio.Task[None],
+        holds: Callable[[EpochRecord], bool],
+        uploader: asyncio.Task[None] | None = None,
+    ) -> EpochRecord:
+        """The record as soon as this holds; an error of a task that ends before is raised."""
+        tasks = {task for task in (watcher, uploader) if task is not None}
+        while self._record is None or not holds(self._record):
+            await asyncio.wait([*tasks, self._change()], return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in tasks if task.done()]:
+                task.result()
+                tasks.discard(task)
+        return self._record
+
+    def _change(self) -> asyncio.Future[None]:
+        """Done at the record's next change."""
+        if self._changed is None:
+            raise InternalError("no epoch is being watched")
+        return self._changed
+
+    async def _tell(
+        self, record: EpochRecord, kind: ReportKind, attempt: str = "", sha256: str = "", detail: str = ""
+    ) -> None:
+        await retry_store(partial(self._ledger.report, self._report(record, kind, attempt, sha256, detail)))
+
+    def _report(
+        self, record: EpochRecord, kind: ReportKind, attempt: str, sha256: str = "", detail: str = ""
+    ) -> Report:
+        return Report(
+            run=record.run,
+            epoch=record.epoch,
+            client=self.name,
+            kind=kind,
+            attempt=attempt,
+            manifest_sha256=sha256,
+            detail=detail[:500],
+        )
+
+    async def _stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Cancel the tasks; log their errors, so that they do not hide the first one."""
+        for task in tasks:
+            task.cancel()
+        await settled(asyncio.gather(*tasks, return_exceptions=True), 2 * STOP_WAIT_S + 2 * REPORT_S)
+        for task in tasks[1:]:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                self._part = Part.FAILED
+                log.warning("upload failed: %s: %s", type(error).__name__, masked(str(error)))
 
 
 class CooldownClient(EpochClient):
@@ -106,3 +370,55 @@ class CooldownClient(EpochClient):
             place = upload_folder(record.run, record.epoch, self.name, attempt)
             log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
         return self._uploads - refused
+
+
+def check_destination(url: str) -> None:
+    """As `check_permissions`, for a URL."""
+    with open_destination(url) as destination:
+        check_permissions(destination)
+
+
+def remove_upload(url: str, place: str) -> None:
+    """As `remove`, for a URL."""
+    with open_destination(url) as destination:
+        remove(destination, place)
+
+
+async def removed(url: str, place: str) -> None:
+    """Remove an upload that is not the checkpoint; a destination that fails or hangs is only logged."""
+    if why := await failure(in_thread(remove_upload, url, place), STOP_WAIT_S):
+        log.warning("%s, which is not the checkpoint, was not removed: %s", place, masked(why))
+
+
+def local_copy(scratch: Path, epoch: int) -> Path:
+    """The folder of an epoch's local copy."""
+    return scratch / f"epoch-{epoch:012d}"
+
+
+def save_into(save: Save, folder: Path, step: int) -> None:
+    """Save into the new folder. Raises RunError if ``save`` fails."""
+    folder.mkdir(parents=True)
+    try:
+        save(folder, step)
+    except Exception as error:
+        raise RunError(f"save() of step {step} failed: {type(error).__name__}: {error}") from error
+
+
+def made_durable(folder: Path, *, below: bool = True) -> None:
+    """Flush a folder to disk, with all that is ``below``, so that a power loss leaves it as it is."""
+    for path in [*(folder.rglob("*") if below else ()), folder]:
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            continue
+        flush(path)
+
+
+def prune(scratch: Path, keep: int) -> list[str]:
+    """Remove the oldest local copies, and what saves that were not completed have left; returns their names."""
+    if not scratch.is_dir():
+        return []
+    found = [match for path in scratch.iterdir() if (match := _LOCAL.fullmatch(path.name))]
+    copies = sorted(match[0] for match in found if not match[2])
+    surplus = copies[: max(0, len(copies) - keep)] + [match[0] for match in found if match[2]]
+    for name in surplus:
+        shutil.rmtree(scratch / name, ignore_errors=True)
+    return surplus

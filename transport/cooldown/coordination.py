@@ -1,49 +1,36 @@
-"""The coordinator's I/O: it reads reports from the store, writes records to it, and verifies uploads.
+"""The process that coordinates: it opens epochs, runs the coordinator of each until its end, and verifies uploads.
 
-`StoredCoordinator` is the blocking part: one step at a time, no clock. `CooldownHost` runs it on a loop until the epoch
-has ended. A coordinator that restarts finds the epoch in the store and resumes it.
+One that restarts finds the epoch in the store and resumes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import msgspec
-
 from transport.cooldown.destinations.base import Destination, normalise
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.coordinator import Coordinator
+from transport.cooldown.epochs.coordinator import StoredCoordinator
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
     SET,
     Checkpoint,
     EpochRecord,
-    Phase,
     Refusal,
     Report,
-    ReportKind,
     check_name,
     upload_folder,
 )
-from transport.cooldown.epochs.shares import NameConflict, complete, composed, set_name
-from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.restoring import epochs_at, publish, put_outcome
+from transport.cooldown.upload import Stop
 from transport.cooldown.verify import Proof, RefusedUpload, verified
-from transport.errors import (
-    ConfigurationError,
-    DestinationError,
-    RunError,
-    StoreError,
-    UsageError,
-)
+from transport.errors import ConfigurationError, DestinationError, StoreError, UsageError
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.store.base import ABSENT, Store
 
@@ -53,89 +40,6 @@ POLL_S: Final = 0.5  # between two looks at the clock
 AT_ONCE: Final = 4  # verifications
 OUTCOME_COPY_S: Final = 30.0
 PUBLISH_S: Final = 600.0
-
-
-class StoredCoordinator:
-    """One epoch's coordinator with its record in the store. Blocks; one call at a time.
-
-    What `machine` is told is in the store when the next call of `write` or `step` has returned. Both raise StoreError;
-    after a retryable one the same call can be repeated: nothing is lost or done twice.
-    """
-
-    def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
-        record, _ = ledger.look(epoch)
-        if record is None:
-            raise UsageError(f"run {ledger.run}: epoch {epoch} is not open; open() it first")
-        self.machine = Coordinator(record)
-        self._ledger = ledger
-        self._epoch = epoch
-        self._wall = wall
-        self._known = record  # as it stood in the store when it was last read or written
-        self._heard = (ABSENT, 0)  # the bell's version, and the shares refused, when the shares were read
-        self.sets: dict[str, bytes | NameConflict] = {}  # manifests of complete sets, by attempt
-
-    def ended(self) -> bool:
-        """Whether the store has the epoch's end."""
-        return self._known.phase is Phase.ENDED
-
-    def step(self, now: float) -> list[Report]:
-        """Handle new reports and the time; returns the reports to verify."""
-        for report in self._ledger.reports(self._epoch):
-            if not (self.machine.record.hosts and report.kind is ReportKind.UPLOADED):
-                self.machine.report(report)
-        self._look_for_a_set()
-        self.machine.tick(now)
-        return self.write()
-
-    def write(self) -> list[Report]:
-        """Write the record where it has changed; returns the reports to verify."""
-        if self.machine.record != self._known:
-            self._ledger.advance(self._epoch, self._next)
-            self._known = self.machine.record
-        due = self.machine.due[:]
-        self.machine.due.clear()
-        return due
-
-    def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
-        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
-        if standing is None:
-            raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
-        machine = self.machine
-        if standing not in (self._known, machine.record):
-            machine.superseded(standing)
-            self._known = standing
-        if standing == machine.record:
-            return None
-        if machine.record.phase is Phase.ENDED and not machine.record.ended_at:
-            machine.record = msgspec.structs.replace(machine.record, ended_at=self._wall())
-        return machine.record
-
-    def _look_for_a_set(self) -> None:
-        """Handle a set that has become complete as a report; its manifest is written when it is verified."""
-        record = self.machine.record
-        if not record.hosts or record.phase is not Phase.COOLDOWN:
-            return
-        heard = (self._ledger.wait_for_report(self._epoch, ABSENT, 0.0), len(record.refused))
-        if heard == self._heard:
-            return
-        shares = complete(record, self._ledger.shares(self._epoch))
-        if shares is not None:
-            name, data = set_name(shares), b""
-            try:
-                data = composed(record, shares, self._ledger.saved(self._epoch)).encode()
-                self.sets[name] = data
-            except NameConflict as error:
-                self.sets[name] = error
-            report = Report(
-                run=record.run,
-                epoch=record.epoch,
-                client=SET,
-                kind=ReportKind.UPLOADED,
-                attempt=name,
-                manifest_sha256=hashlib.sha256(data).hexdigest(),
-            )
-            self.machine.report(report)
-        self._heard = heard
 
 
 class CooldownHost:
@@ -310,7 +214,7 @@ class CooldownHost:
         record: EpochRecord,
         destination: Destination,
         report: Report,
-        made: bytes | NameConflict | None,
+        made: bytes | None,
         stop: Stop,
         slots: asyncio.Semaphore,
     ) -> tuple[Report, Checkpoint | RefusedUpload]:
@@ -325,11 +229,9 @@ class CooldownHost:
         record: EpochRecord,
         destination: Destination,
         report: Report,
-        made: bytes | NameConflict | None,
+        made: bytes | None,
         stop: Stop,
     ) -> Checkpoint:
-        if isinstance(made, NameConflict):
-            raise RefusedUpload(Refusal.NAME_CONFLICT, str(made))
         if made is None:
             return verified(destination, record, report, stop, self._proof)
         place = upload_folder(record.run, record.epoch, report.client, report.attempt)

@@ -16,13 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Unpack
 
-from transport.cooldown.destinations.masking import masked
-from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.manifest import Blocks, File
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, upload_folder
-from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
-from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.following import (
+from transport.cooldown.client import (
     AGAIN_FIRST_S,
     AGAIN_MOST_S,
     POLL_S,
@@ -34,8 +28,13 @@ from transport.cooldown.following import (
     made_durable,
     save_into,
 )
+from transport.cooldown.destinations.masking import masked
+from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.manifest import Blocks, File
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, upload_folder
+from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
 from transport.cooldown.restoring import checkpoint_manifest
-from transport.cooldown.upload import copied, plain_files, removed_on_failure
+from transport.cooldown.upload import Stop, copied, plain_files, removed_on_failure
 from transport.errors import ConfigurationError, CoordinatorLostError, TransportError, UsageError
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.runtime.progress import Progress

@@ -15,12 +15,34 @@ from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import Blocks, File, Manifest
 from transport.cooldown.epochs.records import EpochRecord, upload_folder
-from transport.cooldown.epochs.stop import Stop
-from transport.errors import DestinationError, UsageError
+from transport.errors import DestinationError, UploadCancelledError, UsageError
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 
 FILES_AT_ONCE: Final = 4
+
+
+class Stop:
+    """The cancellation of one upload, which removes what it has written when it finds it. Thread-safe.
+
+    Args:
+        whole: what this is a part of; it is cancelled with it.
+    """
+
+    def __init__(self, whole: Stop | None = None) -> None:
+        self._whole = whole
+        self._called_off = False
+
+    def set(self) -> None:
+        """Cancel the upload. Idempotent."""
+        self._called_off = True
+
+    def check(self) -> None:
+        """Raise UploadCancelledError if cancelled. Called between files, and between the pieces of a file."""
+        if self._whole is not None:
+            self._whole.check()
+        if self._called_off:
+            raise UploadCancelledError("the upload was cancelled before it was complete")
 
 
 class Uploaded(NamedTuple):

@@ -23,8 +23,7 @@ from transport.cooldown.epochs.records import (
     is_attempt,
     upload_folder,
 )
-from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.upload import FILES_AT_ONCE
+from transport.cooldown.upload import FILES_AT_ONCE, Stop
 from transport.errors import CheckpointDamagedError, DestinationError
 from transport.runtime.blocking_calls import in_parallel
 

@@ -15,8 +15,7 @@ from transport.config import configuration
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import BLOCK, File
-from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.upload import FILES_AT_ONCE
+from transport.cooldown.upload import FILES_AT_ONCE, Stop
 from transport.cooldown.verify import RefusedUpload, check_size, checked_block, checked_pieces
 from transport.errors import (
     CheckpointDamagedError,

@@ -19,8 +19,7 @@ from transport.config import configuration
 from transport.cooldown.destinations.base import PIECE, Destination, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.records import check_name
-from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.upload import Stream, copied, removed_on_failure
+from transport.cooldown.upload import Stop, Stream, copied, removed_on_failure
 from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
 from transport.ring.buffer import HeldPayload, SharedRingBuffer
 from transport.ring.leases import ReadLease

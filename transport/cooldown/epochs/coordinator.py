@@ -1,4 +1,7 @@
-"""The coordinator of one epoch's cooldown: what it learns changes its record. No I/O, no clock of its own.
+"""The coordinator of one epoch's cooldown: what it learns changes its record, which is in the store.
+
+`Coordinator` decides, without I/O and without a clock of its own; `StoredCoordinator` reads reports for it, and writes
+its record.
 
     TRAINING ──begin──► COOLDOWN ──verified, or the time limit──► ENDED
                          │    ▲
@@ -18,11 +21,14 @@ verification may hang at the destination.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import msgspec
 
+from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
     SET,
     Checkpoint,
@@ -34,7 +40,9 @@ from transport.cooldown.epochs.records import (
     Report,
     ReportKind,
 )
-from transport.errors import UsageError
+from transport.cooldown.epochs.shares import NameConflict, complete, composed, set_name
+from transport.errors import RunError, UsageError
+from transport.store.base import ABSENT
 
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destination could not be read
@@ -123,6 +131,7 @@ class Coordinator:
         if report.identity not in self._verifying:
             return
         self._verifying.discard(report.identity)
+        self.due = [each for each in self.due if each != report]
         if refusal is Refusal.UNREADABLE:
             self._again[report.identity] = (self._elapsed + LOOK_AGAIN_S, report)
         elif upload:
@@ -203,3 +212,88 @@ def _require_same(begun: EpochRecord, given: EpochRecord) -> None:
             f"epoch {begun.epoch}: its cooldown was begun with {theirs}, and is not resumed with {ours}: give the "
             "former, or open the next epoch"
         )
+
+
+class StoredCoordinator:
+    """One epoch's coordinator with its record in the store. Blocks; one call at a time.
+
+    What `machine` is told is in the store when the next call of `write` or `step` has returned. Both raise StoreError;
+    after a retryable one the same call can be repeated: nothing is lost or done twice.
+    """
+
+    def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
+        record, _ = ledger.look(epoch)
+        if record is None:
+            raise UsageError(f"run {ledger.run}: epoch {epoch} is not open; open() it first")
+        self.machine = Coordinator(record)
+        self._ledger = ledger
+        self._epoch = epoch
+        self._wall = wall
+        self._known = record  # as it stood in the store when it was last read or written
+        self._heard = (ABSENT, 0)  # the bell's version, and the shares refused, when the shares were read
+        self.sets: dict[str, bytes] = {}  # manifests of complete sets, by attempt
+
+    def ended(self) -> bool:
+        """Whether the store has the epoch's end."""
+        return self._known.phase is Phase.ENDED
+
+    def step(self, now: float) -> list[Report]:
+        """Handle new reports and the time; returns the reports to verify."""
+        for report in self._ledger.reports(self._epoch):
+            if not (self.machine.record.hosts and report.kind is ReportKind.UPLOADED):
+                self.machine.report(report)
+        self._look_for_a_set()
+        self.machine.tick(now)
+        return self.write()
+
+    def write(self) -> list[Report]:
+        """Write the record where it has changed; returns the reports to verify."""
+        if self.machine.record != self._known:
+            self._ledger.advance(self._epoch, self._next)
+            self._known = self.machine.record
+        due = self.machine.due[:]
+        self.machine.due.clear()
+        return due
+
+    def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
+        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
+        if standing is None:
+            raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
+        machine = self.machine
+        if standing not in (self._known, machine.record):
+            machine.superseded(standing)
+            self._known = standing
+        if standing == machine.record:
+            return None
+        if machine.record.phase is Phase.ENDED and not machine.record.ended_at:
+            machine.record = msgspec.structs.replace(machine.record, ended_at=self._wall())
+        return machine.record
+
+    def _look_for_a_set(self) -> None:
+        """Handle a set that has become complete as a report; its manifest is written when it is verified."""
+        record = self.machine.record
+        if not record.hosts or record.phase is not Phase.COOLDOWN:
+            return
+        heard = (self._ledger.wait_for_report(self._epoch, ABSENT, 0.0), len(record.refused))
+        if heard == self._heard:
+            return
+        shares = complete(record, self._ledger.shares(self._epoch))
+        if shares is not None:
+            name, data, conflict = set_name(shares), b"", ""
+            try:
+                data = composed(record, shares, self._ledger.saved(self._epoch)).encode()
+            except NameConflict as error:
+                conflict = str(error)
+            self.sets[name] = data
+            report = Report(
+                run=record.run,
+                epoch=record.epoch,
+                client=SET,
+                kind=ReportKind.UPLOADED,
+                attempt=name,
+                manifest_sha256=hashlib.sha256(data).hexdigest(),
+            )
+            self.machine.report(report)
+            if conflict:
+                self.machine.refuted(report, Refusal.NAME_CONFLICT, conflict)
+        self._heard = heard
