@@ -243,7 +243,7 @@ def prune(
     from transport.cooldown.pruning import carry_out, plan
     from transport.cooldown.upload import remove
     from transport.runtime.progress import bar
-    from transport.snapshots.pruning import plan as old_snapshots
+    from transport.snapshots.listing import plan as old_snapshots
 
     name, records = _one_run(store, destination, run)
     removed, kept, left = [], [], 0

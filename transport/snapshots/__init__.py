@@ -15,9 +15,8 @@
 5. What does not come back: how often a delivery was claimed in vain, and payloads that are named as parents.
 """
 
-from transport.snapshots.listing import steps
+from transport.snapshots.listing import prune, steps
 from transport.snapshots.manifest import Manifest, RingPart, new_attempt
-from transport.snapshots.pruning import prune
 from transport.snapshots.restoring import Restored, Saved, restore
 from transport.snapshots.taking import Snapshot, snapshot
 
