@@ -32,6 +32,7 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.runtime.decoders import hiding, ready
+from transport.storage.urls import RedisURL
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -138,20 +139,11 @@ class Notice(msgspec.Struct, frozen=True):
     payload: bytes
 
 
-@hiding("place")
 class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How another process opens the same queue, to publish in it.
+    """How another process opens the same queue, to publish in it: the arguments of `RedisQueue`."""
 
-    Attributes:
-        place: the Redis server's URL, which may contain a password.
-        run: the run's name on it.
-        options: further arguments of the queue's class.
-    """
-
-    place: str
-    run: str = ""
-    may_forget: bool = False
-    options: dict[str, int | float | str | None] = {}
+    url: RedisURL
+    options: dict[str, int | float | None] = {}
 
 
 def finished(states: Sequence[DeliveryState]) -> bool:

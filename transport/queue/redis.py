@@ -99,7 +99,7 @@ class RedisQueue(TicketQueue):
         self._max_tickets = None if max_tickets is None else at_least(1, max_tickets, "max_tickets")
         self._clock = clock
         self._url = url
-        self._options: dict[str, int | float | str | None] = {
+        self._options: dict[str, int | float | None] = {
             "max_deliveries": self._max_deliveries,
             "max_tickets": self._max_tickets,
             "keep_finished": self._keep_finished,
@@ -115,8 +115,7 @@ class RedisQueue(TicketQueue):
         """How another process opens the same queue; None for a subclass, or with a clock of its own."""
         if type(self) is not RedisQueue or self._clock is not None:
             return None
-        url, run, may_forget = self._url
-        return QueueAddress(place=url, run=run, may_forget=may_forget, options=self._options)
+        return QueueAddress(url=self._url, options=self._options)
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The tickets stay."""
@@ -274,7 +273,7 @@ class RedisQueue(TicketQueue):
 def open_address(address: QueueAddress) -> RedisQueue:
     """Open the queue whose `TicketQueue.address` this is. Raises what `open_queue` raises."""
     options: dict[str, Any] = dict(address.options)
-    return RedisQueue(RedisURL(address.place, address.run, address.may_forget), **options)
+    return RedisQueue(address.url, **options)
 
 
 def _tokens(claims: Sequence[Claim]) -> list[str | int]:
