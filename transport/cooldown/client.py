@@ -119,7 +119,6 @@ class EpochClient(abc.ABC):
         self._progress = progress
         self._part = Part.NOT_ELECTED
         self._uploads: set[str] = set()  # complete ones of this epoch, by attempt
-        self._refused: set[str] = set()  # of these, by the coordinator for good
         self._record: EpochRecord | None = None
         self._changed: asyncio.Future[None] | None = None  # done, and replaced, when the record changes
 
@@ -319,8 +318,9 @@ class CooldownClient(EpochClient):
                 self._uploads.add(attempt)
                 await self._tell(record, ReportKind.UPLOADED, attempt, sha256)
                 await self._refusal(attempt)
-                self._refused.add(attempt)
                 self._part = Part.FAILED
+                await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
+                self._uploads.discard(attempt)
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MOST_S)
 
@@ -365,7 +365,7 @@ class CooldownClient(EpochClient):
         """If the epoch has no checkpoint, an upload that was not refused is kept: it may be complete."""
         if record.checkpoint is not None:
             return self._uploads & {record.checkpoint.attempt}
-        refused = {each for each in self._uploads if each in self._refused or self._refused_by(record, each)}
+        refused = {each for each in self._uploads if self._refused_by(record, each)}
         for attempt in self._uploads - refused:
             place = upload_folder(record.run, record.epoch, self.name, attempt)
             log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
