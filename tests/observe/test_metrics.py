@@ -34,6 +34,7 @@ from transport.observe.metrics import (
     configured_exporter,
     ring_samples,
 )
+from transport.queue import QueueDepth, QueuedTicket
 from transport.testing import MemoryQueue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def test_a_scrape_tells_which_wire_carried_how_much(ring: SharedRingBuffer) -> N
                 payload.release()
                 seen = scrape(exporter.port)
                 assert value(seen, "transport_client_read_bytes_total", client=wire, wire=wire) == size
-                exporter.collector.remove(("client", wire))
+                exporter.collector.remove(client.statistics)
         seen = scrape(exporter.port)
     assert {wire: value(seen, "transport_ring_read_bytes_total", wire=wire) for wire in ("mapped", "shm", "tcp")} == {
         "mapped": 100,
@@ -99,6 +100,47 @@ def test_what_was_closed_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None
         assert value(scrape(exporter.port), "transport_ring_slots", state="free") == 4
         ring.close()
         assert not any(name.startswith("transport_") for name, _ in scrape(exporter.port))
+
+
+def ready(port: int) -> dict[str, float]:
+    """The ready deliveries of each queue."""
+    found = scrape(port)
+    return {
+        dict(labels)["queue"]: count
+        for (name, labels), count in found.items()
+        if name == "transport_queue_deliveries" and ("state", "ready") in labels
+    }
+
+
+def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
+    with MemoryQueue() as one, MemoryQueue() as two, Exporter(0) as exporter:
+        one.publish([QueuedTicket(str(number), b"x") for number in range(5)])
+        two.publish([QueuedTicket(str(number), b"x") for number in range(3)])
+        exporter.add_queue(one.name, one)
+        with Exporter(exporter.port) as other:
+            other.add_queue(one.name, one)
+            other.add_queue(two.name, two)
+            assert sorted(ready(exporter.port).values()) == [3, 5]
+        assert list(ready(exporter.port).values()) == [5]
+
+
+def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None:
+    answered = threading.Event()
+
+    class Hanging(MemoryQueue):
+        def depth(self, rank: int | None = None) -> QueueDepth:
+            answered.wait()
+            return super().depth(rank)
+
+    with Hanging() as queue, Exporter(0) as exporter:
+        exporter.add_queue(queue.name, queue)
+        exporter.add_ring(ring)
+        try:
+            assert not ready(exporter.port)
+            assert value(scrape(exporter.port), "transport_ring_slots", state="free") == 4
+        finally:
+            answered.set()
+        eventually(lambda: ready(exporter.port))
 
 
 def test_exporters_of_one_process_share_a_port_until_the_last_one_closes() -> None:

@@ -323,6 +323,20 @@ def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
     assert leader.depth(1).aged == 1
 
 
+def test_the_ranks_agree_on_the_end_also_where_another_rollout_comes_after_it(tmp_path: Path) -> None:
+    class Ending(MemoryQueue):
+        over = True
+
+        def finished(self, expected_rollouts: int | None = None) -> bool:
+            return self.over
+
+    with Ending() as queue, SQLiteStore(tmp_path / "store.db") as store:
+        ranks = [GroupQueue(queue, store, "a", rank, 2) for rank in range(2)]
+        for over in (True, False, True):
+            queue.over = over
+            assert [rank.finished() for rank in ranks] == [over, over]
+
+
 def test_only_the_leader_renews(place: Place) -> None:
     place.queue.publish(ticket(0))
     leader, follower = place.group()

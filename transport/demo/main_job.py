@@ -139,7 +139,7 @@ async def _observed(
 ) -> AsyncIterator[None]:
     """Metrics while it lasts; the workers' traces become one at its end."""
     if exporter is not None:
-        exporter.collector.add(workers, lambda: worker_samples(workers, queue))
+        exporter.collector.add(workers, "demo", lambda _: worker_samples(workers, queue))
     try:
         yield
     finally:

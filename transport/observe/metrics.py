@@ -5,16 +5,18 @@
         exporter.add_client("trainer 0", client.statistics)
 
 Nothing is counted for it: a scrape looks at the statistics that rings, clients and queues keep anyway. What cannot be
-looked at (closed meanwhile) is left out of that scrape.
+looked at (closed meanwhile, or its server does not answer) is left out of that scrape.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from transport.client.payload import ClientStatistics
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # With these a launcher numbers the processes of a host (torchrun, Slurm, Open MPI).
 _NUMBERS: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+_LOOK_S: Final = 1.0  # for what a queue's server has to say; scrapes have 10 s by default
 
 Kind = Literal["counter", "gauge"]
 
@@ -186,22 +190,67 @@ def queue_samples(name: str, depth: QueueDepth, reasons: Mapping[str, int]) -> I
         yield "transport_queue_nothing_total", (name, reason), value
 
 
+class _Look:
+    """Asks a queue in a thread of its own: one whose server hangs is left out of a scrape, and delays it little."""
+
+    def __init__(self, queue: TicketQueue) -> None:
+        self._queue = queue
+        self._thread: threading.Thread | None = None
+        self._found: tuple[QueueDepth, Mapping[str, int]] | None = None
+
+    def __call__(self, name: str) -> Iterator[Sample]:
+        if self._thread is None or not self._thread.is_alive():
+            self._found = None
+            self._thread = threading.Thread(target=self._ask, name="transport metrics of a queue", daemon=True)
+            self._thread.start()
+        self._thread.join(_LOOK_S)
+        found = self._found
+        return iter(()) if found is None else queue_samples(name, *found)
+
+    def _ask(self) -> None:
+        try:
+            self._found = self._queue.depth(), self._queue.reasons()
+        except TransportError as error:
+            log.debug("the metrics of a queue were not collected: %s", error)
+
+
+@dataclass
+class _Source:
+    """What samples come from, under a name that no other source has, and how many exporters it was added to."""
+
+    name: str
+    samples: Callable[[str], Iterator[Sample]]
+    users: int = 1
+
+
 class Collector:
     """Collects samples from all added sources at each scrape. Any thread."""
 
     def __init__(self) -> None:
-        self._sources: dict[object, Callable[[], Iterator[Sample]]] = {}
+        self._sources: dict[object, _Source] = {}
         self._lock = threading.Lock()
 
-    def add(self, key: object, source: Callable[[], Iterator[Sample]]) -> None:
-        """Collect from ``source`` at each scrape, until `remove`."""
-        with self._lock:
-            self._sources[key] = source
+    def add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
+        """Collect the samples of an object at each scrape, until it is removed as often as it was added.
 
-    def remove(self, key: object) -> None:
-        """Stop collecting from it. Idempotent."""
+        ``samples`` is given the name: numbered, where another object has it.
+        """
         with self._lock:
-            self._sources.pop(key, None)
+            if of in self._sources:
+                self._sources[of].users += 1
+                return
+            taken = {source.name for source in self._sources.values()}
+            names = (name if number == 1 else f"{name} ({number})" for number in itertools.count(1))
+            self._sources[of] = _Source(next(each for each in names if each not in taken), samples)
+
+    def remove(self, of: object) -> None:
+        """Collect from it no more, unless it was added again. Nothing happens for what was not added."""
+        with self._lock:
+            source = self._sources.get(of)
+            if source is not None:
+                source.users -= 1
+                if not source.users:
+                    del self._sources[of]
 
     def samples(self) -> list[Sample]:
         """All samples now."""
@@ -210,11 +259,8 @@ class Collector:
         found: list[Sample] = []
         for source in sources:
             try:
-                found += list(source())
-            except (
-                TransportError,
-                RuntimeError,
-            ) as error:  # the source was closed, or its loop ends, between two scrapes
+                found += source.samples(source.name)
+            except (TransportError, RuntimeError) as error:  # it was closed, or its loop ends, between two scrapes
                 log.debug("collecting one source of metrics failed: %s", error)
         return found
 
@@ -289,33 +335,33 @@ class Exporter:
         self.collector = shared.collector
         self.port: int = shared.number
 
-    def _add(self, key: object, source: Callable[[], Iterator[Sample]]) -> None:
-        self._sources.append(key)
-        self.collector.add(key, source)
+    def _add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
+        self._sources.append(of)
+        self.collector.add(of, name, samples)
 
     def add_ring(self, ring: SharedRingBuffer) -> None:
         """Its states and counters."""
-        self._add(ring, lambda: ring_samples(ring, time.monotonic_ns()))
+        self._add(ring, ring.name, lambda _: ring_samples(ring, time.monotonic_ns()))
 
     def add_client(self, name: str, statistics: Callable[[], ClientStatistics]) -> None:
         """``statistics`` is called from the exporter's thread: `BlockingClient.statistics` may be."""
-        self._add(("client", name), lambda: client_samples(name, statistics()))
+        self._add(statistics, name, lambda name: client_samples(name, statistics()))
 
     def add_packer(self, name: str, statistics: Callable[[], PackerStatistics]) -> None:
         """A data packer and its client."""
-        self._add(("packer", name), lambda: packer_samples(name, statistics()))
+        self._add(statistics, name, lambda name: packer_samples(name, statistics()))
 
     def add_queue(self, name: str, queue: TicketQueue) -> None:
-        """A ticket queue, which is asked from the exporter's thread."""
-        self._add(("queue", name), lambda: queue_samples(name, queue.depth(), queue.reasons()))
+        """A ticket queue, which is asked from a thread of its own."""
+        self._add(queue, name, _Look(queue))
 
     def close(self) -> None:
         """Show its sources no more; the last one of a port closes it. Idempotent."""
         shared = self._shared
         if shared is None:
             return
-        for key in self._sources:
-            self.collector.remove(key)
+        for of in self._sources:
+            self.collector.remove(of)
         with _using:
             shared.users -= 1
             self._shared = None

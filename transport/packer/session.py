@@ -101,7 +101,7 @@ class PackerSession:
             return
         self._shown.callback(exporter.close)
         exporter.add_packer(name, self.statistics)
-        exporter.add_queue(type(self.queue).__name__, self.queue)
+        exporter.add_queue(self.queue.name, self.queue)
         self.metrics_port = exporter.port
 
     def warm_up(self, directory: Directory | None) -> None:

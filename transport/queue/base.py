@@ -168,6 +168,11 @@ class TicketQueue(abc.ABC):
     lease_s: float  # of claims; renew at a third of it
 
     @property
+    def name(self) -> str:
+        """What metrics call it."""
+        return type(self).__name__
+
+    @property
     def address(self) -> QueueAddress | None:
         """How another process opens the same queue; None: it cannot."""
         return None

@@ -115,6 +115,7 @@ class GroupQueue(TicketQueue):
         self._patience_s = lease_or_configured(patience_s)
         # The number of the next claim, and what the leader has claimed for it and not yet told; replaced in one step.
         self._next: tuple[int, list[Claim]] = 0, []
+        self._said_over = False  # the others may have been told that the data has ended
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
             raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")
 
@@ -318,6 +319,10 @@ class GroupQueue(TicketQueue):
 
     # --- as of the queue -----------------------------------------------------------------------
     @property
+    def name(self) -> str:
+        return self._queue.name
+
+    @property
     def address(self) -> QueueAddress | None:
         """Of the queue beneath."""
         return self._queue.address
@@ -338,10 +343,14 @@ class GroupQueue(TicketQueue):
         if not self.leads:
             entry = self._store.get(self._key("ended"))
             return entry is not None and step >= int(entry.value)
-        if made or not self._queue.finished(expected_rollouts):
-            return False
-        self._store.put(self._key("ended"), str(step).encode(), lease_s=_KEEP_S)
-        return True
+        over = not made and self._queue.finished(expected_rollouts)
+        if over:
+            self._said_over = True
+            self._store.put(self._key("ended"), str(step).encode(), lease_s=_KEEP_S)
+        elif self._said_over:  # another rollout has begun since
+            self._store.delete(self._key("ended"))
+            self._said_over = False
+        return over
 
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of the group's deliveries, whichever the ``rank``."""

@@ -111,6 +111,10 @@ class RedisQueue(TicketQueue):
         return f"<RedisQueue {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
 
     @property
+    def name(self) -> str:
+        return f"{type(self).__name__} {self._url.run}"
+
+    @property
     def address(self) -> QueueAddress | None:
         """How another process opens the same queue; None for a subclass, or with a clock of its own."""
         if type(self) is not RedisQueue or self._clock is not None:
