@@ -280,15 +280,29 @@ def test_a_get_of_no_samples_has_no_rows() -> None:
         assert get(both, meta.select_samples([])).batch_size[0] == 0
 
 
-def test_data_parser_is_called_before_the_put() -> None:
-    def parse(batch: dict[str, Any]) -> None:
+def test_what_data_parser_returns_is_put() -> None:
+    def changed(batch: dict[str, Any]) -> dict[str, Any]:
         batch["a"] = [each * 2 for each in batch["a"]]
+        return batch
+
+    def another(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"a": batch["a"] * 2}
 
     data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    for parse in (changed, another):
+        with manager() as both:
+            meta = meta_of(data)
+            asyncio.run(both.put_data(data, meta, parse))
+            assert torch.cat([each.reshape(-1) for each in get(both, meta)["a"]]).sum() == 64
+
+
+@pytest.mark.parametrize("wrong", [None, {}, {"a": torch.ones(3, 8)}, {"a": torch.ones(4, 8), "b": [1, 2, 3, 4]}])
+def test_what_data_parser_may_not_return_is_refused(wrong: Any) -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
     with manager() as both:
-        meta = meta_of(data)
-        asyncio.run(both.put_data(data, meta, parse))
-        assert get(both, meta)["a"].values().sum() == 64
+        with pytest.raises((TypeError, ValueError), match="data_parser"):
+            asyncio.run(both.put_data(data, meta_of(data), lambda _: wrong))
+        assert both.told == []
 
 
 def test_nothing_is_put_for_an_empty_batch_and_a_wrong_size_is_refused() -> None:

@@ -108,7 +108,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
     ) -> None:
         """Write the values, and tell the controller where they are.
 
-        ``data_parser`` is called here, in the process that puts.
+        ``data_parser`` is called here, in the process that puts; what it returns is written.
         """
         size = len(metadata.global_indexes)
         if data.batch_size[0] != size:
@@ -138,7 +138,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         """The encoded place of each sample."""
         columns = {name: _column(data[name]) for name in sorted(data.keys())}
         if data_parser is not None:
-            data_parser(columns)
+            columns = _parsed(columns, size, data_parser)
         names, values = list(columns), list(columns.values())
         each = sum(map(_bytes, values)) // size
         rows = max(1, min(self._options.samples, _SLOT_BYTES // (each + 1)))
@@ -321,6 +321,20 @@ def _column(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value if dense(value) else list(value.unbind())
     return value.tolist() if isinstance(value, NonTensorStack) else list(value)
+
+
+def _parsed(columns: dict[str, Any], size: int, data_parser: Callable[[Any], Any]) -> dict[str, Any]:
+    """The columns that the parser returns, which may be the given ones: as many values, under the same names."""
+    names = sorted(columns)
+    parsed = data_parser(columns)
+    if not isinstance(parsed, dict):
+        raise TypeError(f"data_parser returned a {type(parsed).__name__}: return the columns, as a dict")
+    if sorted(parsed) != names:
+        raise ValueError(f"data_parser was given the fields {names}, and returned {sorted(parsed)}: keep them")
+    for name, column in parsed.items():
+        if len(column) != size:
+            raise ValueError(f"data_parser returned {len(column)} values of field {name!r} for {size} samples")
+    return {name: _column(parsed[name]) for name in names}
 
 
 def _bytes(value: Any) -> int:
