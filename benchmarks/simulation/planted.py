@@ -290,7 +290,7 @@ def _unfenced_epochs() -> None:
     def advance(self: Any, epoch: int, step: Any) -> None:
         record = step(self.look(epoch)[0])
         if record is not None:
-            self._store.put(self._epoch_key(epoch), encode(record))
+            self._store.put(self._key("epoch", epoch), encode(record))
 
     Ledger.advance = advance  # type: ignore[method-assign]
 

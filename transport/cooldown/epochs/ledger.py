@@ -29,6 +29,7 @@ from transport.cooldown.epochs.records import (
     EpochRecord,
     Outcome,
     Phase,
+    R,
     Report,
     check_epoch,
     check_name,
@@ -37,7 +38,6 @@ from transport.cooldown.epochs.records import (
 )
 from transport.cooldown.epochs.shares import Saved, Share
 from transport.errors import NoCheckpointError, StoreUnsuitableError
-from transport.runtime.arguments import at_least
 from transport.store.base import ABSENT, Change, Store
 from transport.store.decision import Next, advance, decide
 
@@ -64,18 +64,18 @@ class Ledger:
 
     def look(self, epoch: int) -> tuple[EpochRecord | None, int]:
         """The epoch's record and its version; (None, ABSENT) if it was not opened."""
-        entry = self._store.get(self._epoch_key(epoch))
+        entry = self._store.get(self._key("epoch", epoch))
         return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
 
     def watch(self, epoch: int, version: int, timeout_s: float) -> tuple[EpochRecord | None, int]:
         """As `look`, after the version differs from ``version`` or ``timeout_s`` seconds have passed."""
-        entry = self._store.watch(self._epoch_key(epoch), version, timeout_s)
+        entry = self._store.watch(self._key("epoch", epoch), version, timeout_s)
         return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
 
     def open(self, record: EpochRecord) -> bool:
         """Write the first record of an epoch; False if it has another one. May be repeated after a lost answer."""
         value = encode(record)
-        return decide(self._store, self._epoch_key(record.epoch), value) == value
+        return decide(self._store, self._key("epoch", record.epoch), value) == value
 
     def advance(self, epoch: int, step: Callable[[EpochRecord | None], EpochRecord | None]) -> None:
         """Replace the epoch's record by what ``step`` makes of it, see `transport.store.decision.advance`."""
@@ -84,7 +84,7 @@ class Ledger:
             record = step(None if standing is None else decode(standing, EpochRecord))
             return None if record is None else Next(encode(record))
 
-        advance(self._store, self._epoch_key(epoch), encoded)
+        advance(self._store, self._key("epoch", epoch), encoded)
 
     def end_before(self, epoch: int, ended_at: float) -> list[EpochRecord]:
         """End the earlier epochs that are still open as timed out, and remove what the members of all have written.
@@ -119,15 +119,15 @@ class Ledger:
         """Report to the coordinator; a later report of the same client replaces this one."""
         self._store.put_many(
             [
-                Change(f"{self._report_prefix(report.epoch)}{check_name(report.client, 'client')}", encode(report)),
-                Change(self._bell_key(report.epoch), report.client.encode()),
+                Change(self._key("report", report.epoch, check_name(report.client, "client")), encode(report)),
+                Change(self._key("bell", report.epoch), report.client.encode()),
             ]
         )
 
     def reports(self, epoch: int) -> list[Report]:
         """All reports of an epoch. A report that cannot be decoded is logged and left out."""
         found = []
-        prefix = self._report_prefix(epoch)
+        prefix = self._key("report", epoch, "")
         for key, entry in self._store.scan(prefix).items():
             try:
                 report = decode(entry.value, Report)
@@ -140,52 +140,46 @@ class Ledger:
 
     def wait_for_report(self, epoch: int, version: int, timeout_s: float) -> int:
         """The version of the bell key, after it differs from ``version`` or ``timeout_s`` seconds have passed."""
-        entry = self._store.watch(self._bell_key(epoch), version, timeout_s)
+        entry = self._store.watch(self._key("bell", epoch), version, timeout_s)
         return ABSENT if entry is None else entry.version
 
     # --- epochs whose save is collective --------------------------------------------------------------
     def decide(self, epoch: int, launch: str) -> str:
         """Decide that the members of this launch save (`NO_SAVE`: none); returns what was decided first."""
-        key = f"{self._prefix}save/{check_epoch(epoch):012d}"
-        return decide(self._store, key, launch.encode()).decode(errors="replace")
+        return decide(self._store, self._key("save", epoch), launch.encode()).decode(errors="replace")
 
     def begin_save(self, epoch: int, member: str, process: str) -> str:
         """Record that this process saves for a member, once; returns the process that was recorded first."""
-        key = f"{self._prefix}saving/{check_epoch(epoch):012d}/{check_name(member, 'client')}"
+        key = self._key("saving", epoch, check_name(member, "client"))
         return decide(self._store, key, process.encode()).decode(errors="replace")
 
     def put_saved(self, epoch: int, saved: Saved) -> None:
         """Record what a member has saved, once; a second record of the same member changes nothing."""
-        key = f"{self._saved_prefix(epoch)}{saved.host}/{saved.member}"
-        decide(self._store, key, encode(saved))
-        self._store.put_many([self._ring_host(epoch, saved.host), Change(self._bell_key(epoch), b"")])
+        decide(self._store, self._key("saved", epoch, saved.host, saved.member), encode(saved))
+        self._store.put_many([self._ring_host(epoch, saved.host), Change(self._key("bell", epoch), b"")])
 
     def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
         """What the members have saved, of one host or of all, by member."""
-        prefix = self._saved_prefix(epoch) + (f"{host}/" if host is not None else "")
-        found = [decode(entry.value, Saved) for entry in self._store.scan(prefix).values()]
-        return {each.member: each for each in found}
+        return {each.member: each for each in self._of_host("saved", Saved, epoch, host)}
 
     def put_share(self, epoch: int, share: Share) -> None:
         """Report an uploaded share; a later one of the same client replaces it."""
-        key = f"{self._share_prefix(epoch)}{share.host}/{share.number}/{check_name(share.client, 'client')}"
+        key = self._key("share", epoch, share.host, str(share.number), check_name(share.client, "client"))
         changes = [Change(key, encode(share)), self._ring_host(epoch, share.host)]
-        self._store.put_many([*changes, Change(self._bell_key(epoch), share.client.encode())])
+        self._store.put_many([*changes, Change(self._key("bell", epoch), share.client.encode())])
 
     def shares(self, epoch: int, host: str | None = None) -> list[Share]:
         """The uploaded shares, of one host or of all."""
-        prefix = self._share_prefix(epoch) + (f"{host}/" if host is not None else "")
-        return [decode(entry.value, Share) for entry in self._store.scan(prefix).values()]
+        return self._of_host("share", Share, epoch, host)
 
     def beat(self, epoch: int, host: str, number: int, moved: int) -> None:
         """Tell the host's members that this share is being uploaded: ``moved`` bytes so far."""
-        number, moved = at_least(0, number, "beat(number)"), at_least(0, moved, "beat(moved)")
-        key = f"{self._prefix}beat/{check_epoch(epoch):012d}/{check_name(host, 'host')}/{number}"
+        key = self._key("beat", epoch, host, str(number))
         self._store.put_many([Change(key, str(moved).encode()), self._ring_host(epoch, host)])
 
     def beats(self, epoch: int, host: str) -> dict[int, int]:
         """The versions of the beats of a host's shares."""
-        prefix = f"{self._prefix}beat/{check_epoch(epoch):012d}/{host}/"
+        prefix = self._key("beat", epoch, host, "")
         beats = {key.removeprefix(prefix): entry.version for key, entry in self._store.scan(prefix).items()}
         return {int(number): version for number, version in beats.items() if number.isdecimal()}  # others are not ours
 
@@ -195,22 +189,16 @@ class Ledger:
         return ABSENT if entry is None else entry.version
 
     def _ring_host(self, epoch: int, host: str) -> Change:
-        return Change(f"{self._prefix}host/{check_epoch(epoch):012d}/{host}", b"")
+        return Change(self._key("host", epoch, host), b"")
 
-    def _saved_prefix(self, epoch: int) -> str:
-        return f"{self._prefix}saved/{check_epoch(epoch):012d}/"
+    def _of_host(self, kind: str, record: type[R], epoch: int, host: str | None) -> list[R]:
+        """The records of a kind, of one host or of all."""
+        prefix = self._key(kind, epoch, "") if host is None else self._key(kind, epoch, host, "")
+        return [decode(entry.value, record) for entry in self._store.scan(prefix).values()]
 
-    def _share_prefix(self, epoch: int) -> str:
-        return f"{self._prefix}share/{check_epoch(epoch):012d}/"
-
-    def _epoch_key(self, epoch: int) -> str:
-        return f"{self._prefix}epoch/{check_epoch(epoch):012d}"
-
-    def _report_prefix(self, epoch: int) -> str:
-        return f"{self._prefix}report/{check_epoch(epoch):012d}/"
-
-    def _bell_key(self, epoch: int) -> str:
-        return f"{self._prefix}bell/{check_epoch(epoch):012d}"
+    def _key(self, kind: str, epoch: int, *parts: str) -> str:
+        """The key of a record of an epoch; with "" for the last part, what all keys of the others begin with."""
+        return "/".join([f"{self._prefix}{kind}", f"{check_epoch(epoch):012d}", *parts])
 
 
 def newest_checkpoint(epochs: Mapping[int, EpochRecord], run: str) -> EpochRecord:
