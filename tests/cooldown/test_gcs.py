@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import json
@@ -14,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cooldown_runs import Run
+from cooldown_runs import restored_though_the_service_died
 from helpers import Child
 from silent_server import silent_server
 
-from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
+from transport.cooldown import EpochRecord, Proof, open_destination
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base, bucket
 from transport.cooldown.destinations.base import Destination, check_permissions
@@ -26,7 +25,6 @@ from transport.cooldown.epochs.records import Refusal, Report, ReportKind
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError, UploadCancelledError
-from transport.store.sqlite import SQLiteStore
 
 pytestmark = [
     pytest.mark.adapters("torch"),  # its environment has gcsfs
@@ -168,24 +166,8 @@ def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_ba
 ) -> None:
     monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
     port = int(os.environ["STORAGE_EMULATOR_HOST"].rpartition(":")[2])
-
-    async def cooldown(cooling: Run) -> EpochRecord:
-        host = CooldownHost(cooling.store, "run", URL, cooldown_s=60, seed=1, clock=cooling.clock)
-        await host.open(7)
-        server.tell("die")
-        leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
-        taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
-        assert await asyncio.to_thread(server.wait) == 9
-        with serving(port):
-            assert (await taking).part is Part.WON
-            record = await leading
-            with open_destination(URL) as place:
-                files = restore(record, place, tmp_path / "restored").files
-        assert {name: path.read_bytes() for name, path in files.items()} == MODEL
-        return record
-
-    with SQLiteStore(tmp_path / "store.sqlite3") as store:
-        assert asyncio.run(cooldown(Run(tmp_path, store))).outcome is Outcome.CHECKPOINTED
+    found = restored_though_the_service_died(tmp_path, URL, server, lambda: serving(port), save)
+    assert found == MODEL
 
 
 @pytest.mark.parametrize("limit", ["ANSWER_S", "REQUEST_S"])

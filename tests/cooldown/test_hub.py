@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cooldown_runs import Run
+from cooldown_runs import Run, restored_though_the_service_died
 from helpers import Child, asynchronous
 from sharded_runs import HOSTS, ShardedRun
 from silent_server import silent_server
 
-from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, open_destination, restore
+from transport.cooldown import CooldownHost, EpochRecord, Outcome, open_destination, restore
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import Destination, check_permissions
@@ -168,26 +168,8 @@ def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_ba
     """It comes back without the branch that the upload had begun."""
     monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
     port = int(os.environ["HF_ENDPOINT"].rpartition(":")[2])
-
-    async def cooldown(cooling: Run) -> EpochRecord:
-        host = CooldownHost(cooling.store, "run", URL, cooldown_s=60, seed=1, clock=cooling.clock)
-        await host.open(7)
-        server.tell("die")
-        leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
-        taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
-        assert await asyncio.to_thread(server.wait) == 9
-        with serving(port):
-            assert (await taking).part is Part.WON
-            record = await leading
-            with open_destination(URL) as hub:
-                files = restore(record, hub, tmp_path / "restored").files
-        assert {name: path.read_bytes() for name, path in files.items()} == MODEL
-        return record
-
-    with SQLiteStore(tmp_path / "store.sqlite3") as store:
-        record = asyncio.run(cooldown(Run(tmp_path, store)))
-    assert record.outcome is Outcome.CHECKPOINTED
-    assert record.checkpoint is not None
+    found = restored_though_the_service_died(tmp_path, URL, server, lambda: serving(port), save)
+    assert found == MODEL
 
 
 @asynchronous
