@@ -16,7 +16,14 @@ from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost
-from transport.errors import ClosedError, ConfigurationError, QueueUnsuitableError, UsageError, WireNotAllowedError
+from transport.errors import (
+    ClosedError,
+    ConfigurationError,
+    PayloadTooLargeError,
+    QueueUnsuitableError,
+    UsageError,
+    WireNotAllowedError,
+)
 from transport.queue import Claim, FoundRings, QueueDepth, open_queue
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
@@ -289,6 +296,8 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
                 announcer.announce("a/b", 1)
             with pytest.raises(TypeError):
                 announcer.announce("policy", 10, "text")  # type: ignore[arg-type]
+            with pytest.raises(PayloadTooLargeError, match="policy"):
+                announcer.announce("policy", 10, bytes(1 << 17))
             assert announcer.announce("policy", 10, b"bytes")
         assert not OnThisHost(f"notices-{prefix}").segments()
         assert reader.latest("policy") is None

@@ -15,7 +15,14 @@ from typing import Final, Protocol
 import msgspec
 
 from transport import _ring
-from transport.errors import QueueUnsuitableError, RingBusyError, RingError, StoreError, UsageError
+from transport.errors import (
+    PayloadTooLargeError,
+    QueueUnsuitableError,
+    RingBusyError,
+    RingError,
+    StoreError,
+    UsageError,
+)
 from transport.queue.base import Notice
 from transport.ring.attachment import remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
@@ -120,7 +127,16 @@ class RingNotices:
         return f"/transport-notices-{self._prefix}{topic}"
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
-        """Write it, unless what is there is as new."""
+        """Write it, unless what is there is as new: of two processes at once each may look before the other writes.
+
+        PayloadTooLargeError beyond 64 KiB.
+        """
+        said = msgspec.msgpack.encode(_Said(version, bytes(memoryview(payload))))
+        if len(said) > _MOST_BYTES:
+            raise PayloadTooLargeError(
+                f"the notice of topic {topic!r} has {len(said)} bytes, and rings carry {_MOST_BYTES}: announce where "
+                "the data is, or open rings+redis://…"
+            )
         with self._lock:
             ring = self._own.get(topic)
             if ring is None:
@@ -128,7 +144,7 @@ class RingNotices:
             newest = _newest(ring)
             if newest is not None and newest.version >= version:
                 return False
-            ring.write_raw(msgspec.msgpack.encode(_Said(version, bytes(memoryview(payload)))))
+            ring.write_raw(said)
             return True
 
     @staticmethod
