@@ -22,7 +22,9 @@ from transport.claims.connection import ClaimConnection
 from transport.claims.connections import ClaimConnections
 from transport.claims.in_place import TakenPart
 from transport.claims.outcomes import Outcomes
+from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.connection import Link
+from transport.client.connections.routes import PortQuarantine, Routes
 from transport.devices.buffers import BufferPool
 from transport.errors import LinkError, ProtocolError, TicketError, UnreachableError
 from transport.ring.batch_shape import fields_of
@@ -133,6 +135,8 @@ async def test_a_payload_to_be_read_apart_whose_ticket_cannot_be_decoded_has_no_
 
 class OnlyPort(ScriptedListener):
     """No other port of its ring can be asked."""
+
+    routes = Routes(PortQuarantine(), AckLedger())
 
     async def open_apart(self, port: object, ring: str) -> Link:
         raise UnreachableError(f"nobody asks {port} about {ring}")

@@ -18,12 +18,12 @@ import numpy as np
 from transport import _ring
 from transport.claims.batch import ClaimedRows, Codes, Rows
 from transport.claims.connection import ClaimConnection
-from transport.claims.listeners import Listeners
 from transport.claims.outcomes import Outcomes
 from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
+from transport.client.connections.routes import Routes
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, SchemaError
 from transport.schema import Schema
@@ -39,7 +39,6 @@ class ClaimConnections:
     Attributes:
         known: schemas that the client was given, by fingerprint.
         checksum_failures: payloads that came with bytes that had changed, through any connection.
-        listeners: where rings are served, as they said.
         outcomes: asks what became of ends whose answer was lost.
     """
 
@@ -48,8 +47,7 @@ class ClaimConnections:
         self.buffers = buffers
         self.known = schemas
         self.checksum_failures = 0
-        self.listeners = Listeners()
-        self.outcomes = Outcomes(links, settings, self.listeners)
+        self.outcomes = Outcomes(links, settings)
         self._all = links
         self._by_port: dict[PortKey, ClaimConnection] = {}
         self._opening: dict[PortKey, asyncio.Task[ClaimConnection]] = {}
@@ -66,6 +64,11 @@ class ClaimConnections:
     def schemas(self) -> list[Schema]:
         """That the client was given."""
         return list(self.known.values())
+
+    @property
+    def routes(self) -> Routes:
+        """Where listeners said that rings are served."""
+        return self._all.routes
 
     # --- connections --------------------------------------------------------------------------------
     async def of_port(self, port: PortKey) -> ClaimConnection:
@@ -115,7 +118,6 @@ class ClaimConnections:
             self._renewing = self._loop.create_task(self._renew())
             self._loop.add_reader(self._dropped.fileno(), self._return_dropped)
         self._open.add(connection)
-        self.listeners.said(connection.link)
         return connection
 
     def leave(self, connection: ClaimConnection) -> None:

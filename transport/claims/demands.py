@@ -4,7 +4,7 @@
 
 Places are looked for again and again, so rings that appear and vanish are followed. A connection that breaks gives its
 claims up, and its place is tried again, through the next of its ports: those by which it was found, and those that the
-listeners of its ring have named (listeners.py). Everything belongs to the client's loop.
+listeners of its ring have named. Everything belongs to the client's loop.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Demands:
 
     def _ports(self, place: RingAddress, ring: str) -> list[PortKey]:
         """Where the place's ring may be served, in the order of this trainer: all ports of its first address first."""
-        ports = list(dict.fromkeys((*place.ports, *self._all.listeners.ports(ring))))
+        ports = list(dict.fromkeys((*place.ports, *self._all.routes.ports_said(ring))))
         begin = self._spread % len(ports) if ports else 0
         addresses = [each for each in place.addresses if place.segment is not None or not is_loopback(each)]
         return [(address, port) for address in addresses for port in (*ports[begin:], *ports[:begin])]

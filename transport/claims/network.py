@@ -299,7 +299,7 @@ class NetworkSource:
 
     def ring_at(self, place: RingAddress) -> str:
         """The ring that was met at an address; "": none."""
-        return "" if self._claims is None else self._claims.listeners.ring_at((place.addresses[0], place.ports[0]))
+        return "" if self._claims is None else self._claims.routes.ring_at((place.addresses[0], place.ports[0]))
 
     # --- the ends of claims ---------------------------------------------------------------------------
     def payload_bytes(self, claim: NetworkClaim) -> PayloadBytes | None:

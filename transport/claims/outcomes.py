@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transport.claims.batch import OUT_OF_REACH, Rows
-from transport.claims.listeners import Listeners
 from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
@@ -48,12 +47,11 @@ class Served(NamedTuple):
 
 
 class Outcomes:
-    """Asks for the outcomes of one client's finishes, wherever its ``listeners`` have said that the ring is served."""
+    """Asks for the outcomes of one client's finishes, wherever listeners have said that the ring is served."""
 
-    def __init__(self, links: Links, settings: Settings, listeners: Listeners) -> None:
+    def __init__(self, links: Links, settings: Settings) -> None:
         self._links = links
         self._settings = settings
-        self._listeners = listeners
         self.unknown = 0  # claims whose outcome no port of the ring knew
         self.questions = 0  # how often a claim's outcome was asked for and no port was reached
         self._closed = asyncio.Event()
@@ -155,12 +153,11 @@ class Outcomes:
     def _ports(self, broken: Link, found: Served) -> list[PortKey]:
         """Where its ring may be, at its own port last: the listener there may hang."""
         host, own = broken.port
-        said = ((host, port) for port in self._listeners.ports(broken.ring) if port != own)
+        said = ((host, port) for port in self._links.routes.ports_said(broken.ring) if port != own)
         return list(dict.fromkeys((*found.ports, *said, broken.port)))
 
     async def _asked(self, port: PortKey, broken: Link, rows: Rows) -> list[int]:
         link = await self._links.open_apart(port, broken.ring)
-        self._listeners.said(link)
         try:
             answers: list[int] = []
             for begin in range(0, len(rows), frames.MAX_RECORDS):

@@ -175,6 +175,21 @@ async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch:
             assert np.array_equal((await client.read(ticket))["data"], noise(100))
 
 
+@asynchronous
+async def test_the_listener_that_was_met_names_the_ports_of_its_ring_to_claims_and_to_reads_by_ticket() -> None:
+    with serving(slots=4, slot_bytes=1000, ports=(0, 0)) as (ring, server):
+        first, second = (("127.0.0.1", number) for number in server.ports)
+        ticket = msgspec.structs.replace(ring.write_raw(noise(100)), host="another", ports=(first[1],))
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            routes = client._links.routes
+            assert (routes.ports_said(ring.ring_id), routes.ring_at(first), routes.ports(ticket)) == ((), "", [first])
+            await client.take(f"{first[0]}:{first[1]}", 1)
+            assert routes.ports_said(ring.ring_id) == server.ports
+            assert (routes.ring_at(first), routes.ring_at(second)) == (ring.ring_id, ring.ring_id)
+            assert routes.ring_at(("127.0.0.1", 1)) == ""
+            assert routes.ports(ticket) == [first, second]
+
+
 FEW = 8
 
 

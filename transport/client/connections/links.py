@@ -251,7 +251,6 @@ class Links:
             raise
         self._pool.opened(port, link)
         self._check_wire(port, link)
-        self.routes.listeners_said(ring, link.ports)
         return link
 
     async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "") -> Link:
@@ -278,6 +277,7 @@ class Links:
             raise
         self._tag_bases[link] = base
         self.opened += 1
+        self.routes.listener_said(port, link.ring, link.ports)
         return link
 
     def _check_wire(self, port: PortKey, link: Link) -> None:

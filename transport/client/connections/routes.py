@@ -1,7 +1,8 @@
 """Routes: the ports at which each ring may be served, which of them to avoid, and which to try next. No I/O.
 
-The ports that a listener last named are newer than those of a ticket. A port that now serves another ring is skipped,
-and one that failed is in quarantine for a while.
+A listener names the ports of its ring in WELCOME; one that is started anew may get another port. The ports that were
+named last are newer than those of a ticket. A port that now serves another ring is skipped, and one that failed is in
+quarantine for a while.
 """
 
 from __future__ import annotations
@@ -127,21 +128,22 @@ class PortQuarantine:
 
 
 class Route(msgspec.Struct):
-    """How a ring was last reached, for acknowledgements that go out later."""
+    """How a ring is reached by its tickets, also for acknowledgements that go out later."""
 
-    hosts: tuple[str, ...]
-    ports: tuple[int, ...]
-    pairs: list[PortKey]  # (host, port) of every listener, best host first
-    hosts_named: tuple[str, ...]  # by the last ticket
-    ports_named: tuple[int, ...]
+    hosts: tuple[str, ...] = ()  # best first
+    hosts_named: tuple[str, ...] = ()  # by the last ticket
+    ports_named: tuple[int, ...] = ()
+    segment: str | None = None  # of a ring of this host; None: of another one
+    pairs: list[PortKey] = msgspec.field(default_factory=list)  # (host, port) of every listener, best host first
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
     all_wrong_since: float | None = None  # None: not all ports do
     used: bool = False  # since routes were last forgotten
-    segment: str | None = None  # of a ring of this host; None: of another one
 
 
 class Routes:
-    """The routes of one client, and the next port to try by their health.
+    """The routes of one client, where listeners said that rings are served, and the next port to try by their health.
+
+    Belongs to the client's loop; other threads may ask for what listeners said.
 
     Args:
         quarantine: knows which ports are healthy.
@@ -153,36 +155,63 @@ class Routes:
         self._quarantine = quarantine
         self._ledger = ledger
         self._of_ring: dict[str, Route] = {}
+        self._ports_said: dict[str, tuple[int, ...]] = {}  # by ring, by the last listener of it that named any
+        self._ring_at: dict[PortKey, str] = {}
         self._rotation = random.randrange(1 << 16)
 
+    # --- what listeners said --------------------------------------------------------------------------
+    def listener_said(self, port: PortKey, ring: str, numbers: tuple[int, ...]) -> None:
+        """The listener at ``port`` named its ring, and the ports (empty: none) at which that is served."""
+        host, _ = port
+        self._ring_at[port] = ring
+        for number in numbers:
+            self._ring_at.setdefault((host, number), ring)
+        if numbers and numbers != self._ports_said.get(ring):
+            self._ports_said[ring] = numbers
+            if (route := self._of_ring.get(ring)) is not None:
+                self._lead(ring, route)
+
+    def ports_said(self, ring: str) -> tuple[int, ...]:
+        """The ports of this ring, as a listener of it last named them; none: none did."""
+        return self._ports_said.get(ring, ())
+
+    def ring_at(self, port: PortKey) -> str:
+        """The ring that answered there last; where none has, one that is said to be served there. "": unknown."""
+        return self._ring_at.get(port, "")
+
+    # --- the way to a ring ----------------------------------------------------------------------------
     def find(self, ring: str) -> Route | None:
         """The ring's route; None: no ticket has named it, or it is forgotten."""
         return self._of_ring.get(ring)
 
     def ports(self, ticket: Ticket) -> list[PortKey]:
         """(address, port) of every listener that may serve the ticket's ring, best address first."""
-        route = self._of_ring.get(ticket.ring)
+        ring = ticket.ring
+        route = self._of_ring.get(ring)
         if route is not None and route.ports_named == ticket.ports and route.hosts_named == ticket.addresses:
             route.used = True
             return route.pairs
-        hosts = tuple(
-            dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
-        )
-        # the ports that a listener last named are newer than the ticket
-        numbers = tuple(dict.fromkeys((*(route.ports if route else ()), *ticket.ports)))
-        if not hosts or not numbers:
+        here = ticket.host == host_identity()
+        hosts = tuple(dict.fromkeys((LOOPBACK, *ticket.addresses) if here else ticket.addresses))
+        if not hosts or not (ticket.ports or self.ports_said(ring)):
             raise UnreachableError(f"ticket {ticket.name} names no address and port; start a UCXXServer for its ring")
-        pairs = [(host, number) for host in hosts for number in numbers]
-        if route is not None and route.pairs == pairs:
-            route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
-        else:
-            segment = ticket.segment if ticket.host == host_identity() else None
-            made = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, used=route is not None, segment=segment)
-            made.wrong = route.wrong if route else made.wrong
-            self._of_ring[ticket.ring] = made
+        if route is None:
+            route = self._of_ring[ring] = Route()
             if len(self._of_ring) > self._forget_at:
-                self._forget_some(ticket.ring)
-        return pairs
+                self._forget_some(ring)
+        else:
+            route.used = True
+        route.hosts, route.hosts_named, route.ports_named = hosts, ticket.addresses, ticket.ports
+        route.segment = ticket.segment if here else None
+        self._lead(ring, route)
+        return route.pairs
+
+    def _lead(self, ring: str, route: Route) -> None:
+        """To the ports that its listeners named last, then to those of its last ticket."""
+        numbers = dict.fromkeys((*self.ports_said(ring), *route.ports_named))
+        pairs = [(host, number) for host in route.hosts for number in numbers]
+        if pairs != route.pairs:
+            route.pairs, route.all_wrong_since = pairs, None
 
     def _forget_some(self, ring: str) -> None:
         """Forget a quarter of the limit, never ``ring``; first the routes that were not used since the last time."""
@@ -191,6 +220,7 @@ class Routes:
             free = [each for each, route in self._of_ring.items() if each not in kept and route.used is used]
             for each in free[: max(0, len(self._of_ring) - _MOST_ROUTES * 3 // 4)]:
                 del self._of_ring[each]
+                self._ports_said.pop(each, None)
         for route in self._of_ring.values():
             route.used = False
         self._forget_at = max(_MOST_ROUTES, len(self._of_ring) + _MOST_ROUTES // 4)  # not again at the next new route
@@ -244,12 +274,3 @@ class Routes:
         route = self._of_ring.get(ring)
         since = None if route is None else route.all_wrong_since
         return since is not None and time.monotonic() - since >= after_s
-
-    def listeners_said(self, ring: str, numbers: tuple[int, ...]) -> None:
-        """A listener named the ports (empty: none) at which the ring is served."""
-        route = self._of_ring.get(ring)
-        if route is not None and numbers and numbers != route.ports:
-            pairs = [(host, number) for host in route.hosts for number in numbers]
-            self._of_ring[ring] = Route(
-                route.hosts, numbers, pairs, (), (), route.wrong, used=True, segment=route.segment
-            )
