@@ -11,8 +11,7 @@ import numpy as np
 from plans import Plan
 
 from transport.claims.batch import OUT_OF_REACH, ClaimedRows, _when_done
-from transport.claims.connection import ClaimConnection
-from transport.claims.connections import ClaimConnections
+from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Outcomes
 from transport.claims.takers import Takers
 from transport.client.attempts import RemoteReads

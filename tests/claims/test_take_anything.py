@@ -18,8 +18,7 @@ from scripted_peer import LARGE, Peer, Stage
 
 from transport import Schema, SharedRingBuffer, UpTo
 from transport.claims.batch import CONSUME, TAKEN, End, TakenBatch, Verdict
-from transport.claims.connection import ClaimConnection
-from transport.claims.connections import ClaimConnections
+from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.in_place import TakenPart
 from transport.claims.outcomes import Outcomes
 from transport.client.connections.acknowledgements import AckLedger

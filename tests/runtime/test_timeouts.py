@@ -12,7 +12,7 @@ import pytest
 from helpers import asynchronous
 
 from transport.runtime import timeouts as module
-from transport.runtime.timeouts import Timeouts
+from transport.runtime.timeouts import Timeouts, fail
 
 LATER = 3600.0
 
@@ -25,8 +25,8 @@ class Clock:
         self.timers: list[tuple[float, asyncio.TimerHandle, Callable[[], object]]] = []
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def watch(self) -> Timeouts:
-        made = Timeouts()
+    def watch(self) -> Timeouts[asyncio.Future[Any]]:
+        made = Timeouts(fail)
         made._loop = self  # type: ignore[assignment]
         return made
 
@@ -63,19 +63,19 @@ def late(*futures: asyncio.Future[Any]) -> list[bool]:
 # --- on the loop's own clock -------------------------------------------------------------------------
 @asynchronous
 async def test_a_future_that_is_late_fails_and_one_that_was_removed_does_not() -> None:
-    watch = Timeouts()
+    watch = Timeouts(fail)
     slow, removed, far = future(), future(), future()
     watch.add(far, time.monotonic() + LATER)
     watch.add(removed, time.monotonic() + 0.01)
     watch.add(slow, time.monotonic() + 0.01)
     watch.remove(removed)
     watch.remove(removed)
-    assert repr(watch) == "<Timeouts 2 futures>"
+    assert repr(watch) == "<Timeouts 2 waiting>"
     with pytest.raises(TimeoutError):
         await slow
     assert not removed.done()
     assert not far.done()
-    assert repr(watch) == "<Timeouts 1 futures>"
+    assert repr(watch) == "<Timeouts 1 waiting>"
     watch.close()
 
 
@@ -135,7 +135,7 @@ async def test_a_future_that_is_done_is_left_alone(clock: Clock) -> None:
     assert with_result.result() == 5
     assert isinstance(with_error.exception(), OSError)
     assert cancelled.cancelled()
-    assert repr(watch) == "<Timeouts 0 futures>"
+    assert repr(watch) == "<Timeouts 0 waiting>"
     assert clock.armed == []
 
 
@@ -166,7 +166,7 @@ async def test_closing_lets_go_of_the_timer_and_of_every_future(clock: Clock) ->
     watch.add(waiting, 1010.0)
     watch.close()
     assert clock.armed == []
-    assert repr(watch) == "<Timeouts 0 futures>"
+    assert repr(watch) == "<Timeouts 0 waiting>"
     clock.advance(1100.0)
     assert not waiting.done()
     watch.close()

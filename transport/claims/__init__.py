@@ -3,7 +3,7 @@
 places      where the rings of a run are
 takers      which rings are asked for how many payloads; decisions only
 demands     what carries these out
-connection  a connection that takes payloads and ends their claims; connections: all of one client
+connection  connections that take payloads and end their claims
 outcomes    what became of ends whose answer was lost
 batch       what one TAKE brought, its claims and their verdicts; in_place: batches of several answers
 mapped, network   the two sources of claims

@@ -1,4 +1,4 @@
-"""A connection to one listener that takes payloads from its ring, and holds their claims.
+"""Connections to listeners that take payloads from their rings, and hold their claims: each one, and all of a client.
 
     take ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenBatch
               └ payloads that are too large for the answer are read under their claims
@@ -7,19 +7,25 @@
               └ the connection broke before the answer: any port of the ring is asked (outcomes.py)
 
 The claims live and die with the connection: it is not one of the pool's, which come and go. Everything belongs to the
-client's loop.
+client's loop. What happens unasked:
+
+renewing   every quarter of the lease that this client asks for, each connection says that its holder is alive; one that
+           is spent ends when nothing of it is in hand
+dropped    claims whose batch or `Claim` is gone without an end go back
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,23 +44,31 @@ from transport.claims.batch import (
 )
 from transport.claims.fields import WantedFields
 from transport.claims.outcomes import Outcomes, Served
+from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link, Want, refusal
+from transport.client.connections.links import Links
+from transport.client.connections.pool import PortKey
+from transport.client.connections.routes import Routes
 from transport.devices.buffers import BufferPool
 from transport.errors import (
     BatchTooLargeError,
     BusyError,
     ChecksumError,
+    ClosedError,
     ConnectionLostError,
     ProtocolError,
     ReadTimeoutError,
+    SchemaError,
     TransportError,
     UsageError,
 )
 from transport.ring.consumers import consumers_of, rank_of
 from transport.ring.parts import field_names
 from transport.runtime import hurry
+from transport.runtime.timeouts import Timeouts
 from transport.schema import Schema
 from transport.settings import Settings
+from transport.ticket import NO_SCHEMA
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
 from transport.wire.library import engine
@@ -66,25 +80,12 @@ T = TypeVar("T")
 MOST_BYTES: Final = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S: Final = 3600.0
 _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
+_RENEWALS: Final = 4  # in the time of a lease
 _SPENT: Final = frames.MESSAGE_NUMBERS // 2  # the others are for what is in hand, whose ends may be a message each
 _REFUSED: Final = 1
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
-
-
-class Client(Protocol):
-    """What a connection uses of its client's others (`ClaimConnections`)."""
-
-    settings: Settings
-    buffers: BufferPool
-    known: Mapping[str, Schema]
-    outcomes: Outcomes
-    checksum_failures: int
-
-    def hold(self, connection: ClaimConnection, rows: Rows) -> tuple[ClaimedRows, _ring.OwnedClaims]: ...
-
-    def end(self, link: Link) -> None: ...
 
 
 class ClaimConnection:
@@ -99,7 +100,7 @@ class ClaimConnection:
         served: where the ring is at the moment, for who follows it; its ports may change.
     """
 
-    def __init__(self, link: Link, client: Client) -> None:
+    def __init__(self, link: Link, client: ClaimConnections) -> None:
         self.link = link
         self.ring = link.ring
         self.served: Callable[[], Served] = Served
@@ -108,9 +109,6 @@ class ClaimConnection:
         self._closed = False
         self._unsent: deque[tuple[_Ending, slice]] = deque()  # messages that wait until others are answered
         self._unanswered = 0  # claims in FINISH and END messages; `MOST_UNANSWERED` of them stand in the ring
-        self._due: dict[_Waiter, tuple[float, float, str]] = {}  # time of the loop, limit in s, for what
-        self._look_at = math.inf  # the time of the timer
-        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
@@ -141,8 +139,6 @@ class ClaimConnection:
         if not self._closed:
             self._closed = True
             self._client.end(self.link)
-            if self._timer is not None:
-                self._timer.cancel()
 
     # --- taking -------------------------------------------------------------------------------------
     async def take(self, n: int, **demand: Any) -> TakenBatch:
@@ -210,7 +206,8 @@ class ClaimConnection:
                 f"there is no memory for an answer of {size} bytes; ask for fewer most_bytes"
             ) from None
         taken: asyncio.Future[TakenBatch] = self.loop.create_future()
-        waiter = _Waiter(self._due, partial(self._came, taken, buffer, verify, wanted, schema))
+        limit_s = wait_s + self._settings.read_timeout(most_bytes)
+        waiter = self._waiter(partial(self._came, taken, buffer, verify, wanted, schema), limit_s, "a demand")
         number = self.link.native.take(
             waiter,
             buffer,
@@ -224,7 +221,7 @@ class ClaimConnection:
             verify=verify,
         )
         self.link.worker.sent()
-        self._expect(waiter, wait_s + self._settings.read_timeout(most_bytes), "a demand")
+        self._client.timeouts.add(waiter, time.monotonic() + limit_s)
         return number, taken
 
     def take_back(self, number: int) -> None:
@@ -357,7 +354,7 @@ class ClaimConnection:
             self._check()
             _, future = self.link.read(group, [])
             size = sum(want.ticket.size for want in group)
-            outcome = await self._outcome(future, self._settings.read_timeout(size), "payloads")
+            outcome = await self._outcome(future, self._settings.read_timeout(size))
             if outcome == engine().PROTOCOL:
                 self.abort()
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
@@ -429,9 +426,10 @@ class ClaimConnection:
             self._message(ending, rows, partial(self._answered, ending, places, count))
 
     def _message(self, ending: _Ending, rows: Rows, answered: Callable[[Any], object]) -> None:
-        waiter = _Waiter(self._due, answered)
+        limit_s = hurry.bounded(self._settings.read_timeout(0))
+        waiter = self._waiter(answered, limit_s, "the end of claims")
         # First: a message that cannot be sent is one without an answer.
-        self._expect(waiter, hurry.bounded(self._settings.read_timeout(0)), "the end of claims")
+        self._client.timeouts.add(waiter, time.monotonic() + limit_s)
         ending.send(waiter, rows)
         self.link.worker.sent()
 
@@ -472,45 +470,26 @@ class ClaimConnection:
         if self.lost:
             raise ConnectionLostError(f"{self!r}: its connection is gone, and every claim with it")
 
-    async def _outcome(self, future: asyncio.Future[Any], limit_s: float, what: str) -> Any:
-        """The future's. When it does not come in time, the connection ends."""
-
-        def late(error: TransportError) -> None:
-            if not future.done():
-                future.set_exception(error)
-
-        waiter = _Waiter(self._due, late)
-        self._expect(waiter, limit_s, what)
+    async def _outcome(self, future: asyncio.Future[Any], limit_s: float) -> Any:
+        """The future's, of a request for payloads. When it does not come in time, the connection ends."""
         try:
-            return await future
+            async with asyncio.timeout(limit_s):
+                return await future
+        except TimeoutError as error:
+            self.abort()
+            if isinstance(error, TransportError):
+                raise
+            raise self._late(limit_s, "payloads") from None
         except TransportError:
             self.abort()
             raise
-        finally:
-            self._due.pop(waiter, None)
 
-    def _expect(self, waiter: _Waiter, limit_s: float, what: str) -> None:
-        """Give the waiter a ReadTimeoutError where no outcome comes within the limit."""
-        at = self.loop.time() + limit_s
-        self._due[waiter] = at, limit_s, what
-        if at < self._look_at:
-            self._look_again(at)
+    def _waiter(self, then: Callable[[Any], object], limit_s: float, what: str) -> _Waiter:
+        return _Waiter(then, self._client.timeouts, partial(self._late, limit_s, what))
 
-    def _look_again(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._look_at, self._timer = at, None
-        if at < math.inf and not self._closed:
-            self._timer = self.loop.call_at(at, self._look)
-
-    def _look(self) -> None:
-        """One timer for all: it mostly finds that what it was set for came long ago."""
-        now = self.loop.time()
-        late = [(waiter, limit_s, what) for waiter, (at, limit_s, what) in self._due.items() if at <= now]
-        self._look_again(min((at for at, _, _ in self._due.values() if at > now), default=math.inf))
+    def _late(self, limit_s: float, what: str) -> ReadTimeoutError:
         host, port = self.link.port
-        for waiter, limit_s, what in late:
-            waiter(ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s"))
+        return ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s")
 
     def _task(self, work: Coroutine[Any, Any, T], answered: asyncio.Future[T]) -> None:
         """Have ``answered`` get what ``work`` returns or raises."""
@@ -528,6 +507,155 @@ class ClaimConnection:
             answered.set_exception(error)
 
 
+class ClaimConnections:
+    """Of one client: one connection per port, opened when first asked for, and those of demands. Belongs to its loop.
+
+    Attributes:
+        known: schemas that the client was given, by fingerprint.
+        checksum_failures: payloads that came with bytes that had changed, through any connection.
+        timeouts: of what the connections wait for.
+        outcomes: asks what became of ends whose answer was lost.
+    """
+
+    def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
+        self.settings = settings
+        self.buffers = buffers
+        self.known = schemas
+        self.checksum_failures = 0
+        self.outcomes = Outcomes(links, settings)
+        self.timeouts: Timeouts[_Waiter] = Timeouts(_Waiter.late)
+        self._all = links
+        self._by_port: dict[PortKey, ClaimConnection] = {}
+        self._opening: dict[PortKey, asyncio.Task[ClaimConnection]] = {}
+        self._open: set[ClaimConnection] = set()
+        self._numbers = itertools.count(1)
+        self._held: dict[int, ClaimedRows] = {}
+        self._loop = asyncio.get_running_loop()
+        self._dropped = _ring.DroppedClaims()
+        self._renewing: asyncio.Task[None] | None = None
+        self._ending: list[asyncio.Future[Codes]] = []
+        self._closed = False
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """That the client was given."""
+        return list(self.known.values())
+
+    @property
+    def routes(self) -> Routes:
+        """Where listeners said that rings are served."""
+        return self._all.routes
+
+    # --- connections --------------------------------------------------------------------------------
+    async def of_port(self, port: PortKey) -> ClaimConnection:
+        """The port's connection, a new one where there is none, or the last one broke or is spent."""
+        known = self._by_port.get(port)
+        if known is not None:
+            if known.lost:
+                self.leave(known)
+            elif not known.spent:
+                return known
+            del self._by_port[port]
+        opening = self._opening.get(port)
+        if opening is None:
+            opening = self._opening[port] = self._loop.create_task(self._connected(port))
+            opening.add_done_callback(partial(self._opened, port))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if self._closed and opening.cancelled():
+                raise ClosedError("this client is closed") from None
+            raise
+
+    def _opened(self, port: PortKey, task: asyncio.Task[ClaimConnection]) -> None:
+        self._opening.pop(port, None)
+        if not task.cancelled() and task.exception() is None:
+            self._by_port[port] = task.result()
+
+    async def open(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
+        """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`.
+
+        SchemaError: the ring there is of a schema that this client was not given; nothing was claimed.
+        """
+        connection = await self._connected(port, segment)
+        schema = connection.link.schema
+        if self.known and schema not in (*self.known, NO_SCHEMA, ""):
+            self.leave(connection)
+            theirs = schema_of(connection.link.fields)
+            raise SchemaError(foreign(f"{connection.ring[:8]} at {port[0]}:{port[1]}", schema, theirs, self.schemas))
+        return connection
+
+    async def _connected(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
+        connection = ClaimConnection(await self._all.open_apart(port, segment=segment), self)
+        if self._closed:
+            connection.abort()
+            raise ClosedError("this client is closed")
+        if self._renewing is None:
+            self._renewing = self._loop.create_task(self._renew())
+            self._loop.add_reader(self._dropped.fileno(), self._return_dropped)
+        self._open.add(connection)
+        return connection
+
+    def leave(self, connection: ClaimConnection) -> None:
+        """End a connection, and every claim of it. Idempotent."""
+        self._open.discard(connection)
+        connection.abort()
+
+    def end(self, link: Link) -> None:
+        """End the link of a connection."""
+        self._all.break_off(link)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.claim_lease_s / _RENEWALS)
+            for connection in list(self._open):
+                if connection.lost or (connection.spent and self._is_idle(connection)):
+                    self.leave(connection)
+                else:
+                    connection.renew()
+
+    def _is_idle(self, connection: ClaimConnection) -> bool:
+        held = any(each.connection is connection for each in self._held.values())
+        return not held and connection.link.native.under_way == 0
+
+    # --- claims -------------------------------------------------------------------------------------
+    def hold(self, connection: ClaimConnection, rows: Rows) -> tuple[ClaimedRows, _ring.OwnedClaims]:
+        """The claims of these rows, and their owner: what is open goes back with it."""
+        number = next(self._numbers)
+        return ClaimedRows(connection, rows, number, self._held), self._dropped.owned(number, len(rows))
+
+    def _return_dropped(self) -> None:
+        for number, begin, end in self._dropped.take():
+            claims = self._held.get(number)
+            if claims is not None:
+                claims.return_soon(np.arange(begin, end, dtype=np.intp))
+
+    def close(self) -> None:
+        """End every connection: what was taken and not consumed can be claimed by others. Idempotent."""
+        self._closed = True
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.remove_reader(self._dropped.fileno())
+        self._dropped.close()
+        self.outcomes.close()
+        self._ending += [asked for claims in self._held.values() for asked in claims.asking]
+        for opening in list(self._opening.values()):
+            opening.cancel()
+        for connection in list(self._open):
+            connection.abort()
+        self.timeouts.close()
+        self._open.clear()
+        self._by_port.clear()
+        self._held.clear()
+
+    async def ended(self) -> None:
+        """Wait, after `close` and the end of the client's links, for what still asked how claims ended."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+
 class _Answer(NamedTuple):
     """An answer to a demand: its rows, where tickets and payloads begin in its buffer, and their claims."""
 
@@ -542,15 +670,26 @@ class _Answer(NamedTuple):
 
 
 class _Waiter:
-    """Is told once what becomes of a request that is among those that are due: an outcome, or an error."""
+    """Is told once what becomes of a request: an outcome, or an error."""
 
-    def __init__(self, due: dict[_Waiter, tuple[float, float, str]], then: Callable[[Any], object]) -> None:
-        self._due = due
-        self._then = then
+    __slots__ = ("_late", "_then", "_timeouts")
+
+    def __init__(
+        self, then: Callable[[Any], object], timeouts: Timeouts[_Waiter], late: Callable[[], ReadTimeoutError]
+    ) -> None:
+        self._then: Callable[[Any], object] | None = then
+        self._timeouts = timeouts
+        self._late = late
 
     def __call__(self, outcome: Any) -> None:
-        if self._due.pop(self, None) is not None:
-            self._then(outcome)
+        then, self._then = self._then, None
+        if then is not None:
+            self._timeouts.remove(self)
+            then(outcome)
+
+    def late(self) -> None:
+        """No outcome has come in time."""
+        self(self._late())
 
 
 class _Ending:

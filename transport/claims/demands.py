@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch
-from transport.claims.connection import MOST_BYTES, ClaimConnection
+from transport.claims.connection import MOST_BYTES, ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Served
 from transport.claims.takers import Ask, CancelDemand, Close, Open, Takers
 from transport.errors import (
@@ -34,7 +34,6 @@ from transport.wire.addresses import is_loopback
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
-    from transport.claims.connections import ClaimConnections
     from transport.claims.places import RingAddress
     from transport.client.connections.pool import PortKey
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from transport import _ring
 from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
-from transport.claims.connection import ClaimConnection
-from transport.claims.connections import ClaimConnections
+from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.demands import Demands
 from transport.claims.in_place import TakenPayloads
 from transport.claims.places import RingAddress

@@ -33,7 +33,7 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.ring.parts import PayloadPart, Range
-from transport.runtime.timeouts import Timeouts
+from transport.runtime.timeouts import Timeouts, fail
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire.frames import Record
@@ -79,7 +79,7 @@ class RemoteReads:
         self._settings = settings
         self._verify_checksums = verify
         self._trace = trace
-        self._watch = Timeouts()
+        self._watch: Timeouts[asyncio.Future[Any]] = Timeouts(fail)
         self._wires = wires
         self.retries = 0
         self.checksum_failures = 0

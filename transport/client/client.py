@@ -18,8 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
 from transport.claims.batch import TakenBatch
-from transport.claims.connection import MOST_BYTES
-from transport.claims.connections import ClaimConnections
+from transport.claims.connection import MOST_BYTES, ClaimConnections
 from transport.claims.in_place import Plan, TakeBatchArguments, TakenPayloads, Taker, taken_in_place
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links

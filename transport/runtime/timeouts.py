@@ -1,34 +1,38 @@
-"""Futures with deadlines that share one timer of the loop, because a timer for each read is slow."""
+"""Deadlines that share one timer of the loop, because a timer for each request is slow."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+W = TypeVar("W", bound=Hashable)
 
 
-class Timeouts:
-    """Fails futures with TimeoutError at their deadlines. Belongs to the running loop."""
+class Timeouts(Generic[W]):
+    """Calls ``late`` for each of those that wait, at its deadline. Belongs to the running loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: Callable[[W], object]) -> None:
+        self._late = late
         self._loop = asyncio.get_running_loop()
-        self._due: dict[asyncio.Future[Any], float] = {}
+        self._due: dict[W, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         # Invariant: the timer fires at or before the earliest moment in _due.
         self._timer_at = float("inf")
 
     def __repr__(self) -> str:
-        return f"<Timeouts {len(self._due)} futures>"
+        return f"<Timeouts {len(self._due)} waiting>"
 
-    def add(self, future: asyncio.Future[Any], at: float) -> None:
-        """Fail ``future`` at ``at`` (monotonic seconds) unless it is done by then, or removed."""
-        self._due[future] = at
+    def add(self, waiting: W, at: float) -> None:
+        """Call ``late(waiting)`` at ``at`` (monotonic seconds) unless it is removed by then."""
+        self._due[waiting] = at
         if at < self._timer_at:
             self._arm(at)
 
-    def remove(self, future: asyncio.Future[Any]) -> None:
-        """Forget a future that is done. The timer stays: the next future mostly needs it."""
-        self._due.pop(future, None)
+    def remove(self, waiting: W) -> None:
+        """Forget one that has its answer. The timer stays: the next one mostly needs it."""
+        self._due.pop(waiting, None)
 
     def _arm(self, at: float) -> None:
         if self._timer is not None:
@@ -40,15 +44,21 @@ class Timeouts:
 
     def _ring(self) -> None:
         now = time.monotonic()
-        for future, at in list(self._due.items()):
-            if at <= now:
-                del self._due[future]
-                if not future.done():
-                    future.set_exception(TimeoutError())
+        over = [waiting for waiting, at in self._due.items() if at <= now]
+        for waiting in over:
+            del self._due[waiting]
         self._timer = None
         self._arm(min(self._due.values(), default=float("inf")))
+        for waiting in over:
+            self._late(waiting)
 
     def close(self) -> None:
-        """Cancel the timer and forget every future."""
+        """Cancel the timer and forget all."""
         self._due.clear()
         self._arm(float("inf"))
+
+
+def fail(future: asyncio.Future[Any]) -> None:
+    """What becomes of a future that is late: TimeoutError, unless it is done."""
+    if not future.done():
+        future.set_exception(TimeoutError())
