@@ -49,6 +49,23 @@ class MappedClaim(Claim, frozen=True, kw_only=True):
         """How often the delivery was claimed in vain before."""
         return self.native.in_vain
 
+    @property
+    def in_question(self) -> bool:
+        """Whether it may have been consumed: never, since the ring is at hand."""
+        return False
+
+    def renewed(self) -> bool:
+        """Whether it is held; says that its holder is alive."""
+        try:
+            self.ring.native.heard()
+            return self.native.held
+        except _ring.RingFault:
+            return False
+
+    def payload_bytes(self) -> PayloadBytes | None:
+        """The payload; None: it is gone, or to be read by its ticket."""
+        return self.source.payload_bytes(self)
+
 
 class MappedSource:
     """Claims of mapped rings. Any thread.
@@ -162,18 +179,6 @@ class MappedSource:
             if claim.ring.native.closed:
                 return False  # the claim has ended with it
             raise named(fault) from None
-
-    def renewed(self, claim: MappedClaim) -> bool:
-        """Whether it is held; says that its holder is alive."""
-        try:
-            claim.ring.native.heard()
-            return claim.native.held
-        except _ring.RingFault:
-            return False
-
-    def in_question(self, claim: MappedClaim) -> bool:
-        """Never: the ring is at hand."""
-        return False
 
 
 class RingsOfHost:

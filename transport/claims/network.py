@@ -71,12 +71,28 @@ class NetworkClaim(Claim, frozen=True, kw_only=True):
         """What became of it, as `Verdict` has it."""
         return int(self.batch.claims.verdicts[self.position])
 
+    @property
+    def in_question(self) -> bool:
+        """Whether it may have been consumed: its ring is out of reach."""
+        return self.verdict == Verdict.IN_QUESTION
+
+    def renewed(self) -> bool:
+        """Whether it is held, as far as this side knows; the client's loop says that its holder is alive."""
+        return self.verdict == Verdict.OPEN and not self.batch.lost
+
+    def payload_bytes(self) -> PayloadBytes:
+        """The payload, which came with the claim."""
+        batch = self.batch
+        return PayloadBytes(batch.claims.connection.link.wire, batch.data(self.position - batch.first))
+
 
 class _Rank:
-    """What came for one rank and is not claimed yet."""
+    """The demands of one rank, and what came for it and is not claimed yet."""
+
+    demands: Demands
+    idling: asyncio.Task[None]
 
     def __init__(self) -> None:
-        self.demands: Demands | None = None
         self.came: deque[TakenBatch] = deque()
         self.arrived = Waits()
         # Claims and positions of whole batches that are not said to be in use: that costs a turn of the
@@ -85,7 +101,6 @@ class _Rank:
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
         self.asked = time.monotonic()  # when a caller last asked for payloads
-        self.idling: asyncio.Task[None] | None = None
 
 
 class NetworkSource:
@@ -153,29 +168,24 @@ class NetworkSource:
         """The demands of a rank, which are made once."""
         if self._claims is None:
             self._claims = self._own_claims(thread)
-        made = self._ranks.setdefault(rank, _Rank())
-        if made.demands is None:
+        if (known := self._ranks.get(rank)) is not None:
+            return known
+        made = _Rank()
 
-            def came(batch: TakenBatch) -> None:
-                made.came.append(batch)
-                made.arrived.wake()
-                self._bell()
+        def came(batch: TakenBatch) -> None:
+            made.came.append(batch)
+            made.arrived.wake()
+            self._bell()
 
-            made.demands = Demands(
-                self._claims,
-                self._served,
-                came,
-                self._settled,
-                rank=rank,
-                most_attempts=self._most_attempts,
-            )
-            made.idling = asyncio.create_task(
-                self._give_back_when_idle(made, made.demands, self._claims.settings.claim_lease_s)
-            )
+        made.demands = Demands(
+            self._claims, self._served, came, self._settled, rank=rank, most_attempts=self._most_attempts
+        )
+        made.idling = asyncio.create_task(self._give_back_when_idle(made, self._claims.settings.claim_lease_s))
+        self._ranks[rank] = made
         return made
 
     @staticmethod
-    async def _give_back_when_idle(of: _Rank, demands: Demands, lease_s: float) -> None:
+    async def _give_back_when_idle(of: _Rank, lease_s: float) -> None:
         """What came goes back, and nothing is asked for, while no caller has asked for a lease's time.
 
         The connection lives, and its claims with it: others would wait for them as long as this trainer is idle.
@@ -185,7 +195,7 @@ class NetworkSource:
             if time.monotonic() - of.asked > lease_s:
                 if of.wanted is not None:
                     of.wanted = None
-                    demands.want(0, 1, None)
+                    of.demands.want(0, 1, None)
                 while _next(of.came) is not None:
                     pass
 
@@ -200,7 +210,7 @@ class NetworkSource:
         of.asked = time.monotonic()
         of.sizes.append(n)
         most = max(of.sizes)
-        if of.wanted != (most, oldest_version) and of.demands is not None:
+        if of.wanted != (most, oldest_version):
             of.wanted = (most, oldest_version)
             self._soon(of.demands.want, _BATCHES, most, oldest_version)
 
@@ -267,7 +277,7 @@ class NetworkSource:
         given = claims.given[positions]
         new = (claims.verdicts[positions] <= _IN_QUESTION) & ~given
         count = int(np.count_nonzero(new))
-        if count and of.demands is not None:
+        if count:
             given |= new
             self._count(claims, count, "claimed")
             of.demands.given(claims, count)
@@ -277,7 +287,7 @@ class NetworkSource:
         rings: set[str] = set()
         faults: dict[str, TransportError] = {}
         for asked, of in list(self._ranks.items()):
-            if of.demands is not None and rank in (None, asked):
+            if rank in (None, asked):
                 faults.update(of.demands.faults)
                 for each in of.demands.connections:
                     rings.add(each.ring)
@@ -289,10 +299,9 @@ class NetworkSource:
         ended: dict[str, bool] = {}
         living: set[str] = set()
         for of in list(self._ranks.values()):
-            if of.demands is not None:
-                for ring, said in list(of.demands.ended.items()):
-                    ended[ring] = said and ended.get(ring, True)
-                living.update(each.ring for each in of.demands.connections if not of.demands.ended.get(each.ring))
+            for ring, said in list(of.demands.ended.items()):
+                ended[ring] = said and ended.get(ring, True)
+            living.update(each.ring for each in of.demands.connections if not of.demands.ended.get(each.ring))
             living.update(batch.claims.connection.ring for batch in list(of.came))
         return ended, living
 
@@ -301,11 +310,6 @@ class NetworkSource:
         return "" if self._claims is None else self._claims.routes.ring_at((place.addresses[0], place.ports[0]))
 
     # --- the ends of claims ---------------------------------------------------------------------------
-    def payload_bytes(self, claim: NetworkClaim) -> PayloadBytes | None:
-        """The payload of a claim."""
-        batch = claim.batch
-        return PayloadBytes(batch.claims.connection.link.wire, batch.data(claim.position - batch.first))
-
     def end(self, claims: Sequence[NetworkClaim], end: End) -> list[Claim]:
         """End claims so; those for which it was accepted, now or before."""
         groups: dict[ClaimedRows, list[int]] = {}
@@ -342,14 +346,6 @@ class NetworkSource:
         if payloads is None:
             return batch.ended(CONSUME)
         return asyncio.get_running_loop().create_task(payloads.consume())
-
-    def renewed(self, claim: NetworkClaim) -> bool:
-        """Whether it is held, as far as this side knows; the client's loop says that its holder is alive."""
-        return claim.verdict == Verdict.OPEN and not claim.batch.lost
-
-    def in_question(self, claim: NetworkClaim) -> bool:
-        """Whether it may have been consumed: its ring is out of reach."""
-        return claim.verdict == Verdict.IN_QUESTION
 
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
@@ -398,10 +394,8 @@ class NetworkSource:
 
     async def _end(self) -> None:
         for of in self._ranks.values():
-            if of.idling is not None:
-                of.idling.cancel()
-            if of.demands is not None:
-                of.demands.close()
+            of.idling.cancel()
+            of.demands.close()
             of.came.clear()
             of.taken.clear()
 

@@ -393,14 +393,14 @@ class FoundRings(TicketQueue):
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         self._check_open()
         listed = arguments.held(claims, "renew")
-        return [each for each in listed if isinstance(each, RingClaim) and each.source.renewed(each)]  # type: ignore[arg-type]
+        return [each for each in listed if isinstance(each, RingClaim) and each.renewed()]
 
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
         listed = arguments.held(claims, "in_question")
-        return [each for each in listed if isinstance(each, RingClaim) and each.source.in_question(each)]  # type: ignore[arg-type]
+        return [each for each in listed if isinstance(each, RingClaim) and each.in_question]
 
     def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
-        return claim.source.payload_bytes(claim) if isinstance(claim, RingClaim) else None  # type: ignore[arg-type]
+        return claim.payload_bytes() if isinstance(claim, RingClaim) else None
 
     # --- following ------------------------------------------------------------------------------------
     def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[SharedRingBuffer]:
