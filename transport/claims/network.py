@@ -7,7 +7,6 @@ decided on the loop, too, and stands in the batch: a caller that was interrupted
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -95,9 +94,6 @@ class _Rank:
     def __init__(self) -> None:
         self.came: deque[TakenBatch] = deque()
         self.arrived = Waits()
-        # Claims and positions of whole batches that are not said to be in use: that costs a turn of the
-        # loop. Not the batches: one that its caller drops goes back.
-        self.taken: deque[tuple[ClaimedRows, slice]] = deque()
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
         self.asked = time.monotonic()  # when a caller last asked for payloads
@@ -218,13 +214,10 @@ class NetworkSource:
         """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
         of = self._rank(rank)
         if not of.came:
-            with contextlib.suppress(IndexError):
-                while of.taken:  # it does not consume what it took before it takes more
-                    self._give(of, *of.taken.popleft())
             of.arrived.wait(lambda: of.came or self._closed, wait_s)
         batch = _next(of.came)
         if batch is not None:
-            of.taken.append(_place(batch))
+            self._in_use(of, batch)
         return batch
 
     def claim(
@@ -241,7 +234,7 @@ class NetworkSource:
                 of.came.appendleft(rest)
             made = self._claims_of(batch, consumer)
             aged = [each for each in made if _is_older(each.policy_version, oldest_version)]
-            self._give(of, *_place(batch))
+            self._in_use(of, batch)
             for each in aged:  # asked for when an older policy would do
                 reason = too_old(each.policy_version or 0, oldest_version or 0)
                 self.end([each], End(Verdict.AGED, reason, consumer))
@@ -269,9 +262,9 @@ class NetworkSource:
             )
         return made
 
-    def _give(self, of: _Rank, claims: ClaimedRows, positions: slice) -> None:
-        """These are in the hands of a caller."""
-        self._soon(self._given, of, claims, positions)
+    def _in_use(self, of: _Rank, batch: TakenBatch) -> None:
+        """The batch is in the hands of a caller. The loop gets no reference to it: one that is dropped goes back."""
+        self._soon(self._given, of, batch.claims, batch.positions)
 
     def _given(self, of: _Rank, claims: ClaimedRows, positions: slice) -> None:
         given = claims.given[positions]
@@ -328,24 +321,9 @@ class NetworkSource:
         """Consume all of a batch, or what was kept of it: which were accepted, once the listener has said so."""
         if self._thread is None:
             raise ClosedError("the batch is of another queue")
-        place = _place(batch)
-        ranks = [of for of in list(self._ranks.values()) if place in of.taken]
-        job = Job(self._thread, partial(self._consumed, ranks, batch, payloads))
+        job: Job[Verdicts] = Job(self._thread, partial(batch.ended, CONSUME) if payloads is None else payloads.consume)
         job.start()
-        for of in ranks:  # no turn of the loop of its own is needed to say so
-            with contextlib.suppress(ValueError):  # a caller has just taken it out
-                of.taken.remove(place)
         return job
-
-    def _consumed(
-        self, ranks: list[_Rank], batch: TakenBatch, payloads: TakenPayloads | None
-    ) -> asyncio.Future[Verdicts]:
-        """Before its end the batch is in use: older ones may still be in hand."""
-        for of in ranks:
-            self._given(of, *_place(batch))
-        if payloads is None:
-            return batch.ended(CONSUME)
-        return asyncio.get_running_loop().create_task(payloads.consume())
 
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""
@@ -397,7 +375,6 @@ class NetworkSource:
             of.idling.cancel()
             of.demands.close()
             of.came.clear()
-            of.taken.clear()
 
 
 def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: set[str]) -> Counter[str]:
@@ -410,10 +387,6 @@ def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: se
 
 async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
     await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
-
-
-def _place(batch: TakenBatch) -> tuple[ClaimedRows, slice]:
-    return batch.claims, batch.positions
 
 
 def _next(came: deque[TakenBatch]) -> TakenBatch | None:
