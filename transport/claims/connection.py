@@ -241,12 +241,10 @@ class ClaimConnection:
         """The answer to a demand. What has come whole needs no task."""
         try:
             answer, whole = self._answer(outcome, buffer, verify)
-            if wanted is not None:
-                self._task(self._within_memory(self._some_fields(answer, wanted, schema)), taken)
-            elif whole:
+            if whole and wanted is None:
                 taken.set_result(self._batch(answer, {}, answer.wrong))
             else:
-                self._task(self._within_memory(self._rest(answer)), taken)
+                self._task(self._read_apart(answer, wanted, schema), taken)
         except MemoryError:
             taken.set_exception(self._without_memory())
         except TransportError as error:
@@ -269,9 +267,14 @@ class ClaimConnection:
         self._note_changed(len(wrong))
         return _Answer(rows, notes, offsets, wrong, buffer, verify, *self._client.hold(self, rows)), whole
 
-    async def _within_memory(self, reading: Coroutine[Any, Any, TakenBatch]) -> TakenBatch:
+    async def _read_apart(self, answer: _Answer, wanted: tuple[str, ...] | None, schema: Schema | None) -> TakenBatch:
+        """The batch, once the payloads that did not come with the answer are read, or the fields that are wanted."""
         try:
-            return await reading
+            with _given_back_on_error(answer.claims):
+                if wanted is not None:
+                    return await self._some_fields(answer, wanted, schema)
+                read, failed = await self._read(answer)
+                return self._batch(answer, read, [*answer.wrong, *failed])
         except MemoryError:
             raise self._without_memory() from None
 
@@ -289,12 +292,6 @@ class ClaimConnection:
         held = self._client.hold(self, rows[kept])
         return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, known, len(wrong))
 
-    async def _rest(self, answer: _Answer) -> TakenBatch:
-        """The batch, once the payloads that did not come with the answer are read."""
-        with _given_back_on_error(answer.claims):
-            read, failed = await self._read(answer.rows, answer.notes, answer.buffer, answer.verify)
-        return self._batch(answer, read, [*answer.wrong, *failed])
-
     @staticmethod
     def _without(claims: ClaimedRows, owned: _ring.OwnedClaims, wrong: Sequence[int]) -> npt.NDArray[np.intp]:
         """Give back what cannot be used; the positions of the others, which are to be held anew."""
@@ -303,19 +300,20 @@ class ClaimConnection:
         owned.settled()
         return np.setdiff1d(np.arange(len(claims.rows)), wrong)
 
-    async def _read(self, rows: Rows, notes: Rows, buffer: Any, verify: bool) -> tuple[dict[int, Any], list[int]]:
+    async def _read(self, answer: _Answer) -> tuple[dict[int, Any], list[int]]:
         """The payloads that did not come with the answer, by position; and the positions of those that failed.
 
         One whose ticket cannot be decoded has no bytes: who uses it ends its claim.
         """
-        tickets, undecodable = self._tickets(rows, notes, buffer)
+        rows = answer.rows
+        tickets, undecodable = self._tickets(answer)
         positions = [at for at, _ in tickets]
         wants = [
             Want(
                 ticket,
                 int(rows["rank"][at]),
                 self._client.buffers.take(ticket.size),
-                int(rows["checksum"][at]) if verify else None,
+                int(rows["checksum"][at]) if answer.verify else None,
             )
             for at, ticket in tickets
         ]
@@ -326,22 +324,20 @@ class ClaimConnection:
 
     async def _some_fields(self, answer: _Answer, fields: tuple[str, ...], schema: Schema | None) -> TakenBatch:
         """The same of some fields only: read under the claims, and laid out as payloads of their own."""
-        rows, notes, offsets, wrong, buffer, verify, claims, owned = answer
+        rows = answer.rows
         known = dict(self._client.known) if schema is None else {**self._client.known, schema.fingerprint: schema}
-        with _given_back_on_error(claims):
-            found, undecodable = self._tickets(rows, notes, buffer, every=True)
-            for error in undecodable.values():
-                raise error
-            tickets = [ticket for _, ticket in found]
-            wanted = WantedFields(tickets, fields, known, self._client.buffers)
-            wanted.look(rows, offsets, buffer, verify=verify)
-            failed = wanted.arrived(await self._fetched(wanted.wants), wrong)
-        kept = self._without(claims, owned, sorted(failed))
+        found, undecodable = self._tickets(answer, every=True)
+        for error in undecodable.values():
+            raise error
+        wanted = WantedFields([ticket for _, ticket in found], fields, known, self._client.buffers)
+        wanted.look(rows, answer.offsets, answer.buffer, verify=answer.verify)
+        failed = wanted.arrived(await self._fetched(wanted.wants), answer.wrong)
+        kept = self._without(answer.claims, answer.owned, sorted(failed))
         return wanted.batch(partial(self._client.hold, self), rows[kept], kept, len(failed))
 
-    def _tickets(self, rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> Any:
+    def _tickets(self, answer: _Answer, *, every: bool = False) -> Any:
         try:
-            return apart(rows, notes, buffer, every=every)
+            return apart(answer.rows, answer.notes, answer.buffer, every=every)
         except ProtocolError:
             self.abort()
             raise

@@ -52,8 +52,6 @@ class Outcomes:
     def __init__(self, links: Links, settings: Settings) -> None:
         self._links = links
         self._settings = settings
-        self.unknown = 0  # claims whose outcome no port of the ring knew
-        self.questions = 0  # how often a claim's outcome was asked for and no port was reached
         self._closed = asyncio.Event()
 
     def close(self) -> None:
@@ -130,7 +128,6 @@ class Outcomes:
         if gone:
             codes = [frames.UNKNOWN if code == OUT_OF_REACH else code for code in codes]
         if waiting := codes.count(OUT_OF_REACH):
-            self.questions += waiting
             log.warning(
                 "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring has "
                 "answered for %.3g s. They are in question: consume them again to ask again",
@@ -140,7 +137,6 @@ class Outcomes:
                 extra={"ring": broken.ring},
             )
         if unknown := codes.count(frames.UNKNOWN):
-            self.unknown += unknown
             log.warning(
                 "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring "
                 "knows. They are dropped here; those that were consumed are lost",
