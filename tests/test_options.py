@@ -23,7 +23,7 @@ from packers import Packer
 import transport
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXRolloutMixin, config
 from transport.cli import run as command
-from transport.client.grouping import grouped
+from transport.client.reading import grouped
 from transport.errors import RetriesExhaustedError, TransportError
 from transport.observe.metrics import configured_exporter
 from transport.queue.group import GroupQueue

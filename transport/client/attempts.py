@@ -17,7 +17,6 @@ from transport import _ring
 from transport.client.connections.connection import Link, Want, refusal, wrong_checksum
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
-from transport.client.grouping import BATCH_BYTES
 from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
 from transport.client.trace import Trace, key_of
 from transport.errors import (
@@ -212,7 +211,7 @@ class RemoteReads:
 
     # --- many small ones ------------------------------------------------------------------------------
     async def read_batch(
-        self, wants: list[Want], deadline: Deadline, size: int = BATCH_BYTES
+        self, wants: list[Want], deadline: Deadline, size: int
     ) -> tuple[Wire, PortKey, list[TransportError | None] | None]:
         """Read small payloads, or ranges, of one ring with one message, in one attempt: wire, port, failure of each.
 

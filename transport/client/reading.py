@@ -2,7 +2,7 @@
 
     one   ──► mapped, if the ring is on this host and `wire` allows it
            └► attempts over the ring's ports (attempts.py); where they lead nowhere, the directory may know others
-    many  ──► small payloads of one ring share a message (grouping.py); what fails so is read singly
+    many  ──► small payloads of one ring share a message (`grouped`); what fails so is read singly
 
 What comes out is not handed over: nothing is acknowledged here. It belongs to the client's loop.
 """
@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from transport.client.attempts import RemoteReads
 from transport.client.connections.connection import Want
@@ -21,7 +21,6 @@ from transport.client.connections.links import Links
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.deliveries import Deliveries, bare
 from transport.client.device_reads import DeviceReads
-from transport.client.grouping import BATCH_BYTES, grouped
 from transport.client.mapped import MappedRings
 from transport.client.payload import ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
@@ -38,6 +37,8 @@ from transport.store.directory import MAY_HAVE_MOVED, Finder
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
+
+_BATCH_BYTES: Final = 512 << 10  # small payloads answered by one message
 
 
 class Reads:
@@ -344,7 +345,7 @@ class Reads:
         if not asked:
             return outcomes, []
         every = [want for *_, wants in asked for want in wants]
-        wire, port, failures = await self._remote.read_batch(every, deadline, BATCH_BYTES if fields is None else size)
+        wire, port, failures = await self._remote.read_batch(every, deadline, _BATCH_BYTES if fields is None else size)
         if self._finder is not None:
             self._finder.reached(asked[0][1])
         received = self._deliveries.received
@@ -376,3 +377,27 @@ def _no_room(ticket: Ticket) -> BufferUnsuitableError:
         f"payload {ticket.name} has {ticket.size} bytes by its ticket, and there is no memory for them here: read some "
         "fields of it, free memory, or refuse the ticket if its ring has no payloads of that size"
     )
+
+
+def grouped(tickets: list[Ticket], settings: Settings, fields: int | None = None) -> list[list[tuple[int, Ticket]]]:
+    """Groups of (index, ticket) whose payloads come in one answer; large ones are alone. Keeps a ring's order.
+
+    ``fields``: how many of each payload are wanted, whatever their size; None: whole payloads.
+    """
+    # half of the records, so that acknowledgements fit into the message
+    most = max(1, settings.records_per_message // 2 // (fields or 1))
+    groups: list[list[tuple[int, Ticket]]] = []
+    open_groups: dict[str, tuple[list[tuple[int, Ticket]], int]] = {}
+    for indexed in enumerate(tickets):
+        ticket = indexed[1]
+        own = ticket.size if fields is None else 0
+        if own > settings.inline_limit:
+            groups.append([indexed])
+            continue
+        group, size = open_groups.get(ticket.ring, ([], 0))
+        if not group or len(group) >= most or size + own > _BATCH_BYTES:
+            group, size = [], 0
+            groups.append(group)
+        group.append(indexed)
+        open_groups[ticket.ring] = (group, size + own)
+    return groups
