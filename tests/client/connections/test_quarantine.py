@@ -1,29 +1,26 @@
-"""Port quarantine: a table of what happens to a port, and in which order ports are tried."""
+"""Port quarantine: a table of what happens to a port, and which port is tried."""
 
 from __future__ import annotations
 
 import pytest
 
-from transport.client.connections.routes import _PORT_QUARANTINE_SEC, PortQuarantine
+from transport.client.connections.routes import PortQuarantine
 from transport.settings import DEFAULTS
 
 A, B, C = ("h", 1), ("h", 2), ("h", 3)
-Q = _PORT_QUARANTINE_SEC
+Q = DEFAULTS.port_quarantine_s
 
 
 def test_healthy_ports_rotate() -> None:
     quarantine = PortQuarantine()
-    orders = [quarantine.order([A, B, C], 0.0, start) for start in range(4)]
-    assert orders == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
-    assert quarantine.order([], 0.0, 5) == []
-    assert quarantine.order([A, A, B], 0.0) == [A, B]
+    assert [quarantine.best([A, B, C], 0.0, turn) for turn in range(4)] == [A, B, C, A]
 
 
 def test_when_all_are_quarantined_the_soonest_to_heal_is_tried_first() -> None:
     quarantine = PortQuarantine()
     for at, port in enumerate([C, A, B]):
         quarantine.failed(port, float(at))
-    assert quarantine.order([A, B, C], 3.0) == [C, A, B]
+    assert [quarantine.best(ports, 3.0, 1) for ports in ([A, B, C], [A, B])] == [C, A]
     assert quarantine.quarantined(3.0) == [C, A, B]
 
 
@@ -76,9 +73,9 @@ def test_one_use_is_the_probe_and_others_avoid_the_port_meanwhile() -> None:
     quarantine.failed(A, 0.0)
     assert quarantine.begin(A, Q)
     assert not quarantine.begin(A, Q)
-    assert quarantine.order([A, B], Q) == [B, A]
+    assert [quarantine.best([A, B], Q, turn) for turn in range(2)] == [B, B]
     quarantine.succeeded(A)
-    assert quarantine.order([A, B], Q) == [A, B]
+    assert quarantine.best([A, B], Q) == A
 
 
 def test_a_probe_that_never_ends_makes_way_for_another() -> None:

@@ -17,11 +17,9 @@ import msgspec
 from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import PortKey
 from transport.errors import UnreachableError
-from transport.settings import _PORT_QUARANTINE_SEC, DEFAULTS, Settings
+from transport.settings import DEFAULTS, Settings
 from transport.ticket import Ticket, host_identity
 from transport.wire.addresses import LOOPBACK
-
-__all__ = ["_PORT_QUARANTINE_SEC", "PortQuarantine", "Route", "Routes"]
 
 _MOST_ROUTES = 4096
 
@@ -80,19 +78,13 @@ class PortQuarantine:
         """The ports to be avoided now."""
         return [port for port, entry in self._entries.items() if now < entry.until]
 
-    def order(self, ports: Sequence[PortKey], now: float, start: int = 0) -> list[PortKey]:
-        """All of ``ports``, each once, in the order in which to try them.
+    def best(self, ports: Sequence[PortKey], now: float, turn: int = 0) -> PortKey:
+        """The one to try: of the healthy ports and those on probation in turn, else whose quarantine ends soonest.
 
-        Healthy ports and ports on probation come first, in the order given, beginning at ``start`` (any number; callers
-        increment it to spread load); then quarantined ones, the one whose quarantine ends soonest first.
+        ``turn``: any number; callers increment it to spread load.
         """
-        distinct = list(dict.fromkeys(ports))
-        if distinct:
-            start %= len(distinct)
-        rotated = distinct[start:] + distinct[:start]
-        healthy = [port for port in rotated if not self.is_quarantined(port, now)]
-        avoided = [port for port in rotated if self.is_quarantined(port, now)]
-        return healthy + sorted(avoided, key=lambda port: self._entries[port].until)
+        good = [port for port in ports if not self.is_quarantined(port, now)]
+        return good[turn % len(good)] if good else min(ports, key=lambda port: self._entries[port].until)
 
     def begin(self, port: PortKey, now: float) -> bool:
         """Call before using a port. True if this use is the probe; others then avoid the port until it is decided."""
@@ -239,7 +231,7 @@ class Routes:
         candidates = [port for port in ports if port not in wrong] or ports
         preferred = [port for port in candidates if port[0] == candidates[0][0]]
         healthy = [port for port in preferred if not self._quarantine.is_quarantined(port, now)]
-        return self._quarantine.order(healthy or candidates, now, self._rotation)[0]
+        return self._quarantine.best(healthy or candidates, now, self._rotation)
 
     def healthy(self, port: PortKey) -> bool:
         """Whether the port is not quarantined."""
