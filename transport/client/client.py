@@ -128,7 +128,6 @@ class UCXXClient:
             lambda ticket: self._mapped.find(ticket) is not None,
             self._buffers,
         )
-        self._closed = False
         self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
         self.why_nothing: Callable[[], str] = str
@@ -139,11 +138,11 @@ class UCXXClient:
         raise UsageError("a client is not pickled: make one in each process")
 
     def __repr__(self) -> str:
-        return f"<UCXXClient {'closed' if self._closed else 'open'} {self._links!r}>"
+        return f"<UCXXClient {'closed' if self._deliveries.closed else 'open'} {self._links!r}>"
 
     def _check_open(self) -> None:
         """Raise unless the client is open, and called where it belongs."""
-        if self._closed:
+        if self._deliveries.closed:
             raise ClosedError("this client is closed")
         check_loop(
             self._loop, self._pid, "this client", "make one there, or use BlockingClient, which any thread may call"
@@ -348,7 +347,7 @@ class UCXXClient:
     @property
     def claims(self) -> ClaimConnections:
         """Connections that hold claims."""
-        if self._closed:
+        if self._deliveries.closed:
             raise ClosedError("this client is closed")
         return self._claims
 
@@ -428,7 +427,7 @@ class UCXXClient:
             return
         check_loop(self._loop, self._pid, "this client", "close it in its own")
         if self._closing is None:
-            self._closed = self._deliveries.closed = True
+            self._deliveries.closed = True
             self._closing = self._loop.create_task(self._close(), name="transport client closes")
             self._closing.add_done_callback(lambda _: self.end())  # also where it is cancelled before it has begun
         await asyncio.shield(self._closing)
@@ -443,7 +442,7 @@ class UCXXClient:
 
     def end(self) -> None:
         """Close at once, without telling a listener: what is not acknowledged yet is not. Idempotent."""
-        self._closed = self._deliveries.closed = True
+        self._deliveries.closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._buffers.clear)
             stack.callback(self._mapped.close)
