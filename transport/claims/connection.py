@@ -264,7 +264,7 @@ class ClaimConnection:
         if code:
             raise refusal(code, "a demand")
         rows, notes, offsets, whole = parsed(buffer, count)
-        self._note_changed(len(wrong))
+        self.changed(len(wrong))
         return _Answer(rows, notes, offsets, wrong, buffer, verify, *self._client.hold(self, rows)), whole
 
     async def _read_apart(self, answer: _Answer, wanted: tuple[str, ...] | None, schema: Schema | None) -> TakenBatch:
@@ -358,16 +358,13 @@ class ClaimConnection:
                 if isinstance(error, BusyError):
                     raise error  # a limit of the connection: the payload is not at fault, and its claim is given back
                 failed += [begin + at] * (error is not None)
-            self._note_changed(sum(isinstance(error, ChecksumError) for error in errors))
+            self.changed(sum(isinstance(error, ChecksumError) for error in errors))
         return failed
 
     def changed(self, count: int) -> None:
         """So many payloads came with bytes that had changed. On the loop."""
-        self._client.checksum_failures += count
-
-    def _note_changed(self, count: int) -> None:
         if count:
-            self.changed(count)
+            self._client.checksum_failures += count
             log.warning(
                 "%d payloads from %s:%d arrived with other bytes than were written; they go back and come again",
                 count,
