@@ -329,9 +329,9 @@ class ClaimConnection:
         found, undecodable = self._tickets(answer, every=True)
         for error in undecodable.values():
             raise error
-        wanted = WantedFields([ticket for _, ticket in found], fields, known, self._client.buffers)
-        wanted.look(rows, answer.offsets, answer.buffer, verify=answer.verify)
-        failed = wanted.arrived(await self._fetched(wanted.wants), answer.wrong)
+        tickets = [ticket for _, ticket in found]
+        wanted = WantedFields(tickets, rows, fields, known, self._client.buffers, verify=answer.verify)
+        failed = wanted.payloads_of(await self._fetched(wanted.wants)) | set(answer.wrong)
         kept = self._without(answer.claims, answer.owned, sorted(failed))
         return wanted.batch(partial(self._client.hold, self), rows[kept], kept, len(failed))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.claims.batch import JOINED, ClaimedRows, Rows, TakenBatch
+from transport.claims.batch import ClaimedRows, Rows, TakenBatch
 from transport.client.connections.connection import Want
 from transport.devices.buffers import BufferPool
 from transport.ring.parts import part_of
@@ -23,44 +22,41 @@ class WantedFields:
     Raises SchemaError where a payload has no such field, or its schema is not known.
 
     Args:
+        tickets: of the payloads, in the order of the answer's rows.
         known: schemas of payloads whose tickets do not say theirs, by fingerprint; those of the fields are added.
         buffers: where memory for payloads comes from.
+        verify: compare checksums.
 
     Attributes:
-        wants: what is to be read.
+        wants: what is to be read; no listener joins payloads to an answer of which fields are wanted.
     """
 
     def __init__(
-        self, tickets: Sequence[Ticket], fields: tuple[str, ...], known: Mapping[str, Schema], buffers: BufferPool
+        self,
+        tickets: Sequence[Ticket],
+        rows: Rows,
+        fields: tuple[str, ...],
+        known: Mapping[str, Schema],
+        buffers: BufferPool,
+        *,
+        verify: bool,
     ) -> None:
         self._tickets = tickets
         self._known = dict(known)
-        self._buffers = buffers
         self._parts = [part_of(each, each.schema or known.get(each.schema_fingerprint), fields) for each in tickets]
-        self._own = {at: memoryview(buffers.take(part.layout.total)) for at, part in enumerate(self._parts)}
-        self._whole: dict[int, memoryview] = {}  # payloads
+        self._own = [memoryview(buffers.take(part.layout.total)) for part in self._parts]
         self._owners: list[int] = []  # of the wants
         self.wants: list[Want] = []
-
-    def look(self, rows: Rows, offsets: Rows, answer: Any, *, verify: bool) -> None:
-        """Note what has to be read."""
-        memory = memoryview(answer)
         check = 0 if verify else None
-        for at, (ticket, part) in enumerate(zip(self._tickets, self._parts, strict=True)):
-            rank = int(rows["rank"][at])
-            if rows["flags"][at] & JOINED:
-                begin = int(offsets[at])
-                self._whole[at] = memory[begin : begin + ticket.size]
-            else:
-                for begin, place, size in part.ranges:
-                    self.wants.append(Want(ticket, rank, self._own[at][place : place + size], check, begin))
-                    self._owners.append(at)
+        ranks = rows["rank"].tolist()
+        for at, (ticket, rank, part) in enumerate(zip(tickets, ranks, self._parts, strict=True)):
+            for begin, place, size in part.ranges:
+                self.wants.append(Want(ticket, rank, self._own[at][place : place + size], check, begin))
+                self._owners.append(at)
 
-    def arrived(self, failed: Iterable[int], wrong: Iterable[int]) -> set[int]:
-        """Everything was read but the wants that ``failed``; the payloads that failed, or came ``wrong``."""
-        lost = {self._owners[each] for each in failed} | set(wrong)
-        self._own.update({at: self._parts[at].copied(data) for at, data in self._whole.items() if at not in lost})
-        return lost
+    def payloads_of(self, wants: Iterable[int]) -> set[int]:
+        """Positions of the payloads of which these wants are."""
+        return {self._owners[each] for each in wants}
 
     def batch(
         self,
