@@ -332,10 +332,11 @@ class World:
 
     def _check_memory(self) -> None:
         """What the queue remembers is what lies in slots, the last that finished, and what was lost with its host."""
-        self.most_remembered = max(self.most_remembered, len(self.queue._contents.deliveries))
+        remembered = sum(map(len, self.queue._contents.tickets.values()))
+        self.most_remembered = max(self.most_remembered, remembered)
         slots = len(self.hosts) * self.plan.slots
-        if len(self.queue._contents.deliveries) > 2000 + 14 * slots:
-            raise Violation(f"the queue remembers {len(self.queue._contents.deliveries)} deliveries of {slots} slots")
+        if remembered > 2000 + 14 * slots:
+            raise Violation(f"the queue remembers {remembered} deliveries of {slots} slots")
 
     async def _until_settled(self) -> None:
         end = self.now + self.plan.minutes * 60.0

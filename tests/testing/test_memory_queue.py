@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from costs import lines_of
 from hypothesis import settings
 from queue_conformance import QueueConformance
 from queue_harness import LEASE_S, ids, tickets
@@ -13,8 +12,7 @@ from queue_model import QueueMachine
 from queue_waits import ticket
 
 from transport.errors import ClosedError
-from transport.queue.base import QueuedTicket
-from transport.testing import MemoryQueue, memory_contents, memory_queue
+from transport.testing import MemoryQueue
 
 
 class MemoryHarness:
@@ -61,25 +59,6 @@ def test_a_handle_that_is_closed_leaves_the_others_their_tickets(harness: Memory
     assert ids(other.claim(9, consumer="b")) == [each.id for each in tickets(2)]
     with pytest.raises(ClosedError):
         one.publish(ticket(3))
-
-
-def costs_with(deliveries: int) -> list[int]:
-    queue = MemoryQueue(clock=lambda: 0.0)
-    queue.publish([QueuedTicket(f"{'0' * 32}/{at}/1", b"ticket") for at in range(deliveries)])
-    queue.ack_many(queue.claim(deliveries // 2, consumer="a"))
-    claims = queue.claim(10, consumer="a")
-    calls: list[Callable[[], object]] = [
-        lambda: queue.claim(10, consumer="a"),
-        lambda: queue.renew(claims),
-        lambda: queue.retry(claims[0], 5.0),
-        lambda: queue.ack_many(claims[1:]),
-        queue.depth,
-    ]
-    return [lines_of(call, memory_queue, memory_contents) for call in calls]
-
-
-def test_a_call_costs_little_more_with_many_deliveries_than_with_few() -> None:
-    assert all(many < 2 * few for few, many in zip(costs_with(50), costs_with(5000), strict=True))
 
 
 def test_a_retry_with_a_shorter_delay_than_the_lease_comes_when_the_delay_is_over(harness: MemoryHarness) -> None:

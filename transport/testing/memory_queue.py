@@ -1,13 +1,13 @@
 """A ticket queue in the memory of one process, for unit tests. See transport/queue/base.py for the contract.
 
 It keeps the whole contract, and a test moves its clock: `MemoryQueue(clock=lambda: now)`. For work use a queue that
-survives its process. A call costs the same however many deliveries there are: what can be claimed, and whose time comes
-next, are kept in order, and what has finished is forgotten as elsewhere.
+survives its process: each call here looks at every delivery that has not finished.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,13 +28,84 @@ from transport.queue.base import (
     too_old,
 )
 from transport.runtime.arguments import several
-from transport.testing.memory_contents import Contents, Delivery
 
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
 
 Found = TypeVar("Found")
 
 _FAILED: Final = (DeliveryState.DISCARDED, DeliveryState.DEAD)
+
+
+class _Delivery:
+    """One ticket for one rank."""
+
+    def __init__(self, sequence: int, ticket: QueuedTicket, rank: int, policy_version: int | None) -> None:
+        self.sequence = sequence
+        self.ticket = ticket
+        self.rank = rank
+        self.policy_version = policy_version
+        self.state = DeliveryState.READY
+        self.attempts = 0
+        self.not_before = 0.0
+        self.lease_ends = 0.0
+        self.consumer = ""
+        self.reason = ""
+        self.ended: tuple[str, DeliveryState] | None = None  # the token of the last claim that was ended, and how
+
+    @property
+    def token(self) -> str:
+        return f"{self.sequence}:{self.attempts}"
+
+    @property
+    def held(self) -> bool:
+        return self.state is DeliveryState.CLAIMED
+
+    def held_by(self, claim: Claim) -> bool:
+        return self.held and claim.token == self.token
+
+
+class _Contents:
+    """What all handles of one queue share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.tickets: dict[str, list[_Delivery]] = {}  # by id, in the order of publication; a delivery for each rank
+        self.unfinished: dict[_Delivery, None] = {}  # in the order of publication
+        self.finished: dict[str, None] = {}  # tickets, in the order in which they finished
+        self.counts: dict[int, Counter[str]] = {}  # by state, and of what has happened
+        self.notices: dict[str, Notice] = {}
+        self.sequence = itertools.count(1)
+
+    def count(self, rank: int, name: str, amount: int = 1) -> None:
+        self.counts.setdefault(rank, Counter())[name] += amount
+
+    def publish(self, ticket: QueuedTicket, readers: int, policy_version: int | None) -> None:
+        sequence = next(self.sequence)
+        self.tickets[ticket.id] = [_Delivery(sequence, ticket, rank, policy_version) for rank in range(readers)]
+        for delivery in self.tickets[ticket.id]:
+            self.unfinished[delivery] = None
+            self.count(delivery.rank, delivery.state.value)
+
+    def move(self, delivery: _Delivery, to: DeliveryState) -> None:
+        """The only function that changes a state after publication."""
+        ticket = delivery.ticket.id
+        self.count(delivery.rank, delivery.state.value, -1)
+        self.count(delivery.rank, to.value)
+        if to.final:
+            del self.unfinished[delivery]
+        elif delivery.state.final:  # it was requeued, and has its place again
+            self.unfinished[delivery] = None
+            self.unfinished = dict.fromkeys(sorted(self.unfinished, key=lambda each: each.sequence))
+            self.finished.pop(ticket, None)
+        delivery.state = to
+        if all(each.state.final for each in self.tickets[ticket]):
+            self.finished[ticket] = None
+
+    def forget(self, keep: int) -> None:
+        """All but the last tickets that have finished."""
+        while len(self.finished) > keep:
+            ticket = next(iter(self.finished))
+            del self.finished[ticket], self.tickets[ticket]
 
 
 class MemoryQueue(TicketQueue):
@@ -59,10 +130,11 @@ class MemoryQueue(TicketQueue):
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._clock = clock
         self._closed = False
-        self._contents = Contents()
+        self._contents = _Contents()
 
     def __repr__(self) -> str:
-        return f"<MemoryQueue of {len(self._contents.deliveries)} deliveries{' closed' if self._closed else ''}>"
+        deliveries = sum(map(len, self._contents.tickets.values()))
+        return f"<MemoryQueue of {deliveries} deliveries{' closed' if self._closed else ''}>"
 
     def another(self, *, max_deliveries: int | None = None) -> Self:
         """A second handle on the same tickets, as another process would have; `close` ends one handle."""
@@ -88,16 +160,9 @@ class MemoryQueue(TicketQueue):
         with self._contents.changed:
             self._check_open()
             for ticket in batch:
-                if ticket.id in self._contents.readers:
-                    continue
-                new += 1
-                self._contents.readers[ticket.id] = readers
-                sequence = next(self._contents.sequence)
-                for rank in range(readers):
-                    delivery = Delivery(sequence, ticket, rank, policy_version)
-                    self._contents.deliveries[ticket.id, rank] = delivery
-                    self._contents.count(rank, DeliveryState.READY.value)
-                    self._contents.offer(delivery)
+                if ticket.id not in self._contents.tickets:
+                    self._contents.publish(ticket, readers, policy_version)
+                    new += 1
             self._contents.changed.notify_all()
         return new
 
@@ -110,10 +175,11 @@ class MemoryQueue(TicketQueue):
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
         now = self._end_leases()
         claims: list[Claim] = []
-        ready = self._contents.ready.get(rank, [])
-        while ready and len(claims) < n:
-            delivery = heapq.heappop(ready)
-            delivery.offered = False
+        for delivery in list(self._contents.unfinished):
+            if len(claims) == n:
+                break
+            if delivery.rank != rank or delivery.held or delivery.not_before > now:
+                continue
             delivery.consumer = consumer
             version = delivery.policy_version
             if version is not None and oldest_version is not None and version < oldest_version:
@@ -124,7 +190,6 @@ class MemoryQueue(TicketQueue):
             self._contents.move(delivery, DeliveryState.CLAIMED)
             delivery.lease_ends = now + self.lease_s
             delivery.attempts += 1
-            self._contents.look_again(delivery, delivery.lease_ends)
             ticket = delivery.ticket
             claims.append(Claim(ticket.id, ticket.data, rank, delivery.attempts, delivery.token, version))
         self._contents.forget(self._keep_finished)
@@ -152,7 +217,7 @@ class MemoryQueue(TicketQueue):
             until = self._end_leases() + self.lease_s
             kept = [claim for claim in claims if (delivery := self._of(claim)) and delivery.held_by(claim)]
             for claim in kept:
-                self._contents.deliveries[claim.ticket_id, claim.rank].lease_ends = until
+                self._contents.tickets[claim.ticket_id][claim.rank].lease_ends = until
         return kept
 
     def _end(self, claims: Sequence[Claim], to: DeliveryState, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
@@ -168,8 +233,6 @@ class MemoryQueue(TicketQueue):
                     self._contents.move(delivery, to)
                     if to in (DeliveryState.READY, DeliveryState.DEAD):
                         self._contents.count(claim.rank, "retried")
-                    if to is DeliveryState.READY:
-                        self._offer(delivery, now)
                 if delivery is not None and delivery.ended == (claim.token, to):
                     ended.append(claim)
             self._contents.forget(self._keep_finished)
@@ -193,7 +256,7 @@ class MemoryQueue(TicketQueue):
         with self._contents.changed:
             self._check_open()
             self._end_leases()
-            ended = [each for each in self._contents.deliveries.values() if each.state in _FAILED]
+            ended = [each for each in self._deliveries() if each.state in _FAILED]
         ended.sort(key=lambda each: (-each.sequence, each.rank))
         return [
             Failure(each.ticket.id, each.rank, each.state, each.attempts, each.consumer, each.reason)
@@ -205,11 +268,10 @@ class MemoryQueue(TicketQueue):
         with self._contents.changed:
             self._check_open()
             self._end_leases()
-            dead = [each for each in self._contents.deliveries.values() if each.state is DeliveryState.DEAD]
+            dead = [each for each in self._deliveries() if each.state is DeliveryState.DEAD]
             for delivery in dead[:limit]:
                 delivery.not_before = 0.0
                 self._contents.move(delivery, DeliveryState.READY)
-                self._contents.offer(delivery)
             self._contents.changed.notify_all()
         return len(dead[:limit])
 
@@ -217,8 +279,7 @@ class MemoryQueue(TicketQueue):
         n = arguments.most(n, "n of unfinished()")
         with self._contents.changed:
             self._check_open()
-            ordered = sorted(self._contents.deliveries.values(), key=lambda each: -each.sequence)
-            found = {each.ticket.id: each.ticket.data for each in ordered if not each.state.final}
+            found = {each.ticket.id: each.ticket.data for each in reversed(self._contents.unfinished)}
         return list(found.values())[:n]
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
@@ -226,12 +287,9 @@ class MemoryQueue(TicketQueue):
             self._check_open()
             self._end_leases()
             return {
-                ticket_id: tuple(
-                    self._contents.deliveries[ticket_id, rank].state
-                    for rank in range(self._contents.readers[ticket_id])
-                )
+                ticket_id: tuple(each.state for each in self._contents.tickets[ticket_id])
                 for ticket_id in several(ticket_ids, "known()")
-                if ticket_id in self._contents.readers
+                if ticket_id in self._contents.tickets
             }
 
     # --- notices -----------------------------------------------------------------------------------
@@ -266,34 +324,23 @@ class MemoryQueue(TicketQueue):
         if self._closed:
             raise ClosedError("the queue is closed")
 
-    def _of(self, claim: Claim) -> Delivery | None:
-        return self._contents.deliveries.get((claim.ticket_id, claim.rank))
+    def _of(self, claim: Claim) -> _Delivery | None:
+        deliveries = self._contents.tickets.get(claim.ticket_id, [])
+        return deliveries[claim.rank] if claim.rank < len(deliveries) else None
 
-    def _offer(self, delivery: Delivery, now: float) -> None:
-        """A delivery that is ready again can be claimed, at once or after its delay."""
-        if delivery.not_before > now:
-            self._contents.look_again(delivery, delivery.not_before)
-        else:
-            self._contents.offer(delivery)
+    def _deliveries(self) -> list[_Delivery]:
+        """All that are remembered, in the order of publication."""
+        return [each for deliveries in self._contents.tickets.values() for each in deliveries]
 
     def _end_leases(self) -> float:
-        """End the claims whose lease is over, and the delays that are. Returns the time used."""
+        """End the claims whose lease is over. Returns the time used."""
         now = self._clock()
-        contents = self._contents
-        for delivery in contents.due(now):
-            if delivery.state is DeliveryState.READY:
-                self._offer(delivery, now)
-            elif delivery.held and delivery.lease_ends > now:
-                contents.look_again(delivery, delivery.lease_ends)
-            elif delivery.held:
-                contents.count(delivery.rank, "expired")
+        for delivery in list(self._contents.unfinished):
+            if delivery.held and delivery.lease_ends <= now:
+                self._contents.count(delivery.rank, "expired")
                 delivery.reason = f"the lease of {delivery.consumer} ended"
                 last = delivery.attempts >= self._max_deliveries
-                if last:
-                    contents.move(delivery, DeliveryState.DEAD)
-                else:
-                    contents.move(delivery, DeliveryState.READY)
-                    contents.offer(delivery)
+                self._contents.move(delivery, DeliveryState.DEAD if last else DeliveryState.READY)
         return now
 
     def _waited(self, look: Callable[[], Found | None], timeout_s: float) -> Found | None:
