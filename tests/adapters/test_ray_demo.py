@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ray.cluster_utils import Cluster
 
 from transport.adapters.ray import NAMESPACE, RayStore
 from transport.demo.display import Display
+from transport.demo.messages import Progress
 from transport.demo.plan import Plan
 from transport.demo.ray_job import run_on_ray
 from transport.demo.ray_record import nodes_of, records
@@ -78,13 +79,13 @@ class Killing(Display):
         self.placed: dict[str, str] = {}
         self.trained: list[list[int]] = []
 
-    def show(self, consumed: int, size: int, wires: list[str], mean_return: float) -> None:
-        super().show(consumed, size, wires, mean_return)
+    def show(self, ranks: Sequence[Progress]) -> None:
+        super().show(ranks)
         (name,) = [each["name"] for each in ray.util.list_named_actors(True) if each["namespace"] == NAMESPACE]
         with RayStore(name) as store:
             self.placed = nodes_of(store)
-            self.trained = [record.trained for record in records(store, Plan())]
-        if consumed >= KILLED_AT and not self.killed:
+            self.trained = [record.episodes for record in records(store, Plan())]
+        if min(rank.consumed for rank in ranks) >= KILLED_AT and not self.killed:
             victim = self.placed[self._actor]
             self.killed = {actor: node for actor, node in self.placed.items() if node == victim}
             self._kill(next(node for node in self._nodes if node.node_id == victim))
@@ -141,9 +142,9 @@ class KillingProcess(Display):
         self._kind = kind
         self.killed = 0
 
-    def show(self, consumed: int, size: int, wires: list[str], mean_return: float) -> None:
-        super().show(consumed, size, wires, mean_return)
-        if consumed >= KILLED_AT and not self.killed:
+    def show(self, ranks: Sequence[Progress]) -> None:
+        super().show(ranks)
+        if min(rank.consumed for rank in ranks) >= KILLED_AT and not self.killed:
             raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
             title = f"ray::{self._kind}".encode()
             self.killed = next(

@@ -83,7 +83,7 @@ def test_a_scrape_tells_which_wire_carried_how_much(ring: SharedRingBuffer) -> N
                 payload.release()
                 seen = scrape(exporter.port)
                 assert value(seen, "transport_client_read_bytes_total", client=wire, wire=wire) == size
-                exporter.collector.remove(client.statistics)
+                exporter.remove(client.statistics)
         seen = scrape(exporter.port)
     assert {wire: value(seen, "transport_ring_read_bytes_total", wire=wire) for wire in ("mapped", "shm", "tcp")} == {
         "mapped": 100,

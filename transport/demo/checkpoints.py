@@ -22,7 +22,6 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import newest_checkpoint
 from transport.demo.plan import EpochPlan, Plan, WorkerConfig
 from transport.demo.policy import Policy
-from transport.demo.resuming import model_of
 from transport.demo.worker import Parent
 from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
 from transport.runtime.blocking_calls import in_thread
@@ -38,23 +37,6 @@ _FOLLOW_S: Final = 20.0  # for the last version to reach a rollout
 _LOOK_S: Final = 0.2
 
 
-def first_policy(plan: Plan) -> Policy:
-    """What a run begins with: the model or the checkpoint that it resumes from, or a policy made from the seed.
-
-    Raises CheckpointDamagedError for files that are no policy of this demo.
-    """
-    policy = Policy(plan.seed)
-    model = model_of(plan)
-    if model is not None:
-        policy.restore(model.policy)
-    elif plan.epoch is not None and plan.epoch.restored:
-        try:
-            policy.restore((Path(plan.epoch.restored) / POLICY_FILE).read_bytes())
-        except OSError as error:
-            raise CheckpointDamagedError(f"the checkpoint does not contain a policy of this demo: {error}") from error
-    return policy
-
-
 # --- the coordinator ------------------------------------------------------------------------------------
 class Epoch:
     """One run's epoch as the parent leads it."""
@@ -67,23 +49,17 @@ class Epoch:
         self._host = CooldownHost(store, self.run, self.destination, cooldown_s=COOLDOWN_S, seed=seed)
 
     async def begin(self, plan: Plan, store: str, directory: Path) -> Plan:
-        """Open the epoch, and bring the last checkpoint into ``directory``; the plan with both."""
-        epochs, restored = await in_thread(self._restored, directory)
+        """Bring the last checkpoint into ``directory``, and open the epoch; the plan with its policy and the epoch."""
+        epochs, policy = await in_thread(self._restored, directory)
         record = await self._host.open(max(epochs, default=0) + 1)
-        self.resumed_from = restored.epoch if restored is not None else 0
-        return msgspec.structs.replace(
-            plan,
-            epoch=EpochPlan(
-                store=store,
-                run=self.run,
-                epoch=record.epoch,
-                destination=self.destination,
-                restored=str(directory / "restored") if restored is not None else "",
-                first_version=restored.step if restored is not None else 0,
-            ),
-        )
+        epoch = EpochPlan(store=store, run=self.run, epoch=record.epoch, destination=self.destination)
+        return msgspec.structs.replace(plan, epoch=epoch, policy=policy)
 
-    def _restored(self, directory: Path) -> tuple[set[int], EpochRecord | None]:
+    def _restored(self, directory: Path) -> tuple[set[int], bytes]:
+        """The epochs that there were, and the policy of the last checkpoint; empty: there is none.
+
+        Raises CheckpointDamagedError for files that are no checkpoint of this demo.
+        """
         folder = folder_of(self.destination)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -93,16 +69,20 @@ class Epoch:
             try:
                 record = newest_checkpoint(epochs, self.run)
             except NoCheckpointError:
-                return set(epochs), None
+                return set(epochs), b""
             restore(record, destination, directory / "restored")
-            return set(epochs), record
+        self.resumed_from = record.epoch
+        try:
+            return set(epochs), (directory / "restored" / POLICY_FILE).read_bytes()
+        except OSError as error:
+            raise CheckpointDamagedError(f"the checkpoint does not contain a policy of this demo: {error}") from error
 
     async def end(self, plan: Plan, updates: int) -> EpochRecord:
         """The cooldown: the first of the elected members to get there uploads the last version."""
         if plan.epoch is None:
             raise RunError("the run has no epoch to end")
         clients = ["trainer-0", *(f"rollout-{index}" for index in range(plan.rollouts))]
-        return await self._host.cooldown(plan.epoch.epoch, plan.first_version + updates, clients)
+        return await self._host.cooldown(plan.epoch.epoch, plan.first_policy().version + updates, clients)
 
 
 @contextmanager

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from transport.demo.messages import Progress
 
 # Where there is no terminal, a line for the first batch, for each tenth of the run, and after a while without one.
 _TENTHS = 10
@@ -22,7 +26,7 @@ class Display:
         self._tenths_shown = -1
         self._shown_at = time.monotonic()
         self._console = Console(stderr=True)
-        self._bar = Progress(
+        self._bar = Bar(
             TextColumn("episodes"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -33,10 +37,13 @@ class Display:
         )
         self._task = self._bar.add_task("", total=episodes, what="starting")
 
-    def show(self, consumed: int, size: int, wires: list[str], mean_return: float) -> None:
-        """Progress so far, and the mean return of the last episodes."""
+    def show(self, ranks: Sequence[Progress]) -> None:
+        """Progress of the slowest rank, and the mean return of the last episodes of the one that learns, the first."""
+        consumed = min(rank.consumed for rank in ranks)
+        size = sum(rank.bytes for rank in ranks)
+        wires = sorted({wire for rank in ranks for wire in rank.wires})
         amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-        what = f"{amount} by {', '.join(wires) or 'no wire'}, mean return {mean_return:.1f}"
+        what = f"{amount} by {', '.join(wires) or 'no wire'}, mean return {ranks[0].mean_return:.1f}"
         self._bar.update(self._task, completed=consumed, what=what)
         if self._bar.disable:
             self._show_line(consumed, what)

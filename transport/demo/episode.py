@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transport.demo.policy import OBSERVATION_SIZE, Policy
 from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
+from transport.schema import Schema, UpTo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,22 +22,13 @@ MAXIMUM_LENGTH = 500
 Episode = dict[str, NDArray[Any]]
 
 
-class FieldSpec(NamedTuple):
-    """One field of an episode. ``shape`` is the longest; where ``ragged``, its first dimension is the steps played."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    ragged: bool
-
-
-EPISODE_FIELDS = (
-    FieldSpec("observations", "float32", (MAXIMUM_LENGTH, OBSERVATION_SIZE), ragged=True),  # m, m/s, rad, rad/s
-    FieldSpec("actions", "int8", (MAXIMUM_LENGTH,), ragged=True),  # 0 pushes left, 1 pushes right
-    FieldSpec("rewards", "float32", (MAXIMUM_LENGTH,), ragged=True),
-    FieldSpec("log_probabilities", "float32", (MAXIMUM_LENGTH,), ragged=True),  # nats, under the policy that played
-    FieldSpec("policy_version", "int64", (), ragged=False),
-    FieldSpec("terminated", "bool", (), ragged=False),  # False: cut at the time limit, the pole still stood
+EPISODE_SCHEMA: Final = Schema.of(
+    observations=("float32", UpTo(MAXIMUM_LENGTH), OBSERVATION_SIZE),  # m, m/s, rad, rad/s; one for each step played
+    actions=("int8", UpTo(MAXIMUM_LENGTH)),  # 0 pushes left, 1 pushes right
+    rewards=("float32", UpTo(MAXIMUM_LENGTH)),
+    log_probabilities=("float32", UpTo(MAXIMUM_LENGTH)),  # nats, under the policy that played
+    policy_version="int64",
+    terminated="bool",  # False: cut at the time limit, the pole still stood
 )
 
 
@@ -60,7 +52,7 @@ def make_environment() -> Environment:
 
 
 def play_episode(environment: Environment, policy: Policy, rng: np.random.Generator) -> Episode:
-    """Play one episode of T <= MAXIMUM_LENGTH steps; the arrays are those of EPISODE_FIELDS, T long where ragged.
+    """Play one episode of T <= MAXIMUM_LENGTH steps; the arrays are those of EPISODE_SCHEMA, T long where ragged.
 
     The episode follows from ``policy`` and the state of ``rng`` alone: the start is drawn from ``rng`` as well.
     """

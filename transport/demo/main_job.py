@@ -6,25 +6,24 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
+from transport.client import status_socket
 from transport.client.trace import merge
 from transport.cooldown import EpochRecord
 from transport.demo import resuming
 from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
-from transport.demo.observed import worker_samples
 from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
 from transport.demo.workers import Workers
-from transport.errors import UsageError
-from transport.observe.metrics import Exporter
+from transport.errors import RingError, UsageError
+from transport.observe.metrics import Exporter, Sample, client_samples, queue_samples, ring_samples
 from transport.queue import QueueDepth, TicketQueue, open_queue
+from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import interruption
 from transport.runtime.blocking_calls import in_thread
 from transport.runtime.interruption import segment_prefix
@@ -84,13 +83,12 @@ async def run_demo(
                     epoch = Epoch(store, checkpoint.destination, plan.seed)
                     plan = await epoch.begin(plan, checkpoint.store, directory)
                     if epoch.resumed_from:
-                        display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
+                        display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_policy().version}")
                 if resume is not None:
-                    plan = msgspec.structs.replace(plan, resume=await in_thread(resuming.found, plan, resume))
+                    plan = await in_thread(resuming.found, plan, resume)
                     if plan.trained_before:
-                        display.say(
-                            f"resumed at version {plan.first_version}, trained on {plan.trained_before} episodes"
-                        )
+                        version = plan.first_policy().version
+                        display.say(f"resumed at version {version}, trained on {plan.trained_before} episodes")
                 workers = Workers(plan, prefix, display.say, lambda workers: _show(workers, display))
                 async with (
                     _observed(workers, queue, directory, trace, exporter, display),
@@ -139,16 +137,33 @@ async def _observed(
 ) -> AsyncIterator[None]:
     """Metrics while it lasts; the workers' traces become one at its end."""
     if exporter is not None:
-        exporter.collector.add(workers, "demo", lambda _: worker_samples(workers, queue))
+        exporter.add(workers, "demo", lambda _: _samples(workers, queue))
     try:
         yield
     finally:
         if exporter is not None:
-            exporter.collector.remove(workers)
+            exporter.remove(workers)
         if trace is not None:
             fault = await asyncio.to_thread(_merge_traces, directory, trace)
             if fault:  # the job itself is done, and its summary counts
                 display.say(fault)
+
+
+def _samples(workers: Workers, queue: TicketQueue) -> Iterator[Sample]:
+    """Metrics of every ring and client of the run that is alive, and of its queue."""
+    yield from queue_samples("demo", queue.depth(), queue.reasons())
+    present = list(workers.all)
+    for worker in present:
+        try:
+            ring = SharedRingBuffer.attach(worker.ring, role="observer")
+        except RingError:  # not made yet, gone again, or this worker makes none
+            continue
+        with ring:
+            yield from ring_samples(ring, time.monotonic_ns())
+    names = {worker.process.pid: worker.name for worker in present}
+    for client in status_socket.clients():
+        if client.pid in names:
+            yield from client_samples(names[client.pid], client.statistics)
 
 
 def _merge_traces(directory: Path, target: Path) -> str:
@@ -164,12 +179,9 @@ def _merge_traces(directory: Path, target: Path) -> str:
 
 
 def _show(workers: Workers, display: Display) -> None:
-    """The slowest rank's progress, and the return that rank 0 learns from."""
     reports = [worker.progress for worker in workers.trainers if worker.progress is not None]
     if len(reports) == len(workers.trainers):
-        slowest = min(reports, key=lambda progress: progress.consumed)
-        wires = sorted({wire for progress in reports for wire in progress.wires})
-        display.show(slowest.consumed, sum(progress.bytes for progress in reports), wires, reports[0].mean_return)
+        display.show(reports)
 
 
 @contextlib.asynccontextmanager

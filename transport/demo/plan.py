@@ -7,13 +7,11 @@ from typing import Final
 import msgspec
 
 from transport.client.client import WirePolicy
-from transport.demo.episode import EPISODE_FIELDS
-from transport.demo.policy import PARAMETER_SHAPES
+from transport.demo.policy import PARAMETER_SHAPES, Policy
 from transport.schema import Schema, TensorSpec
 from transport.settings import Settings
 from transport.wires import Wire
 
-EPISODE_SCHEMA: Final = Schema(tuple(TensorSpec(*field) for field in EPISODE_FIELDS))
 POLICY_SCHEMA: Final = Schema(tuple(TensorSpec(name, "float32", shape) for name, shape in PARAMETER_SHAPES.items()))
 POLICY_TOPIC: Final = "policy"
 """Topic under which the trainer announces the ticket of its newest parameters; the notice's version is theirs."""
@@ -33,8 +31,6 @@ class EpochPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     run: str
     epoch: int
     destination: str
-    restored: str = ""  # folder with the files of the checkpoint that the run resumes from; none if empty
-    first_version: int = 0  # of the policy
 
 
 class ResumePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +38,6 @@ class ResumePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     destination: str
     model: str = ""
-    version: int = 0
     trained: int = 0  # episodes that the model was trained on
 
 
@@ -54,15 +49,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int = 480
     wires: tuple[Wire, ...] = ()  # that may carry payloads; empty: any
     seed: int = 0
+    policy: bytes = b""  # that the run begins with, as `Policy.saved` has it; empty: one made from the seed
     epoch: EpochPlan | None = None
     resume: ResumePlan | None = None
 
-    @property
-    def first_version(self) -> int:
-        """Of the policy that the run begins with."""
-        if self.resume is not None and self.resume.model:
-            return self.resume.version
-        return self.epoch.first_version if self.epoch is not None else 0
+    def first_policy(self) -> Policy:
+        """A new copy of the policy that the run begins with. Raises CheckpointDamagedError where it is none."""
+        policy = Policy(self.seed)
+        if self.policy:
+            policy.restore(self.policy)
+        return policy
 
     @property
     def wire_policy(self) -> WirePolicy:

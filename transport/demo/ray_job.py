@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
+import msgspec
+
 from transport.demo.display import Display
 from transport.demo.main_job import InterruptedBySignal
 from transport.demo.messages import RolloutDone
@@ -94,14 +96,14 @@ def run_on_ray(plan: Plan, display: Display, address: str | None = None) -> RayS
             ray.kill(handle)
             remove_dead(prefix)  # of killed actors of this host
     rollouts = [result for result in results if isinstance(result, RolloutDone)]
-    whole = summarise(plan, rollouts, [record.done(plan) for record in ranks], QueueDepth(), 0.0)
     whole_run = len(trained_by_all(ranks))
-    trained = sum(len(set(record.trained)) for record in ranks)
-    fields = {name: getattr(whole, name) for name in whole.__struct_fields__} | {
-        # Rollouts report for their last life only: the ranks' records are the whole run.
+    seconds = time.monotonic() - started
+    # Rollouts report for their last life only: the ranks' records are the whole run.
+    fields = msgspec.structs.asdict(
+        summarise(plan, rollouts, [record.done(plan) for record in ranks], QueueDepth(), seconds)
+    ) | {
         "payloads": whole_run,
-        "lost": plan.episodes * plan.trainers - trained,
-        "seconds": time.monotonic() - started,
+        "lost": plan.episodes * plan.trainers - sum(len(set(record.episodes)) for record in ranks),
     }
     return RaySummary(
         **fields,
@@ -156,11 +158,8 @@ def _results(
 
 
 def _show(ranks: list[RankRecord], display: Display) -> None:
-    """The slowest rank's progress, and the return that rank 0 learns from."""
-    if any(record.trained for record in ranks):
-        wires = sorted({wire for record in ranks for wire in record.bytes_by_wire})
-        size = sum(sum(record.bytes_by_wire.values()) for record in ranks)
-        display.show(min(len(record.trained) for record in ranks), size, wires, ranks[0].mean_return())
+    if any(record.episodes for record in ranks):
+        display.show([record.progress() for record in ranks])
 
 
 def _end(actors: dict[str, Any], running: dict[str, Any]) -> None:

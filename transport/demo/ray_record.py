@@ -9,17 +9,14 @@ refuses the next write of the older one.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
-import numpy as np
 
-from transport.client.payload import ReceivedPayload
-from transport.demo.messages import TrainerDone
-from transport.demo.plan import BATCH, Plan
+from transport.demo.plan import Plan
 from transport.demo.policy import Policy
+from transport.demo.tally import Tally
 from transport.errors import RunError, StoreError
 from transport.store import ABSENT, Store
 
@@ -28,15 +25,10 @@ _WRITES: Final = "demo/writes"
 _NODES: Final = "demo/nodes/"
 
 
-class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RankRecord(Tally, kw_only=True):
     """One rank's progress; of rank 0 with the policy."""
 
-    trained: list[int] = []  # episodes in the order in which they were trained on
-    returns: list[float] = []  # of these
-    bytes_by_wire: dict[str, int] = {}
-    staleness: int = 0  # sum over the episodes
     repeated: int = 0  # deliveries of episodes that had been trained on, and were dropped
-    updates: int = 0
     policy: bytes = b""  # as `Policy.saved` has it
 
     def restore(self, policy: Policy) -> None:
@@ -44,44 +36,9 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
         if self.policy:
             policy.restore(self.policy)
 
-    def after(
-        self, fresh: Sequence[ReceivedPayload], repeated: int, before: int, policy: Policy, *, learned: bool
-    ) -> RankRecord:
-        """With a batch that this policy was trained on; ``before``: its version when the batch was fetched."""
-        by_wire = Counter(self.bytes_by_wire)
-        for payload in fresh:
-            by_wire[payload.wire] += payload.ticket.size
-        return RankRecord(
-            trained=self.trained + [episode_of(payload) for payload in fresh],
-            returns=self.returns + [float(payload.metadata["return"]) for payload in fresh],
-            bytes_by_wire=dict(by_wire),
-            staleness=self.staleness + sum(before - int(payload["policy_version"]) for payload in fresh),
-            repeated=self.repeated + repeated,
-            updates=self.updates + learned,
-            policy=policy.saved() if learned else self.policy,
-        )
-
-    def mean_return(self) -> float:
-        """Of the last batch or so."""
-        return mean(self.returns[-BATCH:])
-
-    def done(self, plan: Plan) -> TrainerDone:
-        """As the trainers of the demo report it."""
-        return TrainerDone(
-            consumed=len(set(self.trained)),
-            duplicates=len(self.trained) - len(set(self.trained)),
-            stale=0,
-            retries=0,
-            bytes_by_wire=self.bytes_by_wire,
-            mean_return_first=mean(self.returns[: plan.tenth]),
-            mean_return_last=mean(self.returns[-plan.tenth :]),
-            mean_staleness=self.staleness / max(1, len(self.trained)),
-            updates=self.updates,
-        )
-
 
 class RankKeeper:
-    """One life's hold on its rank's record."""
+    """One life's hold on its rank's record, which its trainer changes and keeps."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
@@ -90,12 +47,12 @@ class RankKeeper:
         self.record = _decoded(entry.value) if entry else RankRecord()
         self._version = store.put(rank_key(rank), msgspec.msgpack.encode(self.record))
 
-    def keep(self, record: RankRecord) -> None:
-        """Raises RunError where another life has the record."""
-        version = self._store.compare_and_set(rank_key(self._rank), msgspec.msgpack.encode(record), self._version)
+    def keep(self) -> None:
+        """Write the record. Raises RunError where another life has it."""
+        version = self._store.compare_and_set(rank_key(self._rank), msgspec.msgpack.encode(self.record), self._version)
         if version is None:
             raise RunError(f"trainer {self._rank}: Ray has started it again elsewhere; this life of it ends")
-        self.record, self._version = record, version
+        self._version = version
 
 
 def rank_key(rank: int) -> str:
@@ -111,7 +68,7 @@ def records(store: Store, plan: Plan) -> list[RankRecord]:
 
 def trained_by_all(found: Iterable[RankRecord]) -> set[int]:
     """Episodes that no rank needs any more."""
-    return set.intersection(*(set(record.trained) for record in found))
+    return set.intersection(*(set(record.episodes) for record in found))
 
 
 def wait_for_record(store: Store, rank: int, timeout_s: float) -> None:
@@ -145,16 +102,6 @@ def written(store: Store) -> int:
 def restarts(store: Store) -> int:
     """How often Ray has started an actor again."""
     return sum(int(entry.value) - 1 for entry in store.scan(_LIVES).values())
-
-
-def episode_of(payload: ReceivedPayload) -> int:
-    """Its number in the run."""
-    return int(payload.metadata["episode"])
-
-
-def mean(values: Sequence[float]) -> float:
-    """0 of nothing."""
-    return float(np.mean(values)) if values else 0.0
 
 
 def _decoded(value: bytes) -> RankRecord:

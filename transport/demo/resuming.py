@@ -16,6 +16,7 @@ from transport.cooldown.destinations.base import Destination, folder_of, normali
 from transport.cooldown.destinations.open import open_destination
 from transport.demo.plan import Plan, ResumePlan
 from transport.demo.policy import Policy
+from transport.demo.tally import Tally
 from transport.errors import CheckpointDamagedError, TransportError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.writing import Writing
@@ -49,8 +50,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 ready(Model)
 
 
-def found(plan: Plan, url: str) -> ResumePlan:
-    """Where the run saves, and what it goes on from; its folder is made.
+def found(plan: Plan, url: str) -> Plan:
+    """The plan with where the run saves, and what it goes on from; the folder is made.
 
     Raises UsageError where what is there is of a run with other episodes or another seed.
     """
@@ -69,8 +70,9 @@ def found(plan: Plan, url: str) -> ResumePlan:
                         f"or remove {_RUN} there to begin anew"
                     )
                 _remove_rings(url, model)
-                return ResumePlan(destination=url, model=name, version=model.version, trained=len(model.trained))
-    return ResumePlan(destination=url)
+                resume = ResumePlan(destination=url, model=name, trained=len(model.trained))
+                return msgspec.structs.replace(plan, policy=model.policy, resume=resume)
+    return msgspec.structs.replace(plan, resume=ResumePlan(destination=url))
 
 
 def _remove_rings(url: str, model: Model) -> None:
@@ -122,20 +124,19 @@ def episodes_of(saved: Saved) -> set[int]:
 class Saver:
     """Saves model and snapshot. Belongs to the first trainer."""
 
-    def __init__(self, plan: Plan, queue: TicketQueue) -> None:
+    def __init__(self, plan: Plan, queue: TicketQueue, model: Model | None) -> None:
         self._plan = plan
         self._queue: Any = queue
         self._taken: Snapshot | None = None
         self._missing: set[int] = set()  # episodes of the last snapshot: some rollouts may not have restored them yet
-        model = model_of(plan)
         if plan.resume is not None and model is not None:
             with Saved(plan.resume.destination, model.version, run=_RUN, attempt=model.attempt) as saved:
                 self._missing = episodes_of(saved)
 
-    def save(self, policy: Policy, record: ConsumedRecord, trained: list[int], returns: list[float]) -> None:
+    def save(self, policy: Policy, record: ConsumedRecord, tally: Tally) -> None:
         """Between two updates, where nothing is consumed that is not learned. Failures are logged: the run goes on."""
         resume = self._plan.resume
-        self._missing -= set(trained)
+        self._missing -= set(tally.episodes)
         if resume is None or policy.version % EVERY or self._missing:
             return
         try:
@@ -147,8 +148,8 @@ class Saver:
                 seed=self._plan.seed,
                 version=policy.version,
                 attempt=self._taken.attempt,
-                trained=trained,
-                returns=returns,
+                trained=tally.episodes,
+                returns=tally.returns,
                 record=kept,
                 policy=policy.saved(),
             )

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from transport.client.blocking import BlockingClient
 from transport.client.trace import Trace, key_of
-from transport.demo.checkpoints import Membership, first_policy
-from transport.demo.episode import Episode, make_environment, play_episode
+from transport.demo.checkpoints import Membership
+from transport.demo.episode import EPISODE_SCHEMA, Episode, make_environment, play_episode
 from transport.demo.messages import RolloutDone
-from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
+from transport.demo.plan import BACKLOG, BATCH, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, Plan, WorkerConfig
 from transport.demo.policy import Policy
 from transport.demo.resuming import restored
 from transport.demo.worker import LOOK_S, Parent, run, tracing
@@ -86,38 +86,66 @@ class PolicyFollower:
 
 
 class Player(UCXXRolloutMixin):
-    """Writes what a policy plays, no further ahead of the learning than the backlog allows."""
+    """Writes what a policy plays into a ring, no further ahead of the learning than the backlog allows.
 
-    def __init__(self, config: WorkerConfig, parent: Parent, trace: Trace | None = None) -> None:
+    Args:
+        index: of the rollout.
+        ring: name of the segment.
+        life: how often this rollout has begun; another one plays other episodes.
+        wants_stop: whether to end early.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        ring: str,
+        queue: TicketQueue,
+        life: int,
+        wants_stop: Callable[[], bool],
+        trace: Trace | None = None,
+    ) -> None:
         self.published = 0
+        self._plan = plan
+        self._index = index
+        self._wants_stop = wants_stop
         self._trace = trace
-        self._plan = config.plan
-        self._index = config.index
-        self._parent = parent
+        self._first_version = plan.first_policy().version
+        self._environment = make_environment()
+        self._rng = np.random.default_rng([plan.seed, 1 + index, life])
+        self.setup_ucxx(
+            EPISODE_SCHEMA, slots=plan.slots, readers=plan.trainers, name=ring, queue=queue, settings=SETTINGS
+        )
 
     def play(self, follower: PolicyFollower) -> bool:
         """Play and publish the share, behind what is restored. False: a stop is requested before it is done."""
         known, before, self.published = restored(self._plan, self, self._index)
-        environment = make_environment()
-        rng = np.random.default_rng([self._plan.seed, 1 + self._index, self._plan.first_version])
         missing = [number for number in self._plan.share(self._index) if number not in known]
-        for at, number in enumerate(missing):
-            place = before + at * self._plan.rollouts + self._index  # in the order of play of all rollouts
-            while place >= self._allowed(follower) and not self._parent.wants_stop():
-                follower.follow(wait_s=LOOK_S)
-            follower.follow()
-            if self._parent.wants_stop() or not self._publish(number, play_episode(environment, follower.policy, rng)):
-                return False
-        return True
+        return all(
+            self.play_one(number, before + at * self._plan.rollouts + self._index, follower)
+            for at, number in enumerate(missing)
+        )
+
+    def play_one(self, number: int, place: int, follower: PolicyFollower) -> bool:
+        """Play an episode and publish it, once the backlog allows that. False: a stop is requested.
+
+        place: of the episode in the order of play of all rollouts.
+        """
+        while place >= self._allowed(follower) and not self._wants_stop():
+            follower.follow(wait_s=LOOK_S)
+        follower.follow()
+        return not self._wants_stop() and self._publish(
+            number, play_episode(self._environment, follower.policy, self._rng)
+        )
 
     def _allowed(self, follower: PolicyFollower) -> int:
         """How many episodes may have been played by now, of all rollouts."""
-        return (follower.announced - self._plan.first_version) * BATCH + BACKLOG
+        return (follower.announced - self._first_version) * BATCH + BACKLOG
 
     def _publish(self, number: int, episode: Episode) -> bool:
         metadata = {"episode": number, "return": float(np.sum(episode["rewards"])), "steps": len(episode["actions"])}
         version = int(episode["policy_version"])
-        while not self._parent.wants_stop():
+        while not self._wants_stop():
             # full: a trainer is slower than rank 0, by whose progress the backlog is bounded
             with contextlib.suppress(RingFullError):
                 begun = time.monotonic()
@@ -129,38 +157,36 @@ class Player(UCXXRolloutMixin):
         return False
 
 
+@contextlib.contextmanager
+def follower_of(
+    plan: Plan, queue: TicketQueue, policy: Policy, rank: int, trace: Trace | None = None
+) -> Iterator[PolicyFollower]:
+    """A follower with a client of its own."""
+    with BlockingClient(schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace) as client:
+        yield PolicyFollower(queue, client, policy, rank)
+
+
+def rollout_done(player: Player, follower: PolicyFollower) -> RolloutDone:
+    """What a rollout reports at its end."""
+    return RolloutDone(published=player.published, pauses_s=follower.pauses_s, policies_missed=follower.missed)
+
+
 def rollout(config: WorkerConfig, parent: Parent) -> None:
     """Play the share, report, and serve what was played until a stop is requested."""
     plan = config.plan
     with contextlib.ExitStack() as stack:
         trace = tracing(config, stack, "rollout")
-        player = Player(config, parent, trace)
         membership = Membership(config, "rollout", parent)
         membership.join()
         queue = stack.enter_context(open_queue(config.queue))
-        try:
-            player.setup_ucxx(
-                EPISODE_SCHEMA,
-                slots=plan.slots,
-                readers=plan.trainers,
-                name=config.ring,
-                queue=queue,
-                settings=SETTINGS,
-            )
-            with BlockingClient(
-                schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace
-            ) as client:
-                follower = PolicyFollower(queue, client, first_policy(plan), config.index)
-                if player.play(follower):
-                    parent.send(
-                        RolloutDone(
-                            published=player.published, pauses_s=follower.pauses_s, policies_missed=follower.missed
-                        )
-                    )
-                    membership.take_part(follower.policy, lambda: follower.follow(wait_s=LOOK_S))
-            parent.wait_for_stop()
-        finally:
-            player.cleanup_ucxx()
+        policy = plan.first_policy()
+        player = Player(plan, config.index, config.ring, queue, policy.version, parent.wants_stop, trace)
+        stack.callback(player.cleanup_ucxx)
+        with follower_of(plan, queue, policy, config.index, trace) as follower:
+            if player.play(follower):
+                parent.send(rollout_done(player, follower))
+                membership.take_part(follower.policy, lambda: follower.follow(wait_s=LOOK_S))
+        parent.wait_for_stop()
 
 
 if __name__ == "__main__":

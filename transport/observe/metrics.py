@@ -223,68 +223,15 @@ class _Source:
     users: int = 1
 
 
-class Collector:
-    """Collects samples from all added sources at each scrape. Any thread."""
-
-    def __init__(self) -> None:
-        self._sources: dict[object, _Source] = {}
-        self._lock = threading.Lock()
-
-    def add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
-        """Collect the samples of an object at each scrape, until it is removed as often as it was added.
-
-        ``samples`` is given the name: numbered, where another object has it.
-        """
-        with self._lock:
-            if of in self._sources:
-                self._sources[of].users += 1
-                return
-            taken = {source.name for source in self._sources.values()}
-            names = (name if number == 1 else f"{name} ({number})" for number in itertools.count(1))
-            self._sources[of] = _Source(next(each for each in names if each not in taken), samples)
-
-    def remove(self, of: object) -> None:
-        """Collect from it no more, unless it was added again. Nothing happens for what was not added."""
-        with self._lock:
-            source = self._sources.get(of)
-            if source is not None:
-                source.users -= 1
-                if not source.users:
-                    del self._sources[of]
-
-    def samples(self) -> list[Sample]:
-        """All samples now."""
-        with self._lock:
-            sources = list(self._sources.values())
-        found: list[Sample] = []
-        for source in sources:
-            try:
-                found += source.samples(source.name)
-            except (TransportError, RuntimeError) as error:  # it was closed, or its loop ends, between two scrapes
-                log.debug("collecting one source of metrics failed: %s", error)
-        return found
-
-    def collect(self) -> Iterator[Metric]:
-        """The interface of prometheus_client."""
-        core = _prometheus()[1]
-        families: dict[str, Any] = {}
-        for name, labels, value in self.samples():
-            family = FAMILIES[name]
-            if name not in families:
-                make = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
-                families[name] = make(name.removesuffix("_total"), family.says, labels=family.labels)
-            families[name].add_metric(labels, value)
-        yield from families.values()
-
-
 class _Port:
-    """An HTTP port of this process, with what all of its exporters show."""
+    """An HTTP port of this process, and the sources that its exporters have added. Any thread."""
 
     def __init__(self, port: int, bind: str) -> None:
         prometheus, _ = _prometheus()
+        self._sources: dict[object, _Source] = {}
+        self._lock = threading.Lock()
         registry = prometheus.CollectorRegistry()
-        self.collector = Collector()
-        registry.register(self.collector)
+        registry.register(self)
         try:
             self._server, self._thread = prometheus.start_http_server(port, bind, registry)
         except (OSError, OverflowError) as error:
@@ -296,6 +243,44 @@ class _Port:
         self.users = 0
         self.number: int = self._server.server_port
         log.info("metrics on http://%s:%d/metrics", bind, self.number)
+
+    def add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
+        """Collect from it at each scrape, until it is removed as often as it was added."""
+        with self._lock:
+            if of in self._sources:
+                self._sources[of].users += 1
+                return
+            taken = {source.name for source in self._sources.values()}
+            names = (name if number == 1 else f"{name} ({number})" for number in itertools.count(1))
+            self._sources[of] = _Source(next(each for each in names if each not in taken), samples)
+
+    def remove(self, of: object) -> None:
+        """Collect from it no more, unless it was added again."""
+        with self._lock:
+            source = self._sources[of]
+            source.users -= 1
+            if not source.users:
+                del self._sources[of]
+
+    def collect(self) -> Iterator[Metric]:
+        """All samples now: the interface of prometheus_client."""
+        with self._lock:
+            sources = list(self._sources.values())
+        samples: list[Sample] = []
+        for source in sources:
+            try:
+                samples += source.samples(source.name)
+            except (TransportError, RuntimeError) as error:  # it was closed, or its loop ends, between two scrapes
+                log.debug("collecting one source of metrics failed: %s", error)
+        core = _prometheus()[1]
+        families: dict[str, Any] = {}
+        for name, labels, value in samples:
+            family = FAMILIES[name]
+            if name not in families:
+                make = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
+                families[name] = make(name.removesuffix("_total"), family.says, labels=family.labels)
+            families[name].add_metric(labels, value)
+        yield from families.values()
 
     def close(self) -> None:
         """In a forked child, which has no thread that serves, close the descriptor alone."""
@@ -332,28 +317,38 @@ class Exporter:
         self._shared: _Port | None = shared
         self._key = bind, shared.number
         self._sources: list[object] = []
-        self.collector = shared.collector
         self.port: int = shared.number
 
-    def _add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
-        self._sources.append(of)
-        self.collector.add(of, name, samples)
+    def add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
+        """Collect the samples of an object at each scrape, until `remove` or `close`; not at all after `close`.
+
+        ``samples`` is given the name: numbered, where another object of the process has it.
+        """
+        if self._shared is not None:
+            self._sources.append(of)
+            self._shared.add(of, name, samples)
+
+    def remove(self, of: object) -> None:
+        """Stop collecting from it, unless another exporter shows it. Idempotent."""
+        if self._shared is not None and of in self._sources:
+            self._sources.remove(of)
+            self._shared.remove(of)
 
     def add_ring(self, ring: SharedRingBuffer) -> None:
         """Its states and counters."""
-        self._add(ring, ring.name, lambda _: ring_samples(ring, time.monotonic_ns()))
+        self.add(ring, ring.name, lambda _: ring_samples(ring, time.monotonic_ns()))
 
     def add_client(self, name: str, statistics: Callable[[], ClientStatistics]) -> None:
         """``statistics`` is called from the exporter's thread: `BlockingClient.statistics` may be."""
-        self._add(statistics, name, lambda name: client_samples(name, statistics()))
+        self.add(statistics, name, lambda name: client_samples(name, statistics()))
 
     def add_packer(self, name: str, statistics: Callable[[], PackerStatistics]) -> None:
         """A data packer and its client."""
-        self._add(statistics, name, lambda name: packer_samples(name, statistics()))
+        self.add(statistics, name, lambda name: packer_samples(name, statistics()))
 
     def add_queue(self, name: str, queue: TicketQueue) -> None:
         """A ticket queue, which is asked from a thread of its own."""
-        self._add(queue, name, _Look(queue))
+        self.add(queue, name, _Look(queue))
 
     def close(self) -> None:
         """Show its sources no more; the last one of a port closes it. Idempotent."""
@@ -361,7 +356,7 @@ class Exporter:
         if shared is None:
             return
         for of in self._sources:
-            self.collector.remove(of)
+            shared.remove(of)
         with _using:
             shared.users -= 1
             self._shared = None

@@ -38,6 +38,9 @@ class BatchStream:
             only.
         stopping: called during every wait; the stream ends when it returns True.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`, with its errors.
+
+    Attributes:
+        packer: for its record and statistics. Claims, batches and its end are the stream's.
     """
 
     def __init__(
@@ -57,8 +60,8 @@ class BatchStream:
         self._stopping = stopping
         self._waiting: list[Claim] = []  # of the batch after the one that is fetched
         self._fetching = False
-        self._packer = _Packer()
-        self._packer.setup_ucxx_packer(queue=queue, **options)
+        self.packer = _Packer()
+        self.packer.setup_ucxx_packer(queue=queue, **options)
 
     def next(self) -> FetchedBatch | None:
         """The next batch with a payload in it; None: `UCXXDataPackerMixin.finished`, no tickets for ``idle_s``, or
@@ -85,20 +88,20 @@ class BatchStream:
                 )  # not its frames
             if batch.payloads:
                 return batch
-            self._packer.consume(batch)  # reports the failures again, if the queue was unavailable
+            self.packer.consume(batch)  # reports the failures again, if the queue was unavailable
 
     def used(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch; returns the payloads that this trainer has consumed, and no other."""
-        return self._packer.consume(batch)
+        return self.packer.consume(batch)
 
     def record_with(self, batch: FetchedBatch) -> bytes:
         """For a checkpoint of a model that has learned from the batch, which is `used` later: the record with it."""
-        self._packer.accept(batch)
-        return self._packer.consumed_record().to_bytes()
+        self.packer.accept(batch)
+        return self.packer.consumed_record().to_bytes()
 
     def close(self) -> None:
         """Give unused payloads back, and end. Idempotent."""
-        self._packer.cleanup_ucxx_packer()
+        self.packer.cleanup_ucxx_packer()
 
     def __enter__(self) -> Self:
         return self
@@ -117,23 +120,23 @@ class BatchStream:
             begun = bool(self._waiting)
             if self._claim(min(left, _SLICE_S)):
                 give_up = give_up if begun else time.monotonic() + self._fill_s
-            elif not left or self._packer.finished():
+            elif not left or self.packer.finished():
                 return
 
     def _claim(self, timeout_s: float) -> bool:
         wanted = self._batch_size - len(self._waiting)
-        claims = self._packer.claim_tickets(wanted, timeout_s, policy_version=self.policy_version) if wanted else []
+        claims = self.packer.claim_tickets(wanted, timeout_s, policy_version=self.policy_version) if wanted else []
         self._waiting += claims
         return bool(claims)
 
     def _fetch(self) -> None:
-        self._packer.start_prefetch(self._waiting)
+        self.packer.start_prefetch(self._waiting)
         self._waiting, self._fetching = [], True
 
     def _collect(self) -> FetchedBatch | None:
         while not self._stopping():
             try:
-                batch = self._packer.collect_prefetch(_SLICE_S)
+                batch = self.packer.collect_prefetch(_SLICE_S)
             except TimeoutError:
                 continue
             except BaseException:
