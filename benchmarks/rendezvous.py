@@ -22,8 +22,8 @@ import typer
 
 from transport.bench.machine import machine
 from transport.bench.result import Report, aligned
+from transport.bench.units import parse_numbers
 from transport.cli import run_program
-from transport.cli.bench_options import counts
 from transport.cli.output import JsonTarget, about, emit
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Keys
@@ -157,7 +157,7 @@ def rendezvous(
 
     Exit status 1 when the members did not get the ranks 0 to N-1, each once.
     """
-    numbers = counts("--members", members, most=100_000)
+    numbers = sorted(set(parse_numbers("--members", members, 1, 100_000)))
     where = machine()
     with bar_with_time_left("measuring") as progress:
         rows = measure(numbers, store, progress)

@@ -101,9 +101,9 @@ def test_a_row_has_the_medians_of_its_repetitions() -> None:
     [
         (["loopback", "--sizes", "4KiB,big"], "invalid size 'big'"),
         (["loopback", "--concurrency", "1,x"], "--concurrency 1,x: give whole numbers"),
-        (["loopback", "--concurrency", "0"], "--concurrency 0: give numbers from 1 to 1024"),
+        (["loopback", "--concurrency", "0"], "--concurrency 0: give whole numbers from 1 to 1024"),
         (["loopback", "--wire", "mapped,pigeon"], "--wire mapped,pigeon: choose some of mapped, shm, tcp, rdma"),
-        (["loopback", "--checksum", "perhaps"], "--checksum perhaps: choose on, off, or on,off"),
+        (["loopback", "--checksum", "perhaps"], "--checksum perhaps: choose some of on, off"),
         (["loopback", "--peers", "memcpy,owl"], "unknown peer 'owl'; choose all, or some of memcpy, ucx_floor, "),
         (["loopback", "--plot", "picture.jpeg"], "--plot picture.jpeg: give a .png file"),
         (["loopback", "--plot", "/nowhere/picture.png"], "in an existing folder"),

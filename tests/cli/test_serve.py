@@ -108,7 +108,7 @@ def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
     ("arguments", "words"),
     [
         ([], "give --schema FILE, or --slot-bytes SIZE"),
-        (["--slot-bytes", "64", "--ports", "a"], "give port numbers"),
+        (["--slot-bytes", "64", "--ports", "a"], "give whole numbers from 0 to 65535"),
         (["--slot-bytes", "64", "--ports", "7,7"], "name one port twice"),
         (["--slot-bytes", "much"], "invalid size"),
     ],

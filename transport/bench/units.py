@@ -1,8 +1,9 @@
-"""Sizes as people write them."""
+"""Sizes, numbers and names as people write them in the options of commands."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from transport.errors import UsageError
 
@@ -40,6 +41,25 @@ def parse_size(text: str) -> int:
 def parse_sizes(texts: str) -> list[int]:
     """The sizes of a comma-separated list, in order. Raises as `parse_size`."""
     return sorted({parse_size(text) for text in texts.split(",")})
+
+
+def parse_numbers(option: str, texts: str, least: int, most: int) -> list[int]:
+    """The whole numbers of a comma-separated option, in order. UsageError for others, and beyond the limits."""
+    try:
+        numbers = [int(text) for text in texts.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(least <= number <= most for number in numbers):
+        raise UsageError(f"{option} {texts}: give whole numbers from {least} to {most}, separated by commas")
+    return numbers
+
+
+def parse_names(option: str, names: str, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated option, in the order of ``known``. UsageError: one that is none of them."""
+    wanted = {name.strip() for name in names.split(",")}
+    if not wanted <= set(known):
+        raise UsageError(f"{option} {names}: choose some of {', '.join(known)}, separated by commas")
+    return [name for name in known if name in wanted]
 
 
 def show_size(size: int) -> str:

@@ -11,8 +11,6 @@ import typer
 
 from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
-from transport.cli.bench_options import check_device as _check_device
-from transport.cli.bench_options import counts as _counts
 from transport.cli.output import JsonTarget, about, causes, emit
 from transport.errors import UsageError
 
@@ -33,6 +31,8 @@ _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listen
 app.command("job", epilog=_JOB_EXAMPLE)(job)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
+_NETWORK = ("tcp", "rdma")
+_MOST_CONCURRENT = 1024  # larger numbers are most likely typing mistakes
 _Sizes = Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")]
 _Concurrency = Annotated[str, typer.Option(metavar="N,…", help="Numbers of concurrent reads.")]
 _Seconds = Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")]
@@ -80,11 +80,10 @@ def loopback(
     from transport.bench.units import parse_sizes
     from transport.cli.bench_plot import check, draw_reads
 
-    if device is not None:
-        _check_device(device)
+    _check_device(device)
     sizes_bytes = parse_sizes(sizes)
-    concurrencies = _counts("--concurrency", concurrency)
-    wires = wires_of(wire)
+    concurrencies = _concurrencies(concurrency)
+    wires = _wires(wire, _WIRES)
     others = chosen(peers) if peers is not None else []
     if plot is not None:
         check(plot)
@@ -162,15 +161,16 @@ def fetch(
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"{server}: give HOST:PORT, as in node7:7100")
-    (chosen,) = _one_wire(wire)
-    if device is not None:
-        _check_device(device)
+    if wire not in _NETWORK:
+        raise UsageError(f"--wire {wire}: choose tcp or rdma; within one host use transport bench loopback")
+    _wires(wire, _NETWORK)
+    _check_device(device)
     if plot is not None:
         check(plot)
     work = remote.cases(
         parse_sizes(sizes),
-        _counts("--concurrency", concurrency),
-        chosen,
+        _concurrencies(concurrency),
+        wire,
         _checksums(checksum),
         device=device is not None,
     )
@@ -188,7 +188,7 @@ def fetch(
             rows.append(Row.of(case, samples))
     report = Report(
         machine={**where, "server": other},
-        settings={chosen: settings_of(chosen)},
+        settings={wire: settings_of(wire)},
         rows=rows,
         rails=infiniband.traffic(before, infiniband.ports()),
     )
@@ -200,29 +200,38 @@ def fetch(
     return 0
 
 
-def _one_wire(name: str) -> list[str]:
-    if name not in ("tcp", "rdma"):
-        raise UsageError(f"--wire {name}: choose tcp or rdma; within one host use transport bench loopback")
-    return wires_of(name, among=("tcp", "rdma"))
-
-
-def wires_of(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:
+def _wires(names: str, among: tuple[str, ...]) -> list[str]:
     """The wires of a list, in the order of ``among``. UsageError for others, and for rdma without a device."""
-    wanted = {name.strip() for name in names.split(",")}
-    if not wanted <= set(among):
-        raise UsageError(f"--wire {names}: choose some of {', '.join(among)}, separated by commas")
-    if "rdma" in wanted:
+    from transport.bench.units import parse_names
+
+    wires = parse_names("--wire", names, among)
+    if "rdma" in wires:
         from transport.doctor import infiniband
 
         infiniband.require()
-    return [name for name in among if name in wanted]
+    return wires
+
+
+def _concurrencies(texts: str) -> list[int]:
+    from transport.bench.units import parse_numbers
+
+    return sorted(set(parse_numbers("--concurrency", texts, 1, _MOST_CONCURRENT)))
 
 
 def _checksums(names: str) -> list[bool]:
-    wanted = {name.strip() for name in names.split(",")}
-    if not wanted <= {"on", "off"}:
-        raise UsageError(f"--checksum {names}: choose on, off, or on,off")
-    return [name == "on" for name in ("on", "off") if name in wanted]
+    from transport.bench.units import parse_names
+
+    return [name == "on" for name in parse_names("--checksum", names, ("on", "off"))]
+
+
+def _check_device(name: str | None) -> None:
+    """UsageError for another device than cuda, and whatever is wrong with that one."""
+    from transport.devices.streams import require_device
+
+    if name not in (None, "cuda"):
+        raise UsageError(f"--device {name}: choose cuda")
+    if name is not None:
+        require_device()
 
 
 def _bar(what: str) -> AbstractContextManager[Progress]:

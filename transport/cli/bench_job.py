@@ -75,7 +75,6 @@ def job(
     from transport.cli.bench_plot import check, draw_job
     from transport.runtime.progress import bar_with_time_left
 
-    plan.check_names("--wire", wire, plan.WIRES)
     if payload not in ("bytes", "trajectory"):
         raise UsageError(f"--payload {payload}: choose bytes or trajectory")
     if payload == "trajectory":
@@ -117,7 +116,6 @@ def _trajectories(
     from transport.runtime.progress import bar_with_time_left
 
     others = [] if peers is None else chosen(",".join(PEERS) if peers == "all" else peers, JOB_PEERS)
-    plan.check_names("--wire", wire, plan.WIRES)
     wires: Any = plan.check_wires(wire, plan.check_queues("rings"))
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:

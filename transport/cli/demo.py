@@ -16,10 +16,7 @@ from transport.cli.output import JsonTarget, Said, emit
 from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
-    from transport.demo.display import Display
-    from transport.demo.plan import Plan
     from transport.demo.summary import Summary
-    from transport.observe.metrics import Exporter
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
@@ -120,10 +117,11 @@ def demo(
     from transport.demo.display import Display
     from transport.demo.main_job import CheckpointTo, InterruptedBySignal, run_demo
     from transport.demo.plan import Plan
+    from transport.observe.metrics import Exporter
 
     if trace is not None and not trace.absolute().parent.is_dir():
         raise UsageError(f"--trace {trace}: the folder does not exist; create it first")
-    exporter = _exporter(metrics_port)
+    exporter = None if metrics_port is None else Exporter(metrics_port)
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
         with Display(episodes) as display:
@@ -132,7 +130,9 @@ def demo(
                 display.say(f"metrics on http://127.0.0.1:{exporter.port}/metrics")
             summary: Summary
             if where == _RAY:
-                summary = _on_ray(plan, display, ray_address)
+                from transport.demo.ray_job import run_on_ray
+
+                summary = run_on_ray(plan, display, ray_address)
             else:
                 summary = uvloop.run(
                     run_demo(
@@ -173,27 +173,14 @@ def _check_where(where: str, ray_address: str | None, without: list[str]) -> Non
         raise UsageError(f"--on ray does not take {', '.join(without)}; leave it away, or give --on processes")
 
 
-def _on_ray(plan: Plan, display: Display, address: str | None) -> Summary:
-    from transport.demo.ray_job import run_on_ray
-
-    return run_on_ray(plan, display, address)
-
-
-def _exporter(port: int | None) -> Exporter | None:
-    from transport.observe.metrics import Exporter
-
-    return None if port is None else Exporter(port)
-
-
 def _wires(names: str) -> tuple[Wire, ...]:
+    from transport.bench.units import parse_names
     from transport.wires import WIRES
 
-    wanted = {name.strip() for name in names.split(",")}
-    if wanted == {"auto"}:
+    wanted = parse_names("--wire", names, ("auto", *_DEMO_WIRES))
+    if "auto" in wanted:
         return ()
-    if not wanted <= set(_DEMO_WIRES):
-        raise UsageError(f"--wire {names}: choose auto, or some of {', '.join(_DEMO_WIRES)}, separated by commas")
-    if wanted == {"rdma"}:
+    if wanted == ["rdma"]:
         from transport.doctor import infiniband
 
         infiniband.require()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from transport.cli.output import JsonTarget, count, emit
-from transport.errors import UsageError
 
 if TYPE_CHECKING:
     from transport.config import Loaded
@@ -38,12 +37,12 @@ def doctor(
     if settings:
         emit(_rows(loaded), "\n".join(_lines(loaded)), json_target)
         return 0
-    wanted = _ports(ports)
 
-    from transport.bench.units import parse_size
+    from transport.bench.units import parse_numbers, parse_size
     from transport.doctor.report import Report, examine
     from transport.runtime.progress import bar_with_time_left
 
+    wanted = parse_numbers("--ports", ports, 0, 65535)
     planned = parse_size(ring)
     with bar_with_time_left("checking") as progress:
         found = list(
@@ -85,13 +84,3 @@ def _lines(loaded: Loaded) -> list[str]:
     rows = _rows(loaded)
     width = max(len(row["key"]) for row in rows)
     return [f"{row['key']:{width}}  {row['value']}  ({row['source']})" for row in rows]
-
-
-def _ports(text: str) -> list[int]:
-    try:
-        ports = [int(port) for port in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ports {text}: give port numbers, separated by commas") from None
-    if not all(0 <= port <= 65535 for port in ports):
-        raise UsageError(f"--ports {text}: give port numbers from 0 to 65535")
-    return ports

@@ -81,6 +81,7 @@ def serve(
 
     A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"); at most 16 processes attach.
     """
+    from transport.bench.units import parse_numbers, parse_size
     from transport.config import load
     from transport.observe.metrics import Exporter
     from transport.ring.buffer import SharedRingBuffer
@@ -94,9 +95,9 @@ def serve(
         raise UsageError("give --schema FILE, or --slot-bytes SIZE for payloads that describe themselves")
     configuration = load().configuration
     set_up_logging(configuration, "serve")
-    wanted = _ports(ports)
+    wanted = parse_numbers("--ports", ports, 0, 65535)
     layout = None if schema is None else Schema.from_json(schema.read_bytes())
-    largest = None if slot_bytes is None else _size(slot_bytes)
+    largest = None if slot_bytes is None else parse_size(slot_bytes)
     metrics = configuration.metrics_port if metrics_port is None else metrics_port
     with (
         until_stopped(drain, starting=True) as stopped,
@@ -162,16 +163,3 @@ def _say(serving: Serving, json_target: str | None) -> None:
         Path(json_target).write_text(f"{document}\n", encoding="utf-8")
     print(document if json_target == "-" else serving)
     sys.stdout.flush()
-
-
-def _ports(text: str) -> list[int]:
-    try:
-        return [int(port) for port in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ports {text}: give port numbers, separated by commas") from None
-
-
-def _size(text: str) -> int:
-    from transport.bench.units import parse_size
-
-    return parse_size(text)

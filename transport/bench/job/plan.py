@@ -12,7 +12,7 @@ from transport.bench.job.queues import KINDS
 from transport.bench.job.work import HEADER
 from transport.bench.registry import Peer
 from transport.bench.result import OURS
-from transport.bench.units import show_size
+from transport.bench.units import parse_names, show_size
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
@@ -61,14 +61,6 @@ def window_for(size: int) -> int:
     return max(_WINDOW_BATCHES, min(_MOST_WINDOW, _WINDOW_BYTES // size))
 
 
-def check_names(option: str, names: str, known: Sequence[str]) -> list[str]:
-    """The names of a comma-separated option, in the order of ``known``. UsageError: one that is none."""
-    wanted = {name.strip() for name in names.split(",")}
-    if not wanted <= set(known):
-        raise UsageError(f"{option} {names}: choose some of {', '.join(known)}, separated by commas")
-    return [name for name in known if name in wanted]
-
-
 def check_queues(names: str) -> list[str]:
     """Queues that can be measured here.
 
@@ -76,7 +68,7 @@ def check_queues(names: str) -> list[str]:
         UsageError: not a queue, or not one of this version.
         MissingDependencyError: something that a queue needs is not installed.
     """
-    queues = check_names("--queue", names, tuple(KINDS))
+    queues = parse_names("--queue", names, tuple(KINDS))
     for name in queues:
         if KINDS[name].service == "redis":
             redis_service.check()
@@ -87,7 +79,7 @@ def check_queues(names: str) -> list[str]:
 
 def check_wires(names: str, queues: Iterable[str]) -> list[str]:
     """Wires that are known. UsageError: not a wire, or none of them is one that a queue's payloads take."""
-    wires = check_names("--wire", names, WIRES)
+    wires = parse_names("--wire", names, WIRES)
     for queue in queues:
         carried = KINDS[queue].wires
         if not set(wires) & set(carried):
