@@ -28,10 +28,10 @@ from ray.cluster_utils import Cluster
 
 from transport.adapters.ray import NAMESPACE, RayStore
 from transport.demo.display import Display
-from transport.demo.messages import Progress
 from transport.demo.plan import Plan
 from transport.demo.ray_job import run_on_ray
 from transport.demo.ray_record import nodes_of, records
+from transport.demo.worker import Progress
 
 # Ray leaves sockets and files of its own to the garbage collector.
 pytestmark = [

@@ -23,11 +23,9 @@ from redis_server import needs_redis, redis_server
 
 from transport import SharedRingBuffer
 from transport.client.blocking import BlockingClient
-from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import POLICY_SCHEMA, POLICY_TOPIC, Plan
 from transport.demo.policy import Policy
 from transport.demo.rollout import PolicyFollower
-from transport.demo.summary import Summary, summarise
 from transport.queue import QueueDepth, RedisQueue, open_queue
 from transport.testing import ResourceSnapshot
 from transport.weights.offers import offer
@@ -36,6 +34,7 @@ pytest.importorskip("gymnasium")
 if importlib.util.find_spec("ucxx") is None:  # importing it would make its variables count as the user's
     pytest.skip("needs ucxx", allow_module_level=True)
 
+_CLEAN_UP_S = 30.0  # watchdog
 CONTRACT = {
     *("payloads", "bytes", "lost", "duplicates", "stale", "retries", "seconds", "wire"),
     *("mean_return_first", "mean_return_last"),
@@ -136,23 +135,6 @@ def test_shares_are_even_and_exact(episodes: int, rollouts: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def outcome(*, published: int = 10, consumed: int = 10, waiting: int = 0, last: float = 40.0) -> Summary:
-    trainer = TrainerDone(
-        consumed=consumed,
-        duplicates=0,
-        stale=0,
-        retries=0,
-        bytes_by_wire={"tcp": 100},
-        mean_return_first=20.0,
-        mean_return_last=last,
-        mean_staleness=1.0,
-        updates=1,
-    )
-    rollout = RolloutDone(published=published, pauses_s=[0.002], policies_missed=0)
-    depth = QueueDepth(ready=waiting, done=consumed)
-    return summarise(Plan(rollouts=1, trainers=2, episodes=10), [rollout], [trainer, trainer], depth, 1.0)
-
-
 def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) -> None:
     newest = Policy(seed=1)
     follower_policy = Policy(seed=2)
@@ -180,16 +162,6 @@ def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) ->
         assert (follower.announced, len(follower.pauses_s), follower.missed) == (3, 1, 2)
     assert follower_policy.version == 2
     np.testing.assert_equal(follower_policy.parameters(), newest.parameters())
-
-
-# --- the main job when something goes wrong: signals, killed workers, parents, listeners and servers
-
-pytest.importorskip("gymnasium")
-if importlib.util.find_spec("ucxx") is None:  # importing it would make its variables count as the user's
-    pytest.skip("needs ucxx", allow_module_level=True)
-
-
-_CLEAN_UP_S = 30.0  # watchdog
 
 
 # --- another run, another server --------------------------------------------------------------------------

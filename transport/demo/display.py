@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from transport.demo.messages import Progress
+from transport.demo.worker import Progress
 
 # Where there is no terminal, a line for the first batch, for each tenth of the run, and after a while without one.
 _TENTHS = 10

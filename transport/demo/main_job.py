@@ -16,9 +16,9 @@ from transport.cooldown import EpochRecord
 from transport.demo import resuming
 from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.display import Display
-from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
+from transport.demo.worker import RolloutDone, TrainerDone
 from transport.demo.workers import Workers
 from transport.errors import RingError, UsageError
 from transport.observe.metrics import Exporter, Sample, client_samples, queue_samples, ring_samples

@@ -15,13 +15,12 @@ import ray
 
 from transport.adapters.ray import RayStore, open_rings
 from transport.client.payload import ReceivedPayload
-from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import Plan
 from transport.demo.ray_record import RankKeeper, begin_life, count_write, records, trained_by_all, wait_for_record
-from transport.demo.rollout import Player, PolicyFollower, follower_of, rollout_done
+from transport.demo.rollout import Player
 from transport.demo.tally import episode_of
 from transport.demo.trainer import PolicyPublisher, batches_of, check
-from transport.demo.worker import LOOK_S
+from transport.demo.worker import LOOK_S, RolloutDone, TrainerDone
 from transport.errors import TransportError
 from transport.queue import TicketQueue
 from transport.store import Store
@@ -67,15 +66,14 @@ class RolloutActor(Actor):
         """Returns when nothing of the share is left, or after `stop`."""
         with contextlib.ExitStack() as stack:
             queue, store, life, ring = self._begin(stack)
-            player = Player(self._plan, self._index, ring, queue, life, self._stopping.is_set)
-            stack.callback(player.cleanup_ucxx)
             policy = self._plan.first_policy()
             records(store, self._plan)[0].restore(policy)
-            follower = stack.enter_context(follower_of(self._plan, queue, policy, self._index))
-            self._play_share(player, follower, store)
-            return rollout_done(player, follower)
+            player = Player(self._plan, self._index, ring, queue, policy, life, self._stopping.is_set)
+            stack.callback(player.close)
+            self._play_share(player, store)
+            return player.done()
 
-    def _play_share(self, player: Player, follower: PolicyFollower, store: Store) -> None:
+    def _play_share(self, player: Player, store: Store) -> None:
         """Play what is neither in the records of all ranks nor in the ring, until the records have the whole share."""
         share = set(self._plan.share(self._index))
         while not self._stopping.is_set():
@@ -86,7 +84,7 @@ class RolloutActor(Actor):
             if not wanted:
                 break
             for number in sorted(wanted - in_ring):
-                if not player.play_one(number, number, follower):
+                if not player.play_one(number, number):
                     break
                 count_write(store)
             else:

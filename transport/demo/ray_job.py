@@ -18,9 +18,9 @@ import msgspec
 
 from transport.demo.display import Display
 from transport.demo.main_job import InterruptedBySignal
-from transport.demo.messages import RolloutDone
 from transport.demo.plan import Plan
 from transport.demo.summary import Summary, summarise
+from transport.demo.worker import RolloutDone
 from transport.demo.workers import WorkerFailedError
 from transport.errors import MissingDependencyError, UsageError
 from transport.queue import QueueDepth

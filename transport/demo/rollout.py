@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,10 @@ from transport.client.blocking import BlockingClient
 from transport.client.trace import Trace, key_of
 from transport.demo.checkpoints import Membership
 from transport.demo.episode import EPISODE_SCHEMA, Episode, make_environment, play_episode
-from transport.demo.messages import RolloutDone
 from transport.demo.plan import BACKLOG, BATCH, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, Plan, WorkerConfig
 from transport.demo.policy import Policy
 from transport.demo.resuming import restored
-from transport.demo.worker import LOOK_S, Parent, run, tracing
+from transport.demo.worker import LOOK_S, Parent, RolloutDone, run, tracing
 from transport.errors import LinkError, RingFullError, StaleSlotError, WeightsChecksumError
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import TicketQueue, open_queue
@@ -91,7 +90,8 @@ class Player(UCXXRolloutMixin):
     Args:
         index: of the rollout.
         ring: name of the segment.
-        life: how often this rollout has begun; another one plays other episodes.
+        policy: what it plays with, kept at the newest version that is announced.
+        life: which life of this rollout it is; each plays other episodes.
         wants_stop: whether to end early.
     """
 
@@ -101,6 +101,7 @@ class Player(UCXXRolloutMixin):
         index: int,
         ring: str,
         queue: TicketQueue,
+        policy: Policy,
         life: int,
         wants_stop: Callable[[], bool],
         trace: Trace | None = None,
@@ -113,34 +114,48 @@ class Player(UCXXRolloutMixin):
         self._first_version = plan.first_policy().version
         self._environment = make_environment()
         self._rng = np.random.default_rng([plan.seed, 1 + index, life])
-        self.setup_ucxx(
-            EPISODE_SCHEMA, slots=plan.slots, readers=plan.trainers, name=ring, queue=queue, settings=SETTINGS
+        with contextlib.ExitStack() as stack:
+            client = BlockingClient(schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace)
+            self.follower = PolicyFollower(queue, stack.enter_context(client), policy, index)
+            stack.callback(self.cleanup_ucxx)
+            self.setup_ucxx(
+                EPISODE_SCHEMA, slots=plan.slots, readers=plan.trainers, name=ring, queue=queue, settings=SETTINGS
+            )
+            self._opened = stack.pop_all()
+
+    def close(self) -> None:
+        """Close ring and client."""
+        self._opened.close()
+
+    def done(self) -> RolloutDone:
+        """What it reports at its end."""
+        return RolloutDone(
+            published=self.published, pauses_s=self.follower.pauses_s, policies_missed=self.follower.missed
         )
 
-    def play(self, follower: PolicyFollower) -> bool:
+    def play(self) -> bool:
         """Play and publish the share, behind what is restored. False: a stop is requested before it is done."""
         known, before, self.published = restored(self._plan, self, self._index)
         missing = [number for number in self._plan.share(self._index) if number not in known]
         return all(
-            self.play_one(number, before + at * self._plan.rollouts + self._index, follower)
-            for at, number in enumerate(missing)
+            self.play_one(number, before + at * self._plan.rollouts + self._index) for at, number in enumerate(missing)
         )
 
-    def play_one(self, number: int, place: int, follower: PolicyFollower) -> bool:
+    def play_one(self, number: int, place: int) -> bool:
         """Play an episode and publish it, once the backlog allows that. False: a stop is requested.
 
         place: of the episode in the order of play of all rollouts.
         """
-        while place >= self._allowed(follower) and not self._wants_stop():
-            follower.follow(wait_s=LOOK_S)
-        follower.follow()
-        return not self._wants_stop() and self._publish(
-            number, play_episode(self._environment, follower.policy, self._rng)
-        )
+        while place >= self._allowed() and not self._wants_stop():
+            self.follower.follow(wait_s=LOOK_S)
+        self.follower.follow()
+        if self._wants_stop():
+            return False
+        return self._publish(number, play_episode(self._environment, self.follower.policy, self._rng))
 
-    def _allowed(self, follower: PolicyFollower) -> int:
+    def _allowed(self) -> int:
         """How many episodes may have been played by now, of all rollouts."""
-        return (follower.announced - self._first_version) * BATCH + BACKLOG
+        return (self.follower.announced - self._first_version) * BATCH + BACKLOG
 
     def _publish(self, number: int, episode: Episode) -> bool:
         metadata = {"episode": number, "return": float(np.sum(episode["rewards"])), "steps": len(episode["actions"])}
@@ -157,20 +172,6 @@ class Player(UCXXRolloutMixin):
         return False
 
 
-@contextlib.contextmanager
-def follower_of(
-    plan: Plan, queue: TicketQueue, policy: Policy, rank: int, trace: Trace | None = None
-) -> Iterator[PolicyFollower]:
-    """A follower with a client of its own."""
-    with BlockingClient(schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace) as client:
-        yield PolicyFollower(queue, client, policy, rank)
-
-
-def rollout_done(player: Player, follower: PolicyFollower) -> RolloutDone:
-    """What a rollout reports at its end."""
-    return RolloutDone(published=player.published, pauses_s=follower.pauses_s, policies_missed=follower.missed)
-
-
 def rollout(config: WorkerConfig, parent: Parent) -> None:
     """Play the share, report, and serve what was played until a stop is requested."""
     plan = config.plan
@@ -180,12 +181,11 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
         membership.join()
         queue = stack.enter_context(open_queue(config.queue))
         policy = plan.first_policy()
-        player = Player(plan, config.index, config.ring, queue, policy.version, parent.wants_stop, trace)
-        stack.callback(player.cleanup_ucxx)
-        with follower_of(plan, queue, policy, config.index, trace) as follower:
-            if player.play(follower):
-                parent.send(rollout_done(player, follower))
-                membership.take_part(follower.policy, lambda: follower.follow(wait_s=LOOK_S))
+        player = Player(plan, config.index, config.ring, queue, policy, policy.version, parent.wants_stop, trace)
+        stack.callback(player.close)
+        if player.play():
+            parent.send(player.done())
+            membership.take_part(policy, lambda: player.follower.follow(wait_s=LOOK_S))
         parent.wait_for_stop()
 
 

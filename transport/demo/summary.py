@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 
 from transport.cooldown.epochs.records import EpochRecord, upload_folder
-from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import Plan
+from transport.demo.worker import RolloutDone, TrainerDone
 from transport.queue import QueueDepth
 
 

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from transport.client.payload import ReceivedPayload
-from transport.demo.messages import Progress, TrainerDone
 from transport.demo.plan import BATCH, Plan
+from transport.demo.worker import Progress, TrainerDone
 
 
 class Tally(msgspec.Struct, kw_only=True):

@@ -19,8 +19,8 @@ from typing import Any, Final
 import msgspec
 
 from transport import _ring
-from transport.demo import messages
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
+from transport.demo.worker import Done, Failed, Message, Progress
 from transport.errors import TransportError
 from transport.ring.attachment import remove_dead
 from transport.server.supervisor_lock import supervised
@@ -31,6 +31,7 @@ _ENVIRONMENT: Final = {
     "UCXX_LOG_LEVEL": "FATAL",  # it logs every lost connection as an error; those that matter are raised as well
 }
 _LOOK_S: Final = 0.05
+_reports: Final = msgspec.json.Decoder(Message)
 _TREE_GONE_S: Final = SETTINGS.linger_s + 10.0  # the listeners of a killed worker linger, then drain
 
 
@@ -45,8 +46,8 @@ class Worker:
         self.name = f"{kind} {config.index}"
         self.ring = config.ring
         self.process = process
-        self.progress: messages.Progress | None = None
-        self.done: asyncio.Future[messages.Done] = asyncio.get_running_loop().create_future()
+        self.progress: Progress | None = None
+        self.done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} process {self.process.pid} {'done' if self.done.done() else 'at work'}>"
@@ -137,11 +138,11 @@ class Workers:
         if worker.process.stdout is None:
             raise WorkerFailedError(f"{worker.name} has no standard output")
         async for line in worker.process.stdout:
-            match messages.decode(line):
-                case messages.Progress() as progress:
+            match _reports.decode(line):
+                case Progress() as progress:
                     worker.progress = progress
                     self._progressed(self)
-                case messages.Failed(kind=kind, message=message):
+                case Failed(kind=kind, message=message):
                     raise WorkerFailedError(f"{worker.name}: {kind}: {message}")
                 case done:
                     worker.done.set_result(done)
