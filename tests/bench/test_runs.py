@@ -13,7 +13,7 @@ from benchmark_programs import benchmark_module
 
 from transport.bench import registry
 from transport.bench.programs import build
-from transport.bench.reads import loopback, session
+from transport.bench.reads import loopback
 from transport.bench.result import Case, Sample
 from transport.cli import run
 from transport.errors import LinkError, MissingDependencyError
@@ -83,8 +83,8 @@ def test_read_many_is_measured_by_batches() -> None:
 def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     # this Python has no zmq: a peer whose environment is broken
     monkeypatch.setitem(registry.PEERS, "pyzmq", msgspec.structs.replace(registry.PEERS["pyzmq"], environment=""))
-    cases = session.peer_cases([registry.PEERS["pyzmq"]], [1024], [1, 8], ["tcp"])
-    outcome = session.run(cases, 0.01, 1, silent)
+    cases = loopback.peer_cases([registry.PEERS["pyzmq"]], [1024], [1, 8], ["tcp"])
+    outcome = loopback.run(cases, 0.01, 1, silent)
     assert outcome.rows == outcome.failed == []
     assert set(outcome.skipped) == {f"pyzmq, read over tcp, 1 KiB, {number} in flight" for number in (1, 8)}
     assert all(why.startswith("status 1: ModuleNotFoundError") for why in outcome.skipped.values())
@@ -96,7 +96,7 @@ def test_our_own_failure_is_reported_and_the_others_go_on(
     def fail(_: Case, __: float) -> Sample:
         raise LinkError("cut off")
 
-    monkeypatch.setattr(loopback, "measure", fail)
+    monkeypatch.setattr(loopback, "_measure_ours", fail)
     arguments = ["--sizes", "1KiB", "--concurrency", "1", "--wire", "tcp", "--peers", "memcpy", "--json", "-"]
     assert run(["bench", "loopback", *arguments, *SHORT]) == 1
     printed = capsys.readouterr()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from transport import SharedRingBuffer
-from transport.bench.reads import session
+from transport.bench.reads import loopback
 from transport.cli import run
 from transport.doctor import finding
 from transport.errors import LinkError
@@ -54,7 +54,7 @@ def test_the_reads_of_bench_fail_with_one_line(
     def failing(*_: Any) -> Any:
         raise LinkError("the machine is on fire")
 
-    monkeypatch.setattr(session, "measure", failing)
+    monkeypatch.setattr(loopback, "measure", failing)
     assert run(["bench", "loopback", "--sizes", "4K", "--repetitions", "1", "--seconds", "0.01"]) == 1
     assert capsys.readouterr().err.count("the machine is on fire") == 1
 

@@ -73,8 +73,7 @@ def loopback(
     Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
     """
     from transport.bench.machine import machine, settings_of
-    from transport.bench.reads import session
-    from transport.bench.reads.loopback import cases
+    from transport.bench.reads import loopback as reads
     from transport.bench.registry import chosen
     from transport.bench.result import Report, table
     from transport.bench.units import parse_sizes
@@ -88,12 +87,12 @@ def loopback(
     if plot is not None:
         check(plot)
     work = [
-        *cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
-        *session.peer_cases(others, sizes_bytes, concurrencies, wires, _checksums(checksum)),
+        *reads.cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
+        *reads.peer_cases(others, sizes_bytes, concurrencies, wires, _checksums(checksum)),
     ]
     where = machine()
     with _bar("measuring") as progress:
-        outcome = session.run(work, seconds, repetitions, progress)
+        outcome = reads.run(work, seconds, repetitions, progress)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
     if plot is not None and outcome.rows:

@@ -18,14 +18,17 @@ import numpy as np
 import uvloop
 
 from transport.bench.reads.harness import Content
-from transport.bench.reads.probe import transports
 from transport.client.client import UCXXClient
 from transport.devices.arrays import require_cupy
 from transport.errors import ChecksumError, WireNotAllowedError
 from transport.ticket import Ticket
-from transport.wires import Wire
+from transport.wire import ucx
+from transport.wires import Wire, settings_for
 
 ON_DEVICE = "read_device"  # written from device memory, read into it
+_LOOK_S = 0.01
+_MOST_S = 2.0
+_SAME = 5  # looks in a row: lanes join while the two sides exchange addresses
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,12 +194,32 @@ class Reader:
         if self._job.wire == "mapped":
             return Look(links=links, transports=[])
         wire: Wire = self._job.wire  # type: ignore[assignment]
-        return Look(links=links, transports=await transports(wire, ticket.addresses[0], ticket.ports[0]))
+        return Look(links=links, transports=await _transports(wire, ticket.addresses[0], ticket.ports[0]))
 
     async def close(self) -> None:
         """Close the clients."""
         for client in self._clients:
             await client.close()
+
+
+async def _transports(wire: Wire, host: str, port: int) -> list[str]:
+    """What UCX says it uses between this process and a listener: transport and device of every lane, e.g. "tcp/lo".
+
+    Of a connection with the settings of a client of ``wire``.
+    """
+    worker = ucx.Worker(settings_for(frozenset({wire})))
+    try:
+        endpoint = await worker.connect(host, port)
+        seen: list[list[tuple[str, str]]] = []
+        give_up = time.monotonic() + _MOST_S
+        while time.monotonic() < give_up:
+            await asyncio.sleep(_LOOK_S)
+            seen.append(endpoint.transports())
+            if len(seen) > _SAME and all(look == seen[-1] for look in seen[-_SAME:]):
+                break
+        return sorted({f"{transport}/{device}" for transport, device in seen[-1] if device})
+    finally:
+        worker.close()
 
 
 async def main() -> None:
