@@ -143,20 +143,15 @@ async def _cooldown(
     import asyncio
     import re
 
-    from transport.cli.epochs import default_store
+    from transport.cli.epochs import store_to_write
     from transport.cooldown import CooldownClient, CooldownHost, Proof
     from transport.runtime.progress import bar
-    from transport.storage.urls import SQLiteURL, parse_url
     from transport.store.open import open_store
 
-    store_url = store_url or default_store()
-    parsed = parse_url(store_url)
-    if isinstance(parsed, SQLiteURL):
-        parsed.path.parent.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()).lstrip(".-") or "host"
     whole = await asyncio.to_thread(folder.absolute)
     with (
-        open_store(store_url) as store,
+        open_store(store_to_write(store_url)) as store,
         tempfile.TemporaryDirectory() as scratch,
         bar("uploading") as progress,
     ):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.epochs import default_store, state_folder
+from transport.cli.epochs import state_folder, store_to_write
 from transport.cli.output import JsonTarget, Said, emit
 from transport.errors import TransportError, UsageError
 
@@ -125,7 +125,7 @@ def demo(
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
         with Display(episodes) as display:
-            to = CheckpointTo(checkpoint, default_store()) if checkpoint is not None else None
+            to = CheckpointTo(checkpoint, store_to_write()) if checkpoint is not None else None
             if exporter is not None:
                 display.say(f"metrics on http://127.0.0.1:{exporter.port}/metrics")
             summary: Summary

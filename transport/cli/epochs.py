@@ -22,6 +22,15 @@ def default_store() -> str:
     return SQLiteURL(state_folder() / "store.sqlite3").text
 
 
+def store_to_write(url: str | None = None) -> str:
+    """This store's URL, or that of the default one; the folder that its file is to lie in is made."""
+    url = url or default_store()
+    parsed = parse_url(url)
+    if isinstance(parsed, SQLiteURL):
+        parsed.path.parent.mkdir(parents=True, exist_ok=True)
+    return url
+
+
 def state_folder() -> Path:
     """Where what outlives the commands is kept."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "transport"

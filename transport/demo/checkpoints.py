@@ -25,7 +25,6 @@ from transport.demo.policy import Policy
 from transport.demo.worker import Parent
 from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
 from transport.runtime.blocking_calls import in_thread
-from transport.storage.urls import SQLiteURL, parse_url
 from transport.store import Store
 from transport.store.open import open_store
 
@@ -85,52 +84,37 @@ class Epoch:
         return await self._host.cooldown(plan.epoch.epoch, plan.first_policy().version + updates, clients)
 
 
-@contextmanager
-def epoch_store(url: str) -> Iterator[Store]:
-    """The store of the epochs; its folder is made."""
-    parsed = parse_url(url)
-    if isinstance(parsed, SQLiteURL):
-        parsed.path.parent.mkdir(parents=True, exist_ok=True)
-    with open_store(url) as store:
-        yield store
-
-
 # --- the clients ----------------------------------------------------------------------------------------
 class Membership:
-    """A worker's part in the epoch. Use `join` before anything is played, `take_part` when the work is done."""
+    """A worker's part in the epoch. Use `join` before anything is played, `take_part` when the work is done.
 
-    def __init__(self, config: WorkerConfig, kind: str, parent: Parent) -> None:
+    Args:
+        policy: what this worker has, and uploads if it is elected.
+    """
+
+    def __init__(self, config: WorkerConfig, kind: str, parent: Parent, policy: Policy) -> None:
         self._epoch = config.plan.epoch
         self._name = f"{kind}-{config.index}"
         self._scratch = Path(config.directory) / "checkpoints" / self._name
         self._parent = parent
+        self._policy = policy
+        self._follow: Callable[[], None] = lambda: None
 
     def join(self) -> None:
         """Prove that this worker may write to the destination. Raises DestinationError and its kinds."""
         if self._epoch is not None:
-            with epoch_store(self._epoch.store) as store:
-                asyncio.run(self._client(store, lambda _: None).join(self._epoch.destination))
+            with self._client(self._epoch) as client:
+                asyncio.run(client.join(self._epoch.destination))
 
-    def take_part(self, policy: Policy, follow: Callable[[], None] = lambda: None) -> None:
+    def take_part(self, follow: Callable[[], None] = lambda: None) -> None:
         """Upload the policy if elected; returns when the cooldown ends, or when the parent requests a stop.
 
         follow: brings the policy nearer to the newest version, if it is not there yet.
         """
         if self._epoch is None:
             return
-
-        def up_to(step: int) -> None:
-            give_up_at = time.monotonic() + _FOLLOW_S
-            while policy.version != step and time.monotonic() < give_up_at and not self._parent.wants_stop():
-                follow()
-            if policy.version != step:
-                raise RunError(
-                    f"timeout: version {step} of the policy did not arrive in {_FOLLOW_S:g} s; "
-                    f"this worker has version {policy.version}"
-                )
-
-        with epoch_store(self._epoch.store) as store:
-            client = self._client(store, up_to, policy)
+        self._follow = follow
+        with self._client(self._epoch) as client:
             try:
                 asyncio.run(self._until_ended(client, self._epoch.epoch))
             except TransportError as error:
@@ -138,14 +122,21 @@ class Membership:
                     "this worker does not take part in the cooldown: %s", error
                 )  # the epoch may end well without this worker
 
-    def _client(self, store: Store, up_to: Callable[[int], None], policy: Policy | None = None) -> CooldownClient:
-        def save(folder: Path, step: int) -> None:
-            up_to(step)
-            if policy is not None:
-                (folder / POLICY_FILE).write_bytes(policy.saved())
+    @contextmanager
+    def _client(self, epoch: EpochPlan) -> Iterator[CooldownClient]:
+        with open_store(epoch.store) as store:
+            yield CooldownClient(store, epoch.run, self._name, save=self._save, scratch=self._scratch)
 
-        run = self._epoch.run if self._epoch is not None else ""
-        return CooldownClient(store, run, self._name, save=save, scratch=self._scratch)
+    def _save(self, folder: Path, step: int) -> None:
+        give_up_at = time.monotonic() + _FOLLOW_S
+        while self._policy.version != step and time.monotonic() < give_up_at and not self._parent.wants_stop():
+            self._follow()
+        if self._policy.version != step:
+            raise RunError(
+                f"timeout: version {step} of the policy did not arrive in {_FOLLOW_S:g} s; "
+                f"this worker has version {self._policy.version}"
+            )
+        (folder / POLICY_FILE).write_bytes(self._policy.saved())
 
     async def _until_ended(self, client: CooldownClient, epoch: int) -> None:
         taking = asyncio.create_task(client.cooldown(epoch))

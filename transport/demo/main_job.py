@@ -14,7 +14,7 @@ from transport.client import status_socket
 from transport.client.trace import merge
 from transport.cooldown import EpochRecord
 from transport.demo import resuming
-from transport.demo.checkpoints import Epoch, epoch_store
+from transport.demo.checkpoints import Epoch
 from transport.demo.display import Display
 from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
@@ -27,6 +27,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import interruption
 from transport.runtime.blocking_calls import in_thread
 from transport.runtime.interruption import segment_prefix
+from transport.store.open import open_store
 
 
 class CheckpointTo(NamedTuple):
@@ -79,7 +80,7 @@ async def run_demo(
             async with _unless_interrupted():
                 epoch = None
                 if checkpoint is not None:
-                    store = stack.enter_context(epoch_store(checkpoint.store))
+                    store = stack.enter_context(open_store(checkpoint.store))
                     epoch = Epoch(store, checkpoint.destination, plan.seed)
                     plan = await epoch.begin(plan, checkpoint.store, directory)
                     if epoch.resumed_from:

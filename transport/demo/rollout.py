@@ -177,15 +177,15 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
     plan = config.plan
     with contextlib.ExitStack() as stack:
         trace = tracing(config, stack, "rollout")
-        membership = Membership(config, "rollout", parent)
+        policy = plan.first_policy()
+        membership = Membership(config, "rollout", parent, policy)
         membership.join()
         queue = stack.enter_context(open_queue(config.queue))
-        policy = plan.first_policy()
         player = Player(plan, config.index, config.ring, queue, policy, policy.version, parent.wants_stop, trace)
         stack.callback(player.close)
         if player.play():
             parent.send(player.done())
-            membership.take_part(policy, lambda: player.follower.follow(wait_s=LOOK_S))
+            membership.take_part(lambda: player.follower.follow(wait_s=LOOK_S))
         parent.wait_for_stop()
 
 

@@ -103,10 +103,10 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
     plan, rank = config.plan, config.index
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(open_queue(config.queue))
-        membership = Membership(config, "trainer", parent)
+        policy = plan.first_policy()  # the rollouts begin with the same one
+        membership = Membership(config, "trainer", parent, policy)
         if rank == 0:
             membership.join()
-        policy = plan.first_policy()  # the rollouts begin with the same one
         publisher = None
         if rank == 0:
             publisher = PolicyPublisher(plan, config.ring, queue)
@@ -150,7 +150,7 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
             retries = packed.client.retries + extra_rounds + packed.returned
             parent.send(tally.done(plan, duplicates=packed.duplicates, stale=packed.stale, retries=retries))
             if rank == 0:
-                membership.take_part(policy)
+                membership.take_part()
         parent.wait_for_stop()
 
 
