@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 
 from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
-from transport.cli.output import JsonTarget, about, causes, emit
+from transport.cli.output import JsonTarget, about, causes, emit, status_of
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,9 +96,7 @@ def loopback(
     emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
     if plot is not None and outcome.rows:
         draw_reads(report, plot)
-    if outcome.failed:
-        print(f"transport bench loopback: {'; '.join(causes(outcome.failed))}", file=sys.stderr)
-    return 1 if outcome.failed else 0
+    return status_of("transport bench loopback", causes(outcome.failed))
 
 
 @app.command("serve", epilog=_SERVE_EXAMPLE)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from transport.cli.output import JsonTarget, about, causes, emit
+from transport.cli.output import JsonTarget, about, causes, emit, status_of
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
@@ -99,9 +98,7 @@ def job(
         for row in outcome.rows
         if row.peer == OURS and row.lost + row.duplicated
     ]
-    if failed:
-        print(f"transport bench job: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return status_of("transport bench job", failed)
 
 
 def _trajectories(
@@ -122,9 +119,7 @@ def _trajectories(
         outcome = run(wires, others, seconds, batch, repetitions, progress)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
-    if outcome.failed:
-        print(f"transport bench job: {'; '.join(outcome.failed)}", file=sys.stderr)
-    return 1 if outcome.failed else 0
+    return status_of("transport bench job", causes(outcome.failed))
 
 
 @contextlib.contextmanager

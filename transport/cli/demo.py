@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from transport.cli.epochs import state_folder, store_to_write
-from transport.cli.output import JsonTarget, Said, emit
+from transport.cli.output import JsonTarget, Said, emit, status_of
 from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -157,10 +157,7 @@ def demo(
     emit(summary, str(summary), json_target)
     if target is None:
         target = 0.0 if summary.resumed_from else _TARGET  # a resumed policy need not double its return again
-    problems = summary.problems(episodes, target)
-    if problems:
-        print(f"transport demo: {'; '.join(problems)}", file=sys.stderr)
-    return 1 if problems else 0
+    return status_of("transport demo", summary.problems(episodes, target))
 
 
 def _check_where(where: str, ray_address: str | None, without: list[str]) -> None:

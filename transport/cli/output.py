@@ -100,6 +100,13 @@ def naming(target: object) -> Iterator[None]:
         raise
 
 
+def status_of(command: str, failed: Sequence[str]) -> int:
+    """The exit status of a command that has shown its result; what failed is said in one line."""
+    if failed:
+        print(f"{command}: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
 def causes(failed: Iterable[str]) -> list[str]:
     """ "CASE: reason" of each that failed, as one line for each reason. Names and numbers within it may differ."""
     groups: dict[str, list[str]] = {}
