@@ -219,10 +219,7 @@ class FoundRings(TicketQueue):
             if claims:
                 self._waiting.came()
                 return claims
-            self._nothing_came(rank)
-            if time.monotonic() >= give_up:
-                if self._elsewhere and (fault := own_fault(self._network.reached(rank, named=bool(here)))) is not None:
-                    raise fault
+            if self._waited(rank, give_up, here):
                 return claims
             if not here and not self._elsewhere:
                 self._closed.wait(slice_s)
@@ -278,26 +275,30 @@ class FoundRings(TicketQueue):
         arguments.claimable(n, rank)
         give_up = time.monotonic() + timeout_s
         while True:
-            self._follow(rank, n, None)
-            left_s = max(0.0, give_up - time.monotonic())
+            here = self._follow(rank, n, None)
+            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             if self._elsewhere:
-                batch = self._network.take(n, min(left_s, _SLICE_S), rank)
+                batch = self._network.take(n, slice_s, rank)
                 if batch is not None:
                     self._waiting.came()
                     return batch
-            self._nothing_came(rank)
-            if left_s <= 0:
+            if self._waited(rank, give_up, here):
                 return None
             if not self._elsewhere:
-                self._closed.wait(min(left_s, _SLICE_S))
+                self._closed.wait(slice_s)
 
-    def _nothing_came(self, rank: int | str) -> None:
-        if not self._waiting.due(time.monotonic()):
-            return
-        with contextlib.suppress(TransportError):  # the caller meets it
-            found = self.why_nothing(rank)
-            if self._waiting.found(found) and found is not None:
-                log.warning("no payload has come for %.0f s: %s", LOOK_S, found.text)
+    def _waited(self, rank: int | str, give_up: float, here: Sequence[SharedRingBuffer]) -> bool:
+        """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
+        if self._waiting.due(time.monotonic()):
+            with contextlib.suppress(TransportError):  # the caller meets it
+                found = self.why_nothing(rank)
+                if self._waiting.found(found) and found is not None:
+                    log.warning("no payload has come for %.0f s: %s", LOOK_S, found.text)
+        if time.monotonic() < give_up:
+            return False
+        if self._elsewhere and (fault := own_fault(self._network.reached(rank, named=bool(here)))) is not None:
+            raise fault
+        return True
 
     def why_nothing(self, rank: int | str | None = None) -> Reason | None:
         """Why this queue has nothing to claim at the moment; None: its rings are there, and their turn is next."""
