@@ -32,14 +32,13 @@ from transport.errors import (
     WeightsChecksumError,
 )
 from transport.server.running import OneThread
-from transport.ticket import Ticket
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.feed import Feed
-from transport.weights.transfer.messages import Frame, Start
+from transport.weights.transfer.messages import Slices
 from transport.weights.versions.copies import Copies, Held, attach
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -307,7 +306,7 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
             return publish()
 
         lease.publish = slow  # type: ignore[method-assign]
-        task = asyncio.ensure_future(sender.publish(lease, ("child",), lambda _: Start(1)))
+        task = asyncio.ensure_future(sender.publish(lease, ("child",), Slices(0, 0, 0)))
         await asyncio.to_thread(begun.wait)
         task.cancel()
         go_on.set()
@@ -323,15 +322,10 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
 async def test_a_listener_leaves_a_bucket_to_its_reader_for_the_whole_of_an_attempt() -> None:
     sender = BucketSender(BUCKET, 1, address="127.0.0.1", wires=frozenset({"tcp"}))
     feed = Feed(sender.lost)
-    tickets: list[Ticket] = []
-
-    def announced(ticket: bytes) -> Frame:
-        tickets.append(Ticket.decode(ticket))
-        return Start(1)
-
     try:
         await sender.begin(feed, ["child"])
-        await sender.publish(await sender.reserve(BUCKET), ("child",), announced)
+        await sender.publish(await sender.reserve(BUCKET), ("child",), Slices(0, 0, 0))
+        [(ticket, _)] = sender._unread.values()
         ring, running = sender._ring, sender._server._run  # type: ignore[union-attr]
         assert ring is not None
         assert isinstance(running, OneThread)
@@ -342,7 +336,7 @@ async def test_a_listener_leaves_a_bucket_to_its_reader_for_the_whole_of_an_atte
 
         async with UCXXClient(wire={"tcp"}, settings=SETTINGS, ack="manual") as client:
             begun = time.monotonic()
-            payload = await client.read(tickets[0])
+            payload = await client.read(ticket)
             for seconds, reading in ((SETTINGS.read_timeout(BUCKET), 1), (10 * SETTINGS.read_timeout(BUCKET), 0)):
                 await asyncio.to_thread(running._thread.run, swept(begun + seconds))
                 assert ring.statistics().reading == reading

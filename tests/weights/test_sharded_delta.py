@@ -78,7 +78,8 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
                 assert usable is (version > 1)
                 for index, bucket in enumerate(buckets_of(stream.slices, stream.dtypes, bucket_bytes)):
                     new = np.empty(size_of(bucket), np.uint8)
-                    checksum = gather(new.data, bucket, arrays)
+                    boxes = [view(arrays[each.source], each.source_start, each.size) for each, *_ in bucket]
+                    checksum = gather(new.data, bucket, boxes)
                     targets = [
                         view(rows[stream.part][each.target], each.target_start, each.size) for each, *_ in bucket
                     ]

@@ -12,6 +12,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from transport.errors import ChildrenLostError, ClosedError, RingFullError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.leases import WriteLease
@@ -21,7 +23,7 @@ from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.weights.transfer.feed import Feed
-from transport.weights.transfer.messages import Frame
+from transport.weights.transfer.messages import Slices
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.threads import in_thread
 from transport.wires import Wire
@@ -182,13 +184,44 @@ class BucketSender:
         """Drop the children that have not read the oldest bucket."""
         for _, late in self._late():
             for name in late:
-                if self._feed is not None:
-                    self._feed.drop(name)
-                    self.lost(name)
+                assert self._feed is not None
+                self._feed.drop(name)
+                self.lost(name)
             return
 
-    async def publish(self, lease: WriteLease, names: tuple[str, ...], frame: Callable[[bytes], Frame]) -> None:
-        """Publish a bucket to those that it was reserved for; ``frame`` makes the message from the encoded ticket."""
+    async def send(
+        self,
+        size: int,
+        names: tuple[str, ...],
+        frame: Slices,
+        fill: Callable[[memoryview], int | None],
+        lease: WriteLease | None = None,
+    ) -> None:
+        """Send a bucket to those of these children that are left; none, if all are lost. ``frame`` gets its ticket.
+
+        size: of the bucket. 0: the message says all, and there is no ticket.
+        fill: writes the bytes, in a thread; returns their checksum, None: it is computed when they are published.
+        lease: the slot that was reserved for it; default: the next one that is free.
+        """
+        assert self._feed is not None  # set by `begin`, as the children are
+        if not size:
+            await self._feed.tell(frame, names)
+            return
+        if lease is None:
+            try:
+                lease = await self.reserve(size, names)
+            except ChildrenLostError:
+                return
+        try:
+            lease.checksum = await in_thread(fill, lease.memory)
+            self.bytes_copied += size
+            await self.publish(lease, names, frame)
+        except BaseException:
+            lease.abort()
+            raise
+
+    async def publish(self, lease: WriteLease, names: tuple[str, ...], frame: Slices) -> None:
+        """Publish a bucket to those that it was reserved for."""
         left = [name for name in names if name not in self._gone]
         size = lease.layout.total * len(left)
         if self._pace is not None:
@@ -196,8 +229,8 @@ class BucketSender:
         ticket = await in_thread(self._published, lease, names)
         self._acknowledge(ticket, names)
         self.bytes_sent += size
-        if self._feed is not None:
-            await self._feed.tell(frame(ticket.encode()), left)
+        assert self._feed is not None
+        await self._feed.tell(msgspec.structs.replace(frame, ticket=ticket.encode()), left)
 
     def _published(self, lease: WriteLease, names: tuple[str, ...]) -> Ticket:
         """Publish in a thread; known here as soon as it is done, even if the caller is cancelled meanwhile."""
@@ -213,13 +246,10 @@ class BucketSender:
         ring = self._opened()
         since = time.monotonic()
         while True:
-            seen = ring.native.freed_event()
+            seen = self.freed_event()
             if ring.native.state_counts()[0] == ring.slot_count:
                 break
-            if time.monotonic() - since > self._stall_s:
-                self._drop_slowest()
-                since = time.monotonic()
-            await in_thread(ring.native.wait_freed, seen, _LOOK_S)
+            since = await self.freed(seen, since)
         if not self.children:
             raise ChildrenLostError(
                 f"all children disconnected before the version was sent: {', '.join(self._children)}"

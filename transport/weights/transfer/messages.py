@@ -63,7 +63,7 @@ class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
     part: int
     sender: int
     index: int
-    ticket: bytes
+    ticket: bytes = b""
     records: tuple[tuple[int, int, int, int], ...] | None = None
     checksum: int = 0
 

@@ -26,7 +26,7 @@ from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Incoming
 from transport.weights.transfer.changes import apply, encoded_size
 from transport.weights.transfer.messages import Slices
-from transport.weights.transfer.sending import dtypes_of
+from transport.weights.transfer.sending import dtypes_of, gather
 from transport.weights.versions.copies import Copies, Held
 from transport.weights.versions.layout import VersionLayout, weights_checksum
 
@@ -175,16 +175,7 @@ class PartLanding:
 
     def collect(self, bucket: Sequence[Chunk], memory: memoryview) -> None:
         """The bytes of a bucket that is in its place. In a thread."""
-        flat = np.frombuffer(memory, np.uint8)
-        end = 0
-        for chunk in bucket:
-            flat[end : chunk.at] = 0
-            end = chunk.at + chunk.nbytes
-            target = self._target(chunk)
-            if target.flags.c_contiguous:
-                _ring.copy(memory[chunk.at : end], target.reshape(-1).view(np.uint8).data)
-            else:
-                flat[chunk.at : end].view(target.dtype).reshape(target.shape)[...] = target
+        gather(memory, bucket, [self._target(chunk) for chunk in bucket])
 
     def placed(self) -> None:
         """A bucket is in its place, proven, and was relayed."""

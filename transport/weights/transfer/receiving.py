@@ -32,7 +32,7 @@ from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.messages import Placed, Slices, Start, Whole
 from transport.weights.transfer.parts import PartLanding, checked_targets
-from transport.weights.transfer.sending import relay
+from transport.weights.transfer.sending import copied
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.copies import Copies, Held, attach
 
@@ -274,14 +274,19 @@ class ShardReceiving:
     ) -> None:
         """Send a bucket on: its changes, if they were kept, otherwise what stands in its place."""
         size, checksum = (0, 0) if ticket is None else (ticket.size, ticket.checksum or 0)
-        fill = partial(landing.collect, bucket) if changes is None else partial(_copy_of, changes)
+        fill = partial(landing.collect, bucket) if changes is None else partial(copied, changes)
         if frame.records and changes is None:
             size, checksum = size_of(bucket), frame.checksum
             frame = msgspec.structs.replace(frame, records=None, checksum=0)
+
+        def filled(memory: memoryview) -> int:
+            fill(memory)
+            return checksum  # of what came, and was proven
+
         # A relay that waits for its children keeps none of the memory and threads that reading needs: this rank's
         # link would idle, and with it those of all before it. One bucket waits, the others behind it, in order.
         async with self._turn:
-            await relay(self._sender, self._feed, landing.incoming.wired, frame, checksum, size, fill)
+            await self._sender.send(size, landing.incoming.wired, frame, filled)
         if changes is not None:
             self._waiting -= len(changes)
 
@@ -347,10 +352,6 @@ def children_of(role: Role) -> Sequence[str]:
     """The ranks that read buckets of this one's ring."""
     found = dict.fromkeys(name for each in role.outgoing for name in each.children)
     return list(found | dict.fromkeys(name for each in role.incoming for name in each.wired))
-
-
-def _copy_of(data: Bytes, memory: memoryview) -> None:
-    _ring.copy(memory, data.data)
 
 
 def _let_go(work: asyncio.Future[Held]) -> None:

@@ -7,13 +7,17 @@ the others while it holds fewer slots than there are. A receiver that is lost ta
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transport import _ring
-from transport.errors import ChildrenLostError, SchemaError
+from transport.devices.copies import DeviceCopies, Source
+from transport.devices.streams import address_of
+from transport.errors import SchemaError
 from transport.ring.leases import WriteLease
 from transport.runtime.progress import Progress, silent
 from transport.schema import DTYPES
@@ -24,13 +28,12 @@ from transport.weights.sharding.roles import Outgoing
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.changes import ShardBase, StreamBase
 from transport.weights.transfer.feed import Feed
-from transport.weights.transfer.messages import Frame, Slices, Start
+from transport.weights.transfer.messages import Slices, Start
 from transport.weights.transfer.threads import in_thread
-from transport.weights.versions.tensors import OnDevice, bytes_of, pack, tensor_of
+from transport.weights.versions.tensors import OnDevice, Tensor, tensor_of
 
 _AHEAD = 4  # buckets of a receiver that it has not read: what is under way covers the time of an answer
 
-_ZEROS = bytes(64)
 _NOTHING: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
@@ -76,8 +79,9 @@ class ShardSending:
         for at, stream in enumerate(self._streams):  # senders begin with different receivers, so that none waits
             stream.turn = (at - stream.sender) % len(self._streams)
         self._progress = progress
-        self._values: list[Any] = [None] * len(layout.tensors)
-        self._arrays: list[Any] = [None] * len(layout.tensors)
+        # In host memory, or on a device: what the caller gave, or of an iterator with the stream that is current now,
+        # which is the one that makes the tensor.
+        self._tensors: list[Any] = [None] * len(layout.tensors)
         self._coming: AsyncIterator[tuple[str, Any]] | None = None  # tensors that are produced when they are due
         self._taken = self._dropped = 0
 
@@ -145,14 +149,12 @@ class ShardSending:
                 f"tensor mismatch: {name} is {tensor.dtype.name} {tuple(tensor.shape)}, "
                 f"expected {spec.name} {spec.dtype} {spec.shape}; give the tensors of the layout, in its order"
             )
-        # Of an iterator the stream that is current now is the one that makes the tensor.
-        self._values[number] = None if not isinstance(tensor, OnDevice) else value if self._coming is None else tensor
-        self._arrays[number] = tensor
+        self._tensors[number] = value if isinstance(tensor, OnDevice) and self._coming is None else tensor
 
     async def _due(self, bucket: Sequence[Chunk]) -> None:
         """Have the tensors of the next bucket, and no longer those before it."""
         for number in range(self._dropped, bucket[0].slice.source):
-            self._values[number] = self._arrays[number] = None
+            self._tensors[number] = None
         self._dropped = bucket[0].slice.source
         while self._taken <= bucket[-1].slice.source:
             await self._next()
@@ -176,27 +178,23 @@ class ShardSending:
             raise SchemaError(f"unexpected tensor {item[0]}: the layout has no more tensors; give specs that list it")
 
     async def _send(self, stream: _Stream, lease: WriteLease) -> None:
-        bucket = stream.buckets[stream.sent]
-        index = stream.sent
+        """Send the next bucket whole."""
+        bucket, index = stream.buckets[stream.sent], stream.sent
         stream.sent += 1
-        on_device = self._on_device(bucket)
+        boxes = self._boxes(bucket)
+        size, base = size_of(bucket), stream.base
 
-        def frame(ticket: bytes) -> Frame:
-            return Slices(stream.part, stream.sender, index, ticket)
+        def fill(memory: memoryview) -> int:
+            for device in {box.data.device for box in boxes if isinstance(box, OnDevice)}:
+                lease.register(device)
+            checksum = gather(memory, bucket, boxes)
+            if base is not None:
+                _ring.copy(base.image(index, size).data, memory)
+            return checksum
 
-        try:
-            if on_device:
-                for device in {tensor.data.device for tensor in on_device.values()}:
-                    lease.register(device)
-            lease.checksum = await in_thread(self._gather, lease.memory, bucket, on_device)
-            if stream.base is not None:
-                await in_thread(_ring.copy, stream.base.image(index, size_of(bucket)).data, lease.memory)
-                self._sender.bytes_copied += size_of(bucket)
-            self._sender.bytes_copied += size_of(bucket)
-            await self._sender.publish(lease, stream.children, frame)
-        except BaseException:
-            lease.abort()
-            raise
+        await self._sender.send(size, stream.children, Slices(stream.part, stream.sender, index), fill, lease)
+        if base is not None:
+            self._sender.bytes_copied += size
 
     async def _send_changes(self, stream: _Stream) -> int:
         """Send what differs from the version that the receivers have, or the bucket if that is not shorter. Bytes."""
@@ -207,87 +205,72 @@ class ShardSending:
             self._gathered, self._encoded = np.empty(size, np.uint8), np.empty(size + 64, np.uint8)
         new, out = self._gathered[:size], self._encoded
         assert stream.base is not None
-        checksum = await in_thread(self._gather, new.data, bucket, self._on_device(bucket))
+        checksum = await in_thread(gather, new.data, bucket, self._boxes(bucket))
         changed = await in_thread(stream.base.changed, index, bucket, new, out)
-        data, records = (new, None) if changed is None else (changed.values, changed.records)
-
-        def frame(ticket: bytes) -> Frame:
-            return Slices(stream.part, stream.sender, index, ticket, records, 0 if records is None else checksum)
-
-        if not len(data):
-            await self._feed.tell(frame(b""), stream.children)
-            return 0
-        try:
-            lease = await self._sender.reserve(len(data), stream.children)
-        except ChildrenLostError:
-            return 0  # as for the rest of the stream
-        try:
-            await in_thread(_ring.copy, lease.memory, data.data)
-            self._sender.bytes_copied += len(data)
-            await self._sender.publish(lease, stream.children, frame)
-        except BaseException:
-            lease.abort()
-            raise
+        frame = Slices(stream.part, stream.sender, index)
+        data = new
+        if changed is not None:
+            data = changed.values
+            frame = msgspec.structs.replace(frame, records=changed.records, checksum=checksum)
+        await self._sender.send(len(data), stream.children, frame, partial(copied, data))
         return len(data)
 
-    def _on_device(self, bucket: Sequence[Chunk]) -> dict[int, OnDevice]:
-        """The boxes that are in device memory, by their place in the bucket.
+    def _boxes(self, bucket: Sequence[Chunk]) -> list[Tensor]:
+        """The boxes of a bucket.
 
         A device's current stream is a property of the thread, so this is called in the loop's.
         """
-        found = {}
+        found: list[Tensor] = []
         for chunk in bucket:
-            value = self._values[chunk.slice.source]
+            value = self._tensors[chunk.slice.source]
             if isinstance(value, OnDevice):  # as the iterator's thread made it; all of its first dimensions
-                found[chunk.at] = value.box(chunk.slice.source_start, chunk.slice.size)
-            elif value is not None:
-                box = view(value, chunk.slice.source_start, chunk.slice.size)
-                tensor = tensor_of(box, self._layout.tensors[chunk.slice.source].name)
-                assert isinstance(tensor, OnDevice)
-                found[chunk.at] = tensor
+                found.append(value.box(chunk.slice.source_start, chunk.slice.size))
+                continue
+            box = view(value, chunk.slice.source_start, chunk.slice.size)
+            if not isinstance(box, np.ndarray):
+                box = tensor_of(box, self._layout.tensors[chunk.slice.source].name)
+            found.append(box)
         return found
 
-    def _gather(self, memory: memoryview, bucket: Sequence[Chunk], on_device: Mapping[int, OnDevice]) -> int:
-        """Gather a bucket's boxes in memory; their checksum."""
-        if not on_device:
-            return gather(memory, bucket, self._arrays)
-        parts: list[tuple[int, Any]] = []
-        end = 0
-        for piece, at, nbytes in bucket:
-            if at > end:
-                parts.append((end, np.frombuffer(_ZEROS, np.uint8)[: at - end]))
-            tensor = on_device.get(at)
-            found = view(self._arrays[piece.source], piece.source_start, piece.size) if tensor is None else tensor
-            parts.append((at, bytes_of(found)))
-            end = at + nbytes
-        _clear_gaps(np.frombuffer(memory, np.uint8), bucket)
-        return pack(parts, memory)
 
+def gather(memory: memoryview, bucket: Sequence[Chunk], boxes: Sequence[Tensor]) -> int:
+    """Gather a bucket's boxes in memory, with zeros between them; XXH3 of it all.
 
-def gather(memory: memoryview, bucket: Sequence[Chunk], arrays: Sequence[Any]) -> int:
-    """Gather a bucket's boxes of host memory, and hash them on the way."""
+    Device memory comes in copies that run ahead of the hashing (transport/devices/copies.py).
+    """
+    sources = [
+        Source(chunk.at, box.data.size, box.data.address, box.data.device, box.data.stream)
+        if isinstance(box, OnDevice)
+        else None
+        for chunk, box in zip(bucket, boxes, strict=True)
+    ]
     flat = np.frombuffer(memory, np.uint8)
-    _clear_gaps(flat, bucket)
     hasher = _ring.Checksum()
+    copies = DeviceCopies(sources, address_of(memory))
     end = 0
-    for piece, at, nbytes in bucket:
-        if at > end:
-            hasher.update(memory[end:at])
-        source = view(arrays[piece.source], piece.source_start, piece.size)
-        end = at + nbytes
-        if source.flags.c_contiguous:
-            hasher.copy(memory[at:end], source.reshape(-1).view(np.uint8).data)
-        else:
-            flat[at:end].view(source.dtype).reshape(source.shape)[...] = source
-            hasher.update(memory[at:end])
-    return hasher.digest()
+    try:
+        copies.start()
+        for number, (chunk, box) in enumerate(zip(bucket, boxes, strict=True)):
+            if chunk.at > end:
+                flat[end : chunk.at] = 0
+                hasher.update(memory[end : chunk.at])
+            end = chunk.at + chunk.nbytes
+            if isinstance(box, OnDevice):
+                for first, last in copies.arrived(number):
+                    hasher.update(memory[first:last])
+            elif box.flags.c_contiguous:
+                hasher.copy(memory[chunk.at : end], box.reshape(-1).view(np.uint8).data)
+            else:
+                flat[chunk.at : end].view(box.dtype).reshape(box.shape)[...] = box
+                hasher.update(memory[chunk.at : end])
+        return hasher.digest()
+    finally:
+        copies.finish()
 
 
-def _clear_gaps(flat: np.ndarray[Any, Any], bucket: Sequence[Chunk]) -> None:
-    end = 0
-    for _, at, nbytes in bucket:
-        flat[end:at] = 0
-        end = at + nbytes
+def copied(data: np.ndarray[Any, np.dtype[np.uint8]], memory: memoryview) -> None:
+    """Copy bytes into memory."""
+    _ring.copy(memory, data.data)
 
 
 async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
@@ -298,39 +281,6 @@ async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
     else:
         async for name, value in weights:
             yield name, value
-
-
-async def relay(
-    sender: BucketSender,
-    feed: Feed,
-    children: tuple[str, ...],
-    frame: Slices,
-    checksum: int,
-    size: int,
-    fill: Callable[[memoryview], None],
-) -> None:
-    """Send a bucket that arrived on to the children; none, if all are lost. ``fill`` writes its bytes, in a thread."""
-    if not set(children) & set(sender.children):
-        return
-
-    def forward(ticket: bytes) -> Frame:
-        return Slices(frame.part, frame.sender, frame.index, ticket, frame.records, frame.checksum)
-
-    if not size:  # nothing has changed
-        await feed.tell(forward(b""), children)
-        return
-    try:
-        lease = await sender.reserve(size, children)
-    except ChildrenLostError:
-        return  # a landing that loses all its children lands for its host
-    try:
-        lease.checksum = checksum
-        await in_thread(fill, lease.memory)
-        sender.bytes_copied += size
-        await sender.publish(lease, children, forward)
-    except BaseException:
-        lease.abort()
-        raise
 
 
 def dtypes_of(layout: Layout, tensors: Sequence[int]) -> list[str]:

@@ -17,12 +17,10 @@ import numpy as np
 
 from transport import _ring
 from transport.devices.arrays import DeviceTensor
-from transport.devices.copies import DeviceCopies, Source
 from transport.devices.libraries import library_of
 from transport.devices.streams import (
     Mark,
     Stream,
-    address_of,
     copy_to_host,
     pinned_memory,
     settled_on_failure,
@@ -30,7 +28,7 @@ from transport.devices.streams import (
 )
 from transport.errors import SchemaError
 from transport.ring.packing import as_array
-from transport.schema import ALIGNMENT, DTYPES
+from transport.schema import DTYPES
 
 _WINDOW_BYTES = 2 << 20  # of a device's tensor that is looked at on the host at a time
 
@@ -129,34 +127,6 @@ def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
         with settled_on_failure(handle, data.device):
             copy_to_host([(to.ctypes.data, data.address, data.size)], data.device, handle)
             Mark(handle, data.device).wait()
-
-
-def pack(parts: list[tuple[int, Bytes]], memory: memoryview) -> int:
-    """Copy parts (place, bytes), consecutive ones, into ``memory``; XXH3 of it all.
-
-    Device memory comes in copies that run ahead of the hashing (transport/devices/copies.py).
-    """
-    sources: list[Source | None] = []
-    numbers: dict[int, int] = {}  # of sources, by place
-    for at, data in parts:
-        if isinstance(data, DeviceBytes):
-            numbers[at] = len(sources)
-            sources.append(Source(at, data.size, data.address, data.device, data.stream))
-        elif len(data) >= ALIGNMENT or data.any():  # not a gap, which both sides fill with zeros
-            sources.append(None)
-    hasher = _ring.Checksum()
-    copies = DeviceCopies(sources, address_of(memory))
-    try:
-        copies.start()
-        for at, data in parts:
-            if isinstance(data, DeviceBytes):
-                for start, end in copies.arrived(numbers[at]):
-                    hasher.update(memory[start:end])
-            else:
-                hasher.copy(memory[at : at + len(data)], data.data)
-        return hasher.digest()
-    finally:
-        copies.finish()
 
 
 class Window:
