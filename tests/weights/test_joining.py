@@ -308,7 +308,7 @@ async def test_who_leaves_while_it_waits_for_a_child_is_not_told_of_a_cancellati
     async with opened() as parent, opened() as own:
         upstream = await connected(parent, "me")
         joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
-        await until(lambda: upstream._reading)
+        await until(lambda: own._expected)
         upstream.close()
         with pytest.raises(ParentLostError, match="closed here"):
             await joining

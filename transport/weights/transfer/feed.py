@@ -78,7 +78,7 @@ class Feed:
         """
         self._expected = frozenset(names)
         coming = asyncio.ensure_future(self._complete(self._expected))
-        waiting: set[asyncio.Future[Any]] = {coming, *(parent.watched() for parent in parents)}
+        waiting: set[asyncio.Future[Any]] = {coming, *(parent.reading for parent in parents)}
         try:
             while not coming.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +223,14 @@ async def announce_failure(feed: Feed, error: BaseException) -> None:
 
 
 class Upstream:
-    """The child's side: receives the parent's messages. One task at a time may wait for `next`."""
+    """The child's side: receives the parent's messages. One task at a time may wait for `next`.
+
+    Messages are read before `next` asks for them; at most `_MOST_AHEAD` bytes and one message more.
+
+    Attributes:
+        reading: ends when the parent disconnects or reports a failure, with the error of `next`.
+        ahead: bytes of the messages that were read and not asked for.
+    """
 
     def __init__(
         self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stall_s: float = 60.0
@@ -232,10 +239,11 @@ class Upstream:
         self._parent = name
         self._reader = reader
         self._writer = writer
-        self._frames: deque[tuple[Frame, int]] = deque()  # read before `next` asks for them, and their bytes
-        self._ahead = 0
-        self._reading: asyncio.Task[None] | None = None  # of a connection that is watched
+        self._frames: deque[tuple[Frame, int]] = deque()  # and their bytes
+        self.ahead = 0
         self._changed = asyncio.Event()  # a frame came, or was taken, or no more come
+        self.reading = asyncio.get_running_loop().create_task(self._read_on())
+        self.reading.add_done_callback(self._over)
 
     @classmethod
     async def connect(
@@ -260,29 +268,14 @@ class Upstream:
             raise
         return upstream
 
-    @property
-    def ahead(self) -> int:
-        """Bytes of the messages that were read before `next` asked for them."""
-        return self._ahead
-
-    def watched(self) -> asyncio.Task[None]:
-        """A task that ends when the parent disconnects or reports a failure, with the error of `next`.
-
-        From now on messages are read ahead, for `next` to return; at most `_MOST_AHEAD` bytes and one message more.
-        """
-        if self._reading is None:
-            self._reading = asyncio.get_running_loop().create_task(self._read_on())
-            self._reading.add_done_callback(self._over)
-        return self._reading
-
     async def _read_on(self) -> None:
         while True:
-            while self._ahead >= _MOST_AHEAD:
+            while self.ahead >= _MOST_AHEAD:
                 self._changed.clear()
                 await self._changed.wait()
             frame, size = await self._read()
             self._frames.append((frame, size))
-            self._ahead += size
+            self.ahead += size
             self._changed.set()
 
     def _over(self, reading: asyncio.Task[None]) -> None:
@@ -292,17 +285,15 @@ class Upstream:
 
     async def next(self) -> Frame:
         """The next frame. ParentLostError if the parent disconnects or reports a failure."""
-        if self._reading is None:
-            return (await self._read())[0]
         while not self._frames:
-            if self._reading.cancelled():
+            if self.reading.cancelled():
                 raise ParentLostError(f"the connection to {self._parent} was closed here")
-            if self._reading.done():
-                self._reading.result()
+            if self.reading.done():
+                self.reading.result()
             self._changed.clear()
             await self._changed.wait()
         frame, size = self._frames.popleft()
-        self._ahead -= size
+        self.ahead -= size
         self._changed.set()
         return frame
 
@@ -324,8 +315,7 @@ class Upstream:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._writer.close()
-        if self._reading is not None:
-            self._reading.cancel()
+        self.reading.cancel()
 
 
 async def _next(reader: asyncio.StreamReader, most: int = MAX_FRAME_BYTES) -> tuple[Frame, int]:
