@@ -37,7 +37,7 @@ from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.parts import checked_targets
-from transport.weights.transfer.receiving import Scratch, ShardReceiving, children_of
+from transport.weights.transfer.receiving import Scratch, ShardReceiving
 from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.copies import Copies
@@ -110,8 +110,6 @@ class WeightsEngine:
         progress: Progress = silent,
         options: EngineOptions = _OPTIONS,
     ) -> None:
-        if layout is not None:
-            layout.check()
         if bucket_bytes is None:
             bucket_bytes = _WHOLE_BUCKET_BYTES if layout is None else _BUCKET_BYTES
         if in_flight is None:
@@ -241,7 +239,7 @@ class WeightsEngine:
             raise UsageError(f"{self.name}: call prepare() before init_process_group()")
         (packed,) = arguments["roles"]
         self._role = role = unpack(packed, Role)
-        await self._sender.begin(feed, children_of(role), role.bucket_bytes)
+        await self._sender.begin(feed, role.readers, role.bucket_bytes)
         if self._client is None and any(each.mapped is None for each in role.incoming):
             wires = self._options.wires
             self._client = UCXXClient(

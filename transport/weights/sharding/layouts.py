@@ -23,8 +23,6 @@ from transport.errors import SchemaError
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.sharding.boxes import Box, BoxIndex, Numbers, left_over
 
-MOST_BYTES = 256 << 20  # of an encoded layout
-
 
 class Piece(NamedTuple):
     """A box of a global tensor at a place in a local one. Numbers of elements.
@@ -108,25 +106,25 @@ def fitted(size: Numbers, dims: int, what: str) -> Numbers:
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """All local tensors of one rank, in its order. `of` checks it; SchemaError names the tensor."""
+    """All local tensors of one rank, in its order. Tensors with an empty dimension may be left out or not.
+
+    SchemaError, when it is made, for names used twice, and for pieces that do not fill their tensor exactly once.
+    """
 
     tensors: tuple[LocalTensor, ...]
 
-    @classmethod
-    def of(cls, tensors: Iterable[LocalTensor]) -> Layout:
-        """A checked layout. Tensors with an empty dimension may be left out or not."""
-        layout = cls(tuple(tensors))
-        layout.check()
-        return layout
-
-    def check(self) -> None:
-        """SchemaError for names used twice, and pieces that do not fill their tensor exactly once."""
+    def __post_init__(self) -> None:
         names: set[str] = set()
         for tensor in self.tensors:
             if tensor.name in names:
                 raise SchemaError(f"{tensor.name}: two local tensors have this name")
             names.add(tensor.name)
             tensor.check()
+
+    @classmethod
+    def of(cls, tensors: Iterable[LocalTensor]) -> Layout:
+        """The layout of these tensors in this order."""
+        return cls(tuple(tensors))
 
     @cached_property
     def nbytes(self) -> int:
@@ -139,27 +137,6 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return tuple(TensorSpec(each.name, each.dtype, each.shape) for each in self.tensors)
 
     @cached_property
-    def encoded(self) -> bytes:
-        """MessagePack; equal layouts have equal bytes."""
-        return _encode(self)
-
-    @cached_property
     def digest(self) -> int:
-        """XXH3 of `encoded`."""
-        return _ring.checksum(self.encoded)
-
-    @staticmethod
-    def decode(data: bytes) -> Layout:
-        """The layout, checked. SchemaError for anything else."""
-        if len(data) > MOST_BYTES:
-            raise SchemaError(f"a layout of {len(data)} bytes; at most {MOST_BYTES} are allowed")
-        try:
-            layout = _decode(data)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise SchemaError(f"not a layout ({len(data)} bytes): {error}") from error
-        layout.check()
-        return layout
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Layout).decode
+        """A checksum that equal layouts have in common."""
+        return _ring.checksum(msgspec.msgpack.encode(self))

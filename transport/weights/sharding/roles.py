@@ -10,19 +10,18 @@ from __future__ import annotations
 import base64
 import secrets
 import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from transport import _ring
 from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.runtime.decoders import hiding
 from transport.weights.plan import topology
 from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Hop
-from transport.weights.sharding.layouts import MOST_BYTES, Layout
+from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.plan import Part, ShardPlan, Slice, Stream, make_plan
 
 T = TypeVar("T")
@@ -31,9 +30,8 @@ _KEPT_PLANS = 2
 _WIDE = 4  # fan-out for parts of few bytes
 _STEPS = 64  # buckets of a large part for each hop: a hop lets about three of them pass before it has one to pass on
 _FINEST = 256 << 10  # below this a bucket costs more than its bytes
-_plans: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ShardPlan] = OrderedDict()
-_layouts: OrderedDict[int, Layout] = OrderedDict()  # by the checksum of their text
 _KEPT_LAYOUTS = 1024
+_MOST_BYTES = 256 << 20  # of a packed value
 
 
 @hiding("token")
@@ -126,11 +124,15 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     whole: bool = False
 
     @property
-    def children(self) -> list[str]:
-        """All ranks that pull from this one, each once."""
+    def readers(self) -> list[str]:
+        """The ranks that read buckets of this one's ring, each once."""
         found = dict.fromkeys(name for each in self.outgoing for name in each.children)
-        found |= dict.fromkeys(name for each in self.incoming for name in (*each.wired, *each.local))
-        return list(found)
+        return list(found | dict.fromkeys(name for each in self.incoming for name in each.wired))
+
+    @property
+    def children(self) -> list[str]:
+        """All ranks that pull from this one, each once: the readers, and those that map what it lands."""
+        return list(dict.fromkeys([*self.readers, *(name for each in self.incoming for name in each.local)]))
 
 
 def pack(value: Any) -> str:
@@ -142,39 +144,24 @@ def unpack(text: str, kind: type[T]) -> T:
     """What `pack` made. ProtocolError for anything else."""
     try:
         unzip = zlib.decompressobj()
-        data = unzip.decompress(base64.b64decode(text, validate=True), MOST_BYTES)
+        data = unzip.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         if unzip.unconsumed_tail or not unzip.eof:
-            raise ValueError(f"more than {MOST_BYTES} bytes, or cut short")
+            raise ValueError(f"more than {_MOST_BYTES} bytes, or cut short")
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, zlib.error, msgspec.MsgspecError, RecursionError, AttributeError, TypeError) as error:
         raise ProtocolError(f"not a {kind.__name__} ({len(text)} characters): {error}") from error
 
 
+@lru_cache(_KEPT_LAYOUTS)
 def layout_of(text: str) -> Layout:
-    """The checked layout of a packed text; remembered, because it is the same in every update."""
-    digest = _ring.checksum(text.encode())
-    layout = _layouts.get(digest)
-    if layout is None:
-        layout = unpack(text, Layout)
-        layout.check()
-    _layouts[digest] = layout
-    _layouts.move_to_end(digest)
-    while len(_layouts) > _KEPT_LAYOUTS:
-        _layouts.popitem(last=False)
-    return layout
+    """The layout of a packed text; remembered, because it is the same in every update."""
+    return unpack(text, Layout)
 
 
-def plan_of(senders: Sequence[Layout], receivers: Sequence[Layout]) -> ShardPlan:
-    """`make_plan`, computed once for the same layouts."""
-    key = tuple(each.digest for each in senders), tuple(each.digest for each in receivers)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(senders, receivers)
-    _plans[key] = plan
-    _plans.move_to_end(key)
-    while len(_plans) > _KEPT_PLANS:
-        _plans.popitem(last=False)
-    return plan
+@lru_cache(_KEPT_PLANS)
+def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> ShardPlan:
+    """`make_plan` for packed layouts; remembered as these are."""
+    return make_plan([layout_of(each) for each in senders], [layout_of(each) for each in receivers])
 
 
 def roles(
@@ -199,7 +186,7 @@ def roles(
         plan = ShardPlan(len(senders), len(receivers), (one,))
     else:
         layouts = [layout_of(each.layout) for each in receivers]
-        plan = plan_of([layout_of(each.layout) for each in senders], layouts)
+        plan = plan_of(tuple(each.layout for each in senders), tuple(each.layout for each in receivers))
     room = min(each.bucket_bytes for each in everyone)
     numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
     place = _order(receivers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -346,12 +346,6 @@ class ShardReceiving:
             await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
         await self._feed.tell(Whole(part, checksum), landing.incoming.wired)
         self._proven.add(part)
-
-
-def children_of(role: Role) -> Sequence[str]:
-    """The ranks that read buckets of this one's ring."""
-    found = dict.fromkeys(name for each in role.outgoing for name in each.children)
-    return list(found | dict.fromkeys(name for each in role.incoming for name in each.wired))
 
 
 def _let_go(work: asyncio.Future[Held]) -> None:
