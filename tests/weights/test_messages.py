@@ -10,6 +10,7 @@ from transport.errors import ProtocolError, UsageError
 from transport.weights.transfer import messages
 from transport.weights.transfer.messages import Alive, Failed, Frame, Hello, Placed, Slices, Start, Welcome, Whole
 from transport.weights.transfer.pace import Pace
+from transport.weights.versions.delta import RAW, Record
 
 FRAMES: list[Frame] = [
     Hello("token", "replica 0"),
@@ -17,7 +18,7 @@ FRAMES: list[Frame] = [
     Alive(),
     Start(7),
     Start(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ()))),
-    Slices(3, 1, 4, b"TK", ((0, 64, 2, -1), (64, 64, 4, 1)), 2**64 - 1),
+    Slices(3, 1, 4, b"TK", (Record(0, 64, 2, RAW), Record(64, 64, 4, 1)), 2**64 - 1),
     Whole(2, 2**64 - 1),
     Placed(0, b"TK", 1),
     Failed("LinkError", "why"),
@@ -38,6 +39,12 @@ def test_bytes_that_are_no_frame_are_refused_by_name(body: bytes) -> None:
     except ProtocolError:
         return
     assert messages.decode(messages.encode(frame)[4:]) == frame
+
+
+@pytest.mark.parametrize("numbers", [(-8, 128, 4, 1), (0, -8, 4, 1), (0, 128, 0, 1), (0, 128, 4, -2)], ids=str)
+def test_numbers_that_no_record_of_changes_has_are_refused(numbers: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ProtocolError, match="not a frame"):
+        messages.decode(messages.encode(Slices(0, 0, 0, b"TK", (Record(*numbers),)))[4:])
 
 
 def test_a_length_that_no_frame_has_is_refused_before_anything_is_read() -> None:

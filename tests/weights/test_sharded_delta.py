@@ -29,9 +29,10 @@ from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.plan import make_plan
 from transport.weights.sharding.roles import Outgoing, build_topology
 from transport.weights.transfer import receiving
-from transport.weights.transfer.changes import ShardBase, apply, encoded_size
+from transport.weights.transfer.changes import ShardBase, apply
 from transport.weights.transfer.parts import PartLanding
 from transport.weights.transfer.sending import gather
+from transport.weights.versions.delta import Record, encoded_size
 
 V = SPARSE
 
@@ -138,18 +139,14 @@ def test_a_base_serves_only_the_version_that_it_is_of_and_the_streams_that_it_ha
 @pytest.mark.parametrize(
     "records",
     [
-        ((0, 128, 0, 1),),
-        ((0, 128, 3, 1),),
-        ((-8, 128, 4, 1),),
-        ((0, -8, 4, 1),),
-        ((0, 128, 4, -2),),
-        ((0, 136, 4, 1),),  # beyond the bucket
-        ((256, 8, 4, 1),),  # behind it
-        ((64, 8, 4, 1), (0, 8, 4, 1)),  # in another order: the first leaves the place of the second behind
+        [Record(0, 128, 3, 1)],
+        [Record(0, 136, 4, 1)],  # beyond the bucket
+        [Record(256, 8, 4, 1)],  # behind it
+        [Record(64, 8, 4, 1), Record(0, 8, 4, 1)],  # in another order: the first leaves the place of the second behind
     ],
     ids=str,
 )
-def test_records_that_do_not_fit_a_bucket_are_refused(records: Any) -> None:
+def test_records_that_do_not_fit_a_bucket_are_refused(records: list[Record]) -> None:
     stream = one_stream()
     bucket = buckets_of(stream.slices, stream.dtypes, 128)[0]
     target = np.zeros(32, np.float32)

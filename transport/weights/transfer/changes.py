@@ -19,7 +19,7 @@ from transport.weights.plan.steps import Proof
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of
 from transport.weights.sharding.roles import Outgoing
 from transport.weights.versions import delta
-from transport.weights.versions.delta import Fields
+from transport.weights.versions.delta import Record
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -30,7 +30,7 @@ _STEP = 64
 class Changed(NamedTuple):
     """``values``: what the records describe, one behind another; their offsets are those in the bucket."""
 
-    records: tuple[Fields, ...]
+    records: tuple[Record, ...]
     values: Bytes
 
 
@@ -60,7 +60,7 @@ class StreamBase:
         The image becomes the new bucket.
         """
         old = self.image(index, len(new))
-        records: list[Fields] = []
+        records: list[Record] = []
         used = 0
         for chunk in bucket:
             itemsize = self._itemsizes[chunk.slice.target]
@@ -68,7 +68,7 @@ class StreamBase:
                 end = min(start + _PIECE, chunk.at + chunk.nbytes)
                 record = delta.encode(start, new[start:end], old[start:end], itemsize, out[used:])
                 if record is not None:
-                    records.append((record.offset, record.length, record.itemsize, record.changes))
+                    records.append(record)
                     used += record.encoded_bytes
         return Changed(tuple(records), out[:used]) if used < len(new) else None
 
@@ -107,19 +107,14 @@ class ShardBase:
         self.proof = proof if all(each.complete for each in self._streams) else None
 
 
-def encoded_size(records: Sequence[Fields]) -> int:
-    """Bytes that these records describe. ProtocolError for impossible ones."""
-    return sum(delta.checked(each).encoded_bytes for each in records)
-
-
 def apply(
-    bucket: Sequence[Chunk], targets: Sequence[np.ndarray[Any, Any]], records: Sequence[Fields], data: Bytes
+    bucket: Sequence[Chunk], targets: Sequence[np.ndarray[Any, Any]], records: Sequence[Record], data: Bytes
 ) -> int:
     """Put changes into the places of a bucket's chunks; the checksum of the bucket as it stands there then.
 
     ProtocolError for records that do not fit; the places are then spoilt.
     """
-    left = deque(delta.checked(each) for each in records)
+    left = deque(records)
     hasher = _ring.Checksum()
     at = end = 0
     for chunk, target in zip(bucket, targets, strict=True):

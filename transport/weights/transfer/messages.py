@@ -12,6 +12,7 @@ import msgspec
 
 from transport.errors import ProtocolError
 from transport.runtime.decoders import hiding
+from transport.weights.versions.delta import Record
 
 MAX_FRAME_BYTES = 32 << 20  # the layout of the largest model, several times
 
@@ -55,8 +56,8 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
     """A bucket of a stream is in its slot: what ``sender`` has of ``part``, by the plan.
 
-    records: (offset, length, itemsize, changes) of what the slot holds, where it holds changes; None: all bytes. If
-        nothing has changed there are no records, and no ticket.
+    records: of what the slot holds, where it holds changes; None: all bytes. If nothing has changed there are no
+        records, and no ticket.
     checksum: of all bytes of the bucket after the changes.
     """
 
@@ -64,7 +65,7 @@ class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
     sender: int
     index: int
     ticket: bytes = b""
-    records: tuple[tuple[int, int, int, int], ...] | None = None
+    records: tuple[Record, ...] | None = None
     checksum: int = 0
 
 

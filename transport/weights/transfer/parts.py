@@ -24,10 +24,11 @@ from transport.weights.plan.steps import Proof
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Incoming
-from transport.weights.transfer.changes import apply, encoded_size
+from transport.weights.transfer.changes import apply
 from transport.weights.transfer.messages import Slices
 from transport.weights.transfer.sending import dtypes_of, gather
 from transport.weights.versions.copies import Copies, Held
+from transport.weights.versions.delta import encoded_size
 from transport.weights.versions.layout import VersionLayout, weights_checksum
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -12,8 +12,10 @@ Elements are compared as bits: a NaN that stays is no change, and -0.0 is not 0.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from transport.errors import ProtocolError
@@ -22,18 +24,20 @@ BLOCK = 1 << 16  # elements whose positions fit 16 bits
 RAW = -1  # in place of a number of changes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Fields = tuple[int, int, int, int]  # of a `Record`, as a message has them
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Record(NamedTuple):
-    """What the bytes are of: ``length`` bytes at ``offset`` of the row, in elements of ``itemsize``."""
+    """What the bytes are of: ``length`` bytes at ``offset`` of the row, in elements of ``itemsize``.
 
-    offset: int
-    length: int
-    itemsize: int
-    changes: int  # or RAW
+    A message with other numbers than a record can have is refused when it is decoded.
+    """
+
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    length: Annotated[int, msgspec.Meta(ge=0)]
+    itemsize: Annotated[int, msgspec.Meta(ge=1)]
+    changes: Annotated[int, msgspec.Meta(ge=RAW)]  # or RAW
 
     @property
     def encoded_bytes(self) -> int:
@@ -44,12 +48,9 @@ class Record(NamedTuple):
         return _padded(4 * blocks) + _padded(2 * self.changes) + _padded(self.itemsize * self.changes)
 
 
-def checked(fields: Fields) -> Record:
-    """The record of these fields. ProtocolError for numbers that no record has, whose size would make no sense."""
-    record = Record(*fields)
-    if record.itemsize not in _WORDS or record.offset < 0 or record.length < 0 or record.changes < RAW:
-        raise ProtocolError(f"{record} is impossible")
-    return record
+def encoded_size(records: Sequence[Record]) -> int:
+    """Bytes that these records describe."""
+    return sum(record.encoded_bytes for record in records)
 
 
 def word_of(itemsize: int) -> int:
@@ -110,7 +111,7 @@ def _aligned(data: Bytes) -> bool:
 def apply(record: Record, data: Bytes, row: Bytes) -> None:
     """Put a record's changes into the row. ProtocolError for a record that does not fit it; the row is then spoilt."""
     offset, length, itemsize, changes = record
-    if itemsize not in _WORDS or not 0 <= offset <= offset + length <= len(row) or length % itemsize or changes < RAW:
+    if itemsize not in _WORDS or not 0 <= offset <= offset + length <= len(row) or length % itemsize:
         raise ProtocolError(f"{record} does not fit a version of {len(row)} bytes")
     if len(data) != record.encoded_bytes:
         raise ProtocolError(f"{record}: size mismatch: received {len(data)} bytes, expected {record.encoded_bytes}")
