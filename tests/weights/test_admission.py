@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from transport.errors import InvalidAdmission
 from transport.weights.plan.admission import TRANSITIONS, Admission, Event, State
-from transport.weights.plan.steps import Proof, Verdict, excluded, known_alone, verdicts
+from transport.weights.plan.steps import Policy, Proof, Verdict, known_alone, verdicts
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)), ids=str)
@@ -52,8 +52,8 @@ POLICIES = ["restore", "exclude", "fail_job"]
 
 
 def judged(policy: str, proofs: dict[str, Proof | None], lost: str = "") -> dict[str, Event]:
-    found = verdicts(policy, proofs, NEW, dict.fromkeys(proofs, OLD), WHY, frozenset(lost))  # type: ignore[arg-type]
-    return {name: verdict.event for name, verdict in found.items()}
+    found = verdicts(policy, proofs.keys(), proofs, NEW, dict.fromkeys(proofs, OLD), WHY, frozenset(lost))  # type: ignore[arg-type]
+    return {name: verdict.event for name, verdict in found.items() if verdict is not None}
 
 
 def test_restore_admits_whatever_is_whole() -> None:
@@ -74,16 +74,21 @@ def test_exclude_keeps_out_who_fell_behind_others_only() -> None:
 
 def test_a_failed_job_admits_nobody() -> None:
     assert set(judged("fail_job", {"n": NEW, "o": OLD, "z": None}).values()) == {Event.EXCLUDE}
-    found = verdicts("fail_job", {"n": NEW}, NEW, {}, {})
+    found = verdicts("fail_job", ["n"], {"n": NEW}, NEW, {}, {})
     assert found == {"n": Verdict(Event.PROVEN_NEW, 2, "")}
 
 
 def test_a_replica_that_was_not_paused_goes_on_unless_it_is_gone_or_the_policy_leaves_it_behind() -> None:
-    assert excluded("restore", "ab", "", WHY, "b") == {"b": "manager"}
-    assert excluded("exclude", "ab", "", WHY) == {}
-    assert excluded("exclude", "ab", "c", WHY) == {"a": "manager", "b": "manager"}
-    assert excluded("fail_job", "a", "", WHY) == {"a": "the job failed: manager"}
-    assert excluded("fail_job", "a", "", {}) == {}
+    def unpaused(policy: Policy, reasons: dict[str, str], lost: str = "", *, arrived: bool = False) -> dict[str, str]:
+        proofs = {"c": NEW} if arrived else {}
+        found = verdicts(policy, "ab", proofs, NEW, {}, reasons, lost)
+        return {name: verdict.reason for name, verdict in found.items() if verdict is not None}
+
+    assert unpaused("restore", WHY, "b") == {"b": "manager"}
+    assert unpaused("exclude", WHY) == {}
+    assert unpaused("exclude", WHY, arrived=True) == {"a": "manager", "b": "manager"}
+    assert unpaused("fail_job", WHY) == {"a": "the job failed: manager", "b": "the job failed: manager"}
+    assert unpaused("fail_job", {}) == {}
 
 
 proofs = st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3)))
@@ -93,7 +98,8 @@ proofs = st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0,
 def test_nobody_is_admitted_without_proof_of_the_new_or_the_old_version(
     proof: Proof | None, new: Proof | None, old: Proof | None, policy: str
 ) -> None:
-    verdict = verdicts(policy, {"r": proof}, new, {"r": old}, {"": "x"})["r"]  # type: ignore[arg-type]
+    verdict = verdicts(policy, ["r"], {"r": proof}, new, {"r": old}, {"": "x"})["r"]  # type: ignore[arg-type]
+    assert verdict is not None
     if verdict.event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
         assert proof is not None
         assert proof in (new, old)
@@ -107,6 +113,8 @@ def test_a_replica_that_resumes_before_the_others_have_proven_anything_gets_the_
 ) -> None:
     if known_alone(policy, mine, new):  # type: ignore[arg-type]
         old = {"r": OLD, "s": OLD}
-        before = verdicts(policy, {"r": mine, "s": None}, new, old, {})["r"]  # type: ignore[arg-type]
-        after = verdicts(policy, {"r": mine, "s": other}, new, old, {"s": "x"} if failed else {})["r"]  # type: ignore[arg-type]
+        before = verdicts(policy, "rs", {"r": mine, "s": None}, new, old, {})["r"]  # type: ignore[arg-type]
+        after = verdicts(policy, "rs", {"r": mine, "s": other}, new, old, {"s": "x"} if failed else {})["r"]  # type: ignore[arg-type]
+        assert before is not None
+        assert after is not None
         assert before.event == after.event

@@ -20,7 +20,7 @@ import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsError
 from transport.weights.plan.admission import Admission, Event, State
-from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step, excluded
+from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
 
@@ -206,7 +206,7 @@ class WeightUpdate:
                 if not run.cancelled:
                     run.cancel(error)
         work.result()  # raises only defects of this package
-        self._admit(run, replicas)
+        self._admit(run)
         return self._conclude(run, version)
 
     def _conclude(self, run: Run, version: int) -> tuple[Outcome, BaseException | None]:
@@ -243,25 +243,23 @@ class WeightUpdate:
             return outcome, cancelling
         return outcome, first
 
-    def _admit(self, run: Run, replicas: dict[str, ReplicaMember]) -> None:
+    def _admit(self, run: Run) -> None:
         """Apply the verdicts, but a replica that could not resume takes no traffic, whatever its weights are."""
         resuming = {
             each.member: f"{each.step}: {text_of(each.error)}"
             for each in reversed(run.failures)
             if each.step is Step.RESUME
         }
-        for name in run.proofs:
-            event, version, reason = run.verdict(name)
+        for name, verdict in run.verdicts.items():
+            before = self._admissions[name]
+            if verdict is None:
+                why = run.reasons.get(name)
+                if before.state is State.PENDING and why:
+                    self._admissions[name] = msgspec.structs.replace(before, reason=why)
+                continue
+            event, version, reason = verdict
             if event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
                 self._proven[name] = run.proofs[name]
                 if name in resuming:
                     event, version, reason = Event.UNPROVEN, None, resuming[name]
-            self._admissions[name] = self._admissions[name].after(event, version=version, reason=reason)
-        untouched = replicas.keys() - run.proofs.keys()
-        arrived = [name for name, proof in run.proofs.items() if proof is not None and proof == run.new]
-        for name, reason in excluded(self._policy, untouched, arrived, run.reasons, run.lost).items():
-            self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
-        for name in untouched:  # one that serves goes on; one that has nothing says why
-            why = run.reasons.get(name)
-            if self._admissions[name].state is State.PENDING and why:
-                self._admissions[name] = msgspec.structs.replace(self._admissions[name], reason=why)
+            self._admissions[name] = before.after(event, version=version, reason=reason)

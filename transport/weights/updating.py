@@ -270,9 +270,15 @@ class Run:
         await self._one(Step.RESUME, name)
         self.pause_s[name] = time.monotonic() - self._paused[name]
 
-    def verdict(self, name: str) -> Verdict:
-        """The verdict on a replica that was paused."""
-        return verdicts(self._policy, self.proofs, self.new, self._old, self.reasons, self.lost)[name]
+    @property
+    def verdicts(self) -> dict[str, Verdict | None]:
+        """The verdict on each replica; None: it was not paused, and stays what it was."""
+        return verdicts(self._policy, self._replicas, self.proofs, self.new, self._old, self.reasons, self.lost)
+
+    def _resumed(self, replica: ReplicaMember) -> Coroutine[Any, Any, None]:
+        """Have a replica that was paused go on; it generates if it has proven a version."""
+        verdict = self.verdicts[replica.name]
+        return replica.resume(verdict is not None and verdict.event in (Event.PROVEN_NEW, Event.PROVEN_OLD))
 
     def _begin_pause(self, name: str) -> None:
         self._paused[name] = time.monotonic()
@@ -415,7 +421,7 @@ class Run:
             Step.LOAD: replica.load,
             Step.RESTORE: replica.restore,
             Step.PROVE: replica.prove,
-            Step.RESUME: lambda: replica.resume(self.verdict(name).event in (Event.PROVEN_NEW, Event.PROVEN_OLD)),
+            Step.RESUME: lambda: self._resumed(replica),
             Step.FINALIZE_REPLICAS: replica.finalize,
         }
         return plain[step]()

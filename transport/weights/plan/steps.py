@@ -106,36 +106,40 @@ class Verdict(NamedTuple):
 
 def verdicts(
     policy: Policy,
+    replicas: Collection[str],
     proofs: Mapping[str, Proof | None],
     new: Proof | None,
     old: Mapping[str, Proof | None],
     reasons: Mapping[str, str],
     lost: Collection[str] = (),
-) -> dict[str, Verdict]:
-    """The verdict on each replica that was paused: a function of what it proves, not of what was sent or skipped.
+) -> dict[str, Verdict | None]:
+    """The verdict on each replica: a function of what it proves, not of what was sent or skipped.
+
+    None: it was not paused, and stays what it was.
 
     Args:
-        proofs: the proof of each replica now; None: no proof.
+        proofs: the proof of each replica that was paused, now; None: no proof.
         new: the update's version; None: no member completed it.
         old: the previous proof of each replica.
         reasons: why a replica failed; a failed update of policy "fail_job" has at least one.
         lost: replicas whose process is gone.
     """
-    arrived = {name for name, proof in proofs.items() if proof is not None and proof == new}
-    found = {}
-    for name, proof in proofs.items():
+    behind = policy == "exclude" and any(proof is not None and proof == new for proof in proofs.values())
+    found: dict[str, Verdict | None] = {}
+    for name in replicas:
+        proof = proofs.get(name)
         reason = reasons.get(name) or reasons.get("") or "it did not receive the version"
         if name in lost:
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         elif policy == "fail_job" and reasons:
-            found[name] = Verdict(
-                Event.EXCLUDE, None, f"the job failed: {reasons.get(name) or reasons.get('', reason)}"
-            )
-        elif name in arrived:
-            found[name] = Verdict(Event.PROVEN_NEW, proof.version if proof else None, "")
+            found[name] = Verdict(Event.EXCLUDE, None, f"the job failed: {reason}")
+        elif name not in proofs:
+            found[name] = Verdict(Event.EXCLUDE, None, reason) if behind else None
+        elif proof is not None and proof == new:
+            found[name] = Verdict(Event.PROVEN_NEW, proof.version, "")
         elif proof is None or proof != old.get(name):
             found[name] = Verdict(Event.UNPROVEN, None, reason)
-        elif policy == "exclude" and arrived:  # if none has the new version, none fell behind
+        elif behind:  # others have the new version; if none has it, none fell behind
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         else:
             found[name] = Verdict(Event.PROVEN_OLD, proof.version, reason)
@@ -145,21 +149,3 @@ def verdicts(
 def known_alone(policy: Policy, proof: Proof | None, new: Proof | None) -> bool:
     """Whether the verdict on a replica does not depend on the others: then it resumes without waiting for them."""
     return policy == "restore" or (policy == "exclude" and proof is not None and proof == new)
-
-
-def excluded(
-    policy: Policy,
-    untouched: Collection[str],
-    arrived: Collection[str],
-    reasons: Mapping[str, str],
-    lost: Collection[str] = (),
-) -> dict[str, str]:
-    """Which of the replicas that were not paused take no traffic from now on, and why."""
-    found = {}
-    for name in untouched:
-        reason = reasons.get(name) or reasons.get("") or "it did not receive the version"
-        if name in lost or (policy == "exclude" and arrived):
-            found[name] = reason
-        elif policy == "fail_job" and reasons:
-            found[name] = f"the job failed: {reason}"
-    return found
