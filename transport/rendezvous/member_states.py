@@ -92,11 +92,6 @@ class Member:
         rank = f" rank {self.place.rank}" if self.place is not None and self.place.role is Role.ACTIVE else ""
         return f"<Member {self.state} round {self.round} slot {self.slot}{rank}>"
 
-    @property
-    def role(self) -> Role:
-        """As others see it."""
-        return {State.ACTIVE: Role.ACTIVE, State.STANDBY: Role.STANDBY}.get(self.state, Role.SPARE)
-
     def apply(self, event: Event) -> State:
         """Apply an event by the table. Raises InternalError, with the last steps, if there is no transition."""
         after = TABLE.get((self.state, event))
