@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 from helpers import asynchronous, until
 from sharded_job import job
-from sharded_models import TRAINERS, WORKERS, Model, Training, of_training
 from weights_engines import engine, engines
 from weights_members import version_of
 
@@ -23,13 +17,10 @@ from transport.errors import (
     MemberFailedError,
     ParentLostError,
     SchemaError,
-    StoreUnavailableError,
-    WeightsError,
     WeightsTimeoutError,
 )
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
-from transport.weights.meeting import Meeting, Member, RankShards, _unless
 from transport.weights.plan.steps import Limits
 from transport.weights.sharding.roles import Role, build_topology, unpack
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
@@ -37,8 +28,6 @@ from transport.weights.transfer.messages import Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
-
-OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
 
 
 @contextlib.asynccontextmanager
@@ -53,12 +42,6 @@ async def opened(lost: Any = lambda name: None) -> AsyncIterator[Feed]:
 
 async def connected(feed: Feed, name: str) -> Upstream:
     return await Upstream.connect("parent", "127.0.0.1", feed.port, feed.token, name)
-
-
-def together(*calls: Callable[[], object]) -> list[BaseException | None]:
-    """Run all at once, each in a thread; their errors."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.exception() for future in [threads.submit(call) for call in calls]]
 
 
 def columns(*sides: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -221,86 +204,6 @@ async def test_a_rank_that_cannot_join_is_named_also_when_it_blames_its_parent_a
             rank.engine.init_process_group = joins  # type: ignore[method-assign]
         with pytest.raises(ParentLostError, match="trainer 0 is unreachable"):
             await made.manager.update(1)
-
-
-@asynchronous
-async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
-    loop = asyncio.get_running_loop()
-    looked = asyncio.Event()
-
-    def away() -> None:
-        loop.call_soon_threadsafe(looked.set)
-        raise StoreUnavailableError("the store is away")
-
-    async def moved() -> str:
-        await looked.wait()
-        return "held"
-
-    assert await _unless(away, moved()) == "held"
-
-
-@asynchronous
-async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
-    looks = iter([StoreUnavailableError("the store is away"), None, "sender 1 failed"])
-
-    def failed() -> str | None:
-        found = next(looks)
-        if isinstance(found, StoreUnavailableError):
-            raise found
-        return found
-
-    with pytest.raises(WeightsError, match="sender 1 failed"):
-        await _unless(failed, asyncio.Event().wait())
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Meeting:
-    return Meeting(store=f"sqlite:///{tmp_path}/store", run="test", senders=TRAINERS, receivers=WORKERS, timeout_s=3600)
-
-
-@contextlib.contextmanager
-def ranks() -> Iterator[list[Member]]:
-    """Senders, then receivers."""
-    everyone = [Member(of_training(Training(rank)), sends=True, **OPTIONS) for rank in range(TRAINERS)]
-    everyone += [
-        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, **OPTIONS)
-        for model in map(Model, range(WORKERS))
-    ]
-    try:
-        yield everyone
-    finally:
-        for member in everyone:
-            member.close()
-
-
-def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(meeting: Meeting) -> None:
-    async def refused(**arguments: Any) -> None:
-        raise RuntimeError("no way")
-
-    with ranks() as everyone:
-        everyone[-1].engine.init_process_group = refused  # type: ignore[method-assign]
-        errors = together(*(partial(meeting.update, member, 1) for member in everyone))
-    assert isinstance(errors[-1], RuntimeError)
-    assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("step", ["init_process_group", "send_weights"])
-def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: Meeting, step: str) -> None:
-    soon = msgspec.structs.replace(meeting, timeout_s=1.0)
-
-    async def never(*arguments: Any, **named: Any) -> None:
-        await asyncio.Event().wait()
-
-    with ranks() as everyone:
-        setattr(everyone[0].engine, step, never)
-        patient = (partial(meeting.update, member, 1) for member in everyone[1:])
-        errors = together(partial(soon.update, everyone[0], 1), *patient)
-        assert isinstance(errors[0], WeightsTimeoutError)
-        assert all(isinstance(error, WeightsError) for error in errors[1:])
-        assert re.search(r"sender 0: version 1.* within 1 s", str(errors[0]))
 
 
 @asynchronous

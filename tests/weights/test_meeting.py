@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from helpers import asynchronous
 from shard_members import MODEL, checksum_of
 from sharded_models import TRAINERS, WORKERS, Model, Training, of_training
 
@@ -28,7 +30,7 @@ from transport.errors import (
 from transport.store.base import ABSENT, Store
 from transport.store.open import open_store
 from transport.weights import meeting as meeting_module
-from transport.weights.meeting import Meeting, Member, RankShards, described, of_dtensors
+from transport.weights.meeting import Meeting, Member, RankShards, _unless, described, of_dtensors
 from transport.weights.versions.layout import weights_checksum
 
 pytestmark = pytest.mark.ucx
@@ -52,63 +54,48 @@ def serves(model: Model, version: int) -> bool:
     return weights_checksum(model.parameters) == checksum_of(model.layout, version)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting, in_place: bool) -> None:
-    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
-    senders = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
-    receivers = [
-        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, in_place=in_place, **OPTIONS)
-        for model in models
-    ]
-    everyone = [*senders, *receivers]
-
-    def update(version: int) -> list[BaseException | None]:
-        for training in trainings:
-            training.step(version)
-        return together(*(lambda member=member: meeting.update(member, version) for member in everyone))
-
-    try:
-        assert update(1) == [None] * 4
-        assert all(serves(model, 1) for model in models)
-        missing = dict(trainings[1].weights)
-        senders[1].tensors = {name: value for name, value in missing.items() if name != "gate"}
-        errors = update(2)
-        assert isinstance(errors[1], SchemaError)
-        assert all(isinstance(error, WeightsError) for error in (errors[0], *errors[2:])), errors
-        if in_place:
-            assert all(
-                serves(model, 1) or member.engine.spoilt for model, member in zip(models, receivers, strict=True)
-            )
-        else:
-            assert all(serves(model, 1) for model in models)
-        senders[1].tensors = missing
-        assert update(2) == [None] * 4, "the same version again"
-        assert all(serves(model, 2) for model in models)
-        assert update(3) == [None] * 4
-        assert all(serves(model, 3) for model in models)
-    finally:
-        for member in everyone:
-            member.close()
-
-
 @contextlib.contextmanager
-def everyone_of(meeting: Meeting) -> Iterator[tuple[list[Member], list[Model], Callable[[int], list[Any]]]]:
+def everyone_of(
+    meeting: Meeting, *, in_place: bool = False
+) -> Iterator[tuple[list[Member], list[Model], Callable[[int], list[Any]]]]:
+    """Senders, then receivers; the receivers' models; and an update of all."""
     models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
     everyone = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
     everyone += [
-        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, **OPTIONS) for model in models
+        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, in_place=in_place, **OPTIONS)
+        for model in models
     ]
 
     def update(version: int) -> list[BaseException | None]:
         for training in trainings:
             training.step(version)
-        return together(*(lambda member=member: meeting.update(member, version) for member in everyone))
+        return together(*(partial(meeting.update, member, version) for member in everyone))
 
     try:
         yield everyone, models, update
     finally:
         for member in everyone:
             member.close()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting, in_place: bool) -> None:
+    with everyone_of(meeting, in_place=in_place) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        assert all(serves(model, 1) for model in models)
+        sender = everyone[1]
+        tensors = dict(sender.tensors)
+        sender.tensors = {name: value for name, value in tensors.items() if name != "gate"}
+        errors = update(2)
+        assert isinstance(errors[1], SchemaError)
+        assert all(isinstance(error, WeightsError) for error in (errors[0], *errors[2:])), errors
+        for model, member in zip(models, everyone[2:], strict=True):
+            assert serves(model, 1) or (in_place and member.engine.spoilt)
+        sender.tensors = tensors
+        assert update(2) == [None] * 4, "the same version again"
+        assert all(serves(model, 2) for model in models)
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
 
 
 def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixture(meeting: Meeting) -> None:
@@ -349,6 +336,67 @@ def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(meeting: Mee
         finally:
             returns.set()
     assert returned.wait(60)
+
+
+def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(meeting: Meeting) -> None:
+    async def refused(**arguments: Any) -> None:
+        raise RuntimeError("no way")
+
+    with everyone_of(msgspec.structs.replace(meeting, timeout_s=3600)) as (everyone, _, update):
+        everyone[-1].engine.init_process_group = refused  # type: ignore[method-assign]
+        errors = update(1)
+    assert isinstance(errors[-1], RuntimeError)
+    assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+
+
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("step", ["init_process_group", "send_weights"])
+def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: Meeting, step: str) -> None:
+    soon = msgspec.structs.replace(meeting, timeout_s=1.0)
+
+    async def never(*arguments: Any, **named: Any) -> None:
+        await asyncio.Event().wait()
+
+    patient = msgspec.structs.replace(meeting, timeout_s=3600)
+    with everyone_of(patient) as (everyone, *_):
+        setattr(everyone[0].engine, step, never)
+        others = (partial(patient.update, member, 1) for member in everyone[1:])
+        errors = together(partial(soon.update, everyone[0], 1), *others)
+        assert isinstance(errors[0], WeightsTimeoutError)
+        assert all(isinstance(error, WeightsError) for error in errors[1:])
+        assert re.search(r"sender 0: version 1.* within 1 s", str(errors[0]))
+
+
+@asynchronous
+async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
+    loop = asyncio.get_running_loop()
+    looked = asyncio.Event()
+
+    def away() -> None:
+        loop.call_soon_threadsafe(looked.set)
+        raise StoreUnavailableError("the store is away")
+
+    async def moved() -> str:
+        await looked.wait()
+        return "held"
+
+    assert await _unless(away, moved()) == "held"
+
+
+@asynchronous
+async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
+    looks = iter([StoreUnavailableError("the store is away"), None, "sender 1 failed"])
+
+    def failed() -> str | None:
+        found = next(looks)
+        if isinstance(found, StoreUnavailableError):
+            raise found
+        return found
+
+    with pytest.raises(WeightsError, match="sender 1 failed"):
+        await _unless(failed, asyncio.Event().wait())
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:

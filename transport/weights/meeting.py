@@ -24,7 +24,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -41,6 +41,7 @@ from transport.errors import (
     WeightsTimeoutError,
 )
 from transport.runtime import threads
+from transport.runtime.blocking_calls import started
 from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import TensorSpec
@@ -152,7 +153,7 @@ class Member:
         self._loop = LoopThread(f"weights of {self.name}")
         self._loop.closes(self.engine.close)
         self.stopped = ""  # why it takes part in nothing any more
-        self.attempt = _Attempt("", -1)  # that it takes part in
+        self.attempt = _NO_ATTEMPT  # that it takes part in
 
     @property
     def leads(self) -> bool:
@@ -318,6 +319,9 @@ class _Attempt(msgspec.Struct, frozen=True):
     ready: bool = False
 
 
+_NO_ATTEMPT = _Attempt("", -1)
+
+
 class _Here(msgspec.Struct, frozen=True):
     """A rank's record: it takes part in an attempt, as this process (``nonce``)."""
 
@@ -337,35 +341,30 @@ class _Beside:
     """A call in a thread of its own, which is waited for at the end; its error fails the version for all ranks."""
 
     def __init__(self, call: Callable[[], object] | None, timeout_s: float) -> None:
-        self.error: BaseException | None = None
         self._call = call
         self._timeout_s = timeout_s
-        self._thread = threading.Thread(target=self._run, name="the framework's weight update", daemon=True)
-
-    def _run(self) -> None:
-        assert self._call is not None
-        try:
-            self._call()
-        except BaseException as error:  # raised by the thread that joins this one
-            self.error = error
+        self._answer: Future[object] | None = None
 
     def failed(self) -> str | None:
         """Why the version fails."""
-        return None if self.error is None else f"the framework's call: {type(self.error).__name__}: {self.error}"
+        if self._answer is None or not self._answer.done() or (error := self._answer.exception()) is None:
+            return None
+        return f"the framework's call: {type(error).__name__}: {error}"
 
     def __enter__(self) -> Self:
         if self._call is not None:
-            threads.start(self._thread)
+            self._answer = started(self._call)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if self._call is not None:
-            self._thread.join(self._timeout_s)
-            if self._thread.is_alive():
-                text = f"timeout: the framework's call did not return within {self._timeout_s:g} s"
-                self.error = WeightsTimeoutError(text)
-        if self.error is not None and (error is None or isinstance(error, WeightsError | StoreError)):
-            raise self.error from error
+        if self._answer is None:
+            return
+        try:
+            own = self._answer.exception(self._timeout_s)
+        except TimeoutError:
+            own = WeightsTimeoutError(f"timeout: the framework's call did not return within {self._timeout_s:g} s")
+        if own is not None and (error is None or isinstance(error, WeightsError | StoreError)):
+            raise own from error
 
 
 @hiding("store")
@@ -437,19 +436,19 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             except BaseException as error:
                 self._give_up(store, member, error, not member.sends)
                 raise
-            member.attempt = _Attempt("", -1)
+            member.attempt = _NO_ATTEMPT
             member.run(member.engine.finalize())
 
     def _drop(self, member: Member) -> None:
         """Drop a version that was staged and not committed."""
         if member.attempt.name and not member.sends:
             member.back(WeightsError("not committed"))
-        member.attempt = _Attempt("", -1)
+        member.attempt = _NO_ATTEMPT
 
     def _give_up(self, store: Store, member: Member, error: BaseException, landed: bool) -> None:
         with contextlib.suppress(StoreError):  # then the others wait until their time is over
             landed &= not self._stays(store, member.attempt, f"{member.name}: {type(error).__name__}: {error}")
-        member.attempt = _Attempt("", -1)
+        member.attempt = _NO_ATTEMPT
         if landed:
             member.back(error)
         member.run(member.engine.finalize())
@@ -458,7 +457,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Fail the last attempt for all ranks, if it is at this version."""
         with contextlib.suppress(StoreError), open_store(self.store) as store:
             entry = store.get(self._name("attempt"))
-            found = _Attempt("", -1) if entry is None else msgspec.json.decode(entry.value, type=_Attempt)
+            found = _NO_ATTEMPT if entry is None else msgspec.json.decode(entry.value, type=_Attempt)
             if found.version == version:
                 self._stays(store, found, why)
 
@@ -494,24 +493,15 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return found[0]
 
     def _here(self, store: Store, key: str, attempt: _Attempt, until: float, failed: Failed) -> _Here:
-        seen = ABSENT
-        while (left := until - time.monotonic()) > 0:
-            if (reason := failed()) is not None:
-                raise WeightsError(reason)
-            entry = store.watch(key, seen, min(left, _LOOK_S))
-            seen = ABSENT if entry is None else entry.version
-            if entry is not None and (found := msgspec.json.decode(entry.value, type=_Here)).attempt == attempt.name:
+        for value in self._values(store, key, until, failed):
+            if (found := msgspec.json.decode(value, type=_Here)).attempt == attempt.name:
                 return found
         raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
 
     def _follow(self, store: Store, member: Member, version: int, metadata: bytes, until: float, failed: Failed) -> Any:
-        nonce, seen, key = secrets.token_hex(8), ABSENT, self._name("attempt")
-        while (left := until - time.monotonic()) > 0:
-            if (reason := failed()) is not None:
-                raise WeightsError(reason)
-            entry = store.watch(key, seen, min(left, _LOOK_S))
-            seen = ABSENT if entry is None else entry.version
-            found = _Attempt("", -1) if entry is None else msgspec.json.decode(entry.value, type=_Attempt)
+        nonce = secrets.token_hex(8)
+        for value in self._values(store, self._name("attempt"), until, failed):
+            found = msgspec.json.decode(value, type=_Attempt)
             if found.version == version and found.name != member.attempt.name:
                 if decided(store, self._name(found.name, _PHASES[0])) is not None:
                     continue  # it is over
@@ -524,6 +514,18 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     if given.nonce == nonce:  # else a process before this one took part in the attempt
                         return msgspec.json.decode(given.role)
         raise WeightsTimeoutError(f"timeout: {member.name}: the first sender did not begin version {version} in time")
+
+    @staticmethod
+    def _values(store: Store, key: str, until: float, failed: Failed) -> Iterator[bytes]:
+        """What stands under a key, at every change and every look, until then. WeightsError when a rank has failed."""
+        seen = ABSENT
+        while (left := until - time.monotonic()) > 0:
+            if (reason := failed()) is not None:
+                raise WeightsError(reason)
+            entry = store.watch(key, seen, min(left, _LOOK_S))
+            seen = ABSENT if entry is None else entry.version
+            if entry is not None:
+                yield entry.value
 
     def _agree(self, store: Store, member: Member, phase: str, called: _Beside) -> None:
         """Wait until every rank has come so far. WeightsError when one has failed, and then for all ranks.
