@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from transport.client.client import UCXXClient
+from transport.devices.buffers import BufferPool
 from transport.devices.libraries import parse_device
 from transport.errors import ClosedError, SchemaError, UsageError, WeightsTimeoutError
 from transport.runtime.progress import Progress, silent
@@ -37,7 +38,7 @@ from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.parts import checked_targets
-from transport.weights.transfer.receiving import Scratch, ShardReceiving
+from transport.weights.transfer.receiving import ShardReceiving
 from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.copies import Copies
@@ -148,7 +149,7 @@ class WeightsEngine:
         self._previous: ShardHeld | None = None  # the one before, until `finalize`
         self._process = os.getpid()
         self._in_flight = in_flight
-        self._scratch: Scratch | None = None
+        self._buffers = BufferPool(in_flight * bucket_bytes)
         self._packed = "" if layout is None else pack(layout)
         self._role: Role | None = None
         self._upstreams: dict[str, Upstream] = {}
@@ -372,15 +373,14 @@ class WeightsEngine:
         if feed is None or role is None:
             raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
         self._role = msgspec.structs.replace(role, base=None)  # the group's next version is whole
-        if self._scratch is None:
-            self._scratch = Scratch(self._in_flight)
         receiving = ShardReceiving(
             role,
             self.layout,
             self._upstreams,
             self._client,
             self._copies,
-            self._scratch,
+            self._buffers,
+            self._in_flight,
             feed,
             self._sender,
             self._own,

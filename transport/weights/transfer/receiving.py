@@ -18,6 +18,7 @@ import numpy as np
 
 from transport import _ring
 from transport.client.client import UCXXClient
+from transport.devices.buffers import BufferPool
 from transport.errors import ChildrenLostError, InternalError, ProtocolError, WeightsChecksumError, WeightsError
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
@@ -42,32 +43,12 @@ _READS = 3  # buckets on the link at once from one parent: two cover the time of
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
-class Scratch:
-    """Memory for buckets that are being read, kept from one update to the next.
-
-    Attributes:
-        count: the most buckets that are read at once.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free: list[Bytes] = []
-
-    def take(self, size: int) -> Bytes:
-        """A buffer of at least so many bytes."""
-        found = self._free.pop() if self._free else np.empty(0, np.uint8)
-        return found if len(found) >= size else np.empty(size, np.uint8)
-
-    def give(self, buffer: Bytes) -> None:
-        """Give a buffer back."""
-        if len(buffer):
-            self._free.append(buffer)
-
-
 class ShardReceiving:
     """Receives one version. Create it, and `run` it once.
 
     Args:
+        buffers: memory for buckets that are read and put into their places.
+        at_once: the most buckets that are read at once.
         own: the engine's own tensors, to land in; None: land in slots that the host shares.
         base: the version that changes are based on, if the role says that they are sent.
         spoil: called before the first byte of the engine's own tensors changes.
@@ -80,7 +61,8 @@ class ShardReceiving:
         upstreams: Mapping[str, Upstream],
         client: UCXXClient | None,
         copies: Copies,
-        scratch: Scratch,
+        buffers: BufferPool,
+        at_once: int,
         feed: Feed,
         sender: BucketSender,
         own: Mapping[str, np.ndarray[Any, Any]] | None,
@@ -92,7 +74,8 @@ class ShardReceiving:
         self._upstreams = upstreams
         self._client = client
         self._copies = copies
-        self._scratch = scratch
+        self._buffers = buffers
+        self._at_once = at_once
         self._feed = feed
         self._sender = sender
         self._own = own
@@ -104,8 +87,8 @@ class ShardReceiving:
         # before it has one to pass on costs the whole chain behind it that time. So few are on the link; those that
         # have come and are being placed or relayed are not among them. Of many parents, one from each.
         parents = {source.parent for each in role.incoming for source in each.sources}
-        self._link = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
-        self._room = asyncio.Semaphore(scratch.count)
+        self._link = asyncio.Semaphore(min(at_once, max(_READS, len(parents))))
+        self._room = asyncio.Semaphore(at_once)
         self._turn = asyncio.Lock()  # first come, first served
         self._version = -1
         self._held: list[Held] = []
@@ -291,7 +274,7 @@ class ShardReceiving:
             self._waiting -= len(changes)
 
     async def _read(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket) -> Bytes | None:
-        """Read a bucket into its place; returns a copy of its changes, if it has only these and they are relayed.
+        """Read a bucket into its place; returns its changes, if it has only these and they are relayed.
 
         None, too, where what waits for the children has as many bytes as may be read: a bucket needs no memory to
         wait in its place, from where all of it can be sent.
@@ -299,32 +282,31 @@ class ShardReceiving:
         if self._client is None:
             raise InternalError("a replica that receives over a wire has no client")
         straight = landing.place_of(bucket) if frame.records is None else None
-        scratch = self._scratch.take(ticket.size) if straight is None else _NOTHING
-        try:
-            data = scratch[: ticket.size] if straight is None else straight
-            if straight is not None:
-                self._spoil()
-            async with self._link:
-                payload = await self._client.read(ticket, out=data, rank=landing.rank(frame.sender))
-                # verified by its checksum, and read again when that fails, over a wire
-            checksum = ticket.checksum or 0
-            if payload.wire == "mapped" and await in_thread(_ring.checksum, data.data) != checksum:
-                raise WeightsChecksumError(f"bucket {frame.index} of sender {frame.sender}: checksum mismatch")
-            payload.release()
-            if straight is None:
-                self._spoil()
-                if frame.records is None:
-                    await in_thread(landing.place, bucket, data, checksum)
-                else:
-                    await in_thread(landing.change, bucket, frame, data)
-                self._sender.bytes_copied += len(data)
-            most = self._scratch.count * self._role.bucket_bytes
-            if frame.records is None or not landing.incoming.wired or self._waiting + len(data) > most:
-                return None
-            self._waiting += len(data)
-            return data.copy()
-        finally:
-            self._scratch.give(scratch)
+        if straight is None:
+            data: Bytes = np.frombuffer(memoryview(self._buffers.take(ticket.size)), np.uint8)
+        else:
+            data = straight
+            self._spoil()
+        async with self._link:
+            payload = await self._client.read(ticket, out=data, rank=landing.rank(frame.sender))
+            # verified by its checksum, and read again when that fails, over a wire
+        checksum = ticket.checksum or 0
+        if payload.wire == "mapped" and await in_thread(_ring.checksum, data.data) != checksum:
+            raise WeightsChecksumError(f"bucket {frame.index} of sender {frame.sender}: checksum mismatch")
+        payload.release()
+        if straight is not None:
+            return None
+        self._spoil()
+        self._sender.bytes_copied += len(data)
+        if frame.records is None:
+            await in_thread(landing.place, bucket, data, checksum)
+            return None
+        await in_thread(landing.change, bucket, frame, data)
+        most = self._at_once * self._role.bucket_bytes
+        if not landing.incoming.wired or self._waiting + len(data) > most:
+            return None
+        self._waiting += len(data)
+        return data
 
     def _finish(self, landing: PartLanding) -> None:
         if landing.complete and (landing.incoming.first or landing.expected is not None):
