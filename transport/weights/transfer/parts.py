@@ -22,11 +22,11 @@ from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
-from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.layouts import Layout, LocalTensor
 from transport.weights.sharding.roles import Incoming
 from transport.weights.transfer.changes import apply
 from transport.weights.transfer.messages import Slices
-from transport.weights.transfer.sending import dtypes_of, gather
+from transport.weights.transfer.sending import gather
 from transport.weights.versions.copies import Copies, Held
 from transport.weights.versions.delta import encoded_size
 from transport.weights.versions.layout import VersionLayout, weights_checksum
@@ -45,9 +45,9 @@ class PartLanding:
     def __init__(self, incoming: Incoming, layout: Layout, bucket_bytes: int) -> None:
         self.incoming = incoming
         self.expected: int | None = None
-        dtypes = dtypes_of(layout, incoming.tensors)
-        self._tensors = [layout.tensors[each] for each in incoming.tensors]
-        self.row_layout = VersionLayout.of(TensorSpec(each.name, each.dtype, each.shape) for each in self._tensors)
+        self._tensors = _tensors_of(incoming, layout)
+        self._row_layout = row_layout_of(incoming, layout)
+        dtypes = [each.dtype for each in self._tensors]
         self._buckets = {source.sender: buckets_of(source.slices, dtypes, bucket_bytes) for source in incoming.sources}
         self._missing = {(sender, at) for sender, buckets in self._buckets.items() for at in range(len(buckets))}
         self._placing = 0
@@ -74,14 +74,14 @@ class PartLanding:
 
         Raises SharedMemoryError where the host has no room.
         """
-        lease = copies.take(self.row_layout.total, 1 + len(self.incoming.local))
+        lease = copies.take(self._row_layout.total, 1 + len(self.incoming.local))
         self._lease = lease
         self._row = row = np.frombuffer(lease.memory, np.uint8)
         end = 0
-        for place in self.row_layout.places:  # what is between tensors is part of the checksum
+        for place in self._row_layout.places:  # what is between tensors is part of the checksum
             row[end : place.offset] = 0
             end = place.offset + place.nbytes
-        found = self.row_layout.arrays(lease.memory, writable=True)
+        found = self._row_layout.arrays(lease.memory, writable=True)
         self._arrays = [found[each.name] for each in self._tensors]
         self._based = base is not None
         if base is None:
@@ -92,7 +92,7 @@ class PartLanding:
                 _ring.copy(array.reshape(-1).view(np.uint8).data, old.reshape(-1).view(np.uint8).data)
             else:
                 array[...] = old
-        return self.row_layout.total
+        return self._row_layout.total
 
     def open_in_place(self, own: Mapping[str, np.ndarray[Any, Any]], *, based: bool) -> None:
         """Land in these tensors. ``based``: they are the version that changes are based on."""
@@ -201,7 +201,7 @@ class PartLanding:
         lease.checksum = checksum
         ticket = lease.publish()
         self._lease, self._row, self._arrays = None, None, []
-        return ticket, copies.hold(ticket, self.row_layout, Proof(version, checksum))
+        return ticket, copies.hold(ticket, self._row_layout, Proof(version, checksum))
 
     def abort(self) -> None:
         """Give the slot back, if it is not published. Idempotent."""
@@ -209,6 +209,17 @@ class PartLanding:
         self._row, self._arrays = None, []
         if lease is not None:
             lease.abort()
+
+
+def row_layout_of(incoming: Incoming, layout: Layout) -> VersionLayout:
+    """The row of a part that a receiver of this layout gets. SchemaError for a tensor that the layout lacks."""
+    return VersionLayout.of(TensorSpec(each.name, each.dtype, each.shape) for each in _tensors_of(incoming, layout))
+
+
+def _tensors_of(incoming: Incoming, layout: Layout) -> list[LocalTensor]:
+    if any(not 0 <= each < len(layout.tensors) for each in incoming.tensors):
+        raise SchemaError(f"a part has tensors {list(incoming.tensors)} of a layout of {len(layout.tensors)}")
+    return [layout.tensors[each] for each in incoming.tensors]
 
 
 def check_fits(name: str, target: Any, dtype: str, shape: tuple[int, ...]) -> None:

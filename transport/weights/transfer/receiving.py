@@ -32,7 +32,7 @@ from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.messages import Placed, Slices, Start, Whole
-from transport.weights.transfer.parts import PartLanding, checked_targets
+from transport.weights.transfer.parts import PartLanding, checked_targets, row_layout_of
 from transport.weights.transfer.sending import copied
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.copies import Copies, Held, attach
@@ -224,7 +224,7 @@ class ShardReceiving:
         """Map a part that another receiver of the host has landed, and prove it here."""
         assert incoming.mapped is not None
         assert self._layout is not None
-        row_layout = PartLanding(incoming, self._layout, self._role.bucket_bytes).row_layout
+        row_layout = row_layout_of(incoming, self._layout)
         ticket = Ticket.decode(frame.ticket)
         work = asyncio.ensure_future(
             asyncio.to_thread(attach, ticket, incoming.mapped[1], row_layout, self._version, frame.checksum)

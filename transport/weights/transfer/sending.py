@@ -20,7 +20,6 @@ from transport.devices.streams import address_of
 from transport.errors import SchemaError
 from transport.ring.leases import WriteLease
 from transport.runtime.progress import Progress, silent
-from transport.schema import DTYPES
 from transport.weights.plan.steps import Proof, Weights
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -281,10 +280,3 @@ async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
     else:
         async for name, value in weights:
             yield name, value
-
-
-def dtypes_of(layout: Layout, tensors: Sequence[int]) -> list[str]:
-    """The dtypes of a part's tensors. SchemaError for a number that the layout lacks."""
-    if any(not 0 <= each < len(layout.tensors) for each in tensors):
-        raise SchemaError(f"a part has tensors {list(tensors)} of a layout of {len(layout.tensors)}")
-    return [DTYPES[layout.tensors[each].dtype].name for each in tensors]
