@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
-from transport.rendezvous.archive import Archive
+from transport.rendezvous.closing import Archive
 from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide
 from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.placement import place

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from store_proxy import FailingStore, Killed
 
-from transport.rendezvous.archive import Archive
+from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Phase, Place, Reason, Roster, Round
 from transport.rendezvous.rules import Rules

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from transport.errors import UsageError
-from transport.rendezvous.archive import Archive
+from transport.rendezvous.closing import Archive
 from transport.rendezvous.records import Closing, Place, Reason, Status
 from transport.rendezvous.rendezvous import Rendezvous
 from transport.rendezvous.rules import Rules

@@ -1,15 +1,17 @@
-"""The end of a run: the final value of its record in the store, and a copy that does not depend on the store."""
+"""The end of a run: the final value of its record in the store, and a copy that remains when the store is lost."""
 
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import msgspec
 
 from transport.errors import RunLostError, StaleRoundError, StoreUnsuitableError
-from transport.rendezvous.archive import Archive
 from transport.rendezvous.member_states import Member
 from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode, text
+from transport.runtime.durable import write_whole
 from transport.store.base import Store
 from transport.store.decision import Next, advance
 
@@ -58,6 +60,39 @@ def close_run(
     closing = None if last is None else decode(Round, keys.round, last).closing
     assert closing is not None  # the step returns one, leaves one, or raises
     return closing
+
+
+class Archive:
+    """The file of one run, on a disk that does not depend on the store, best shared by all members. Thread-safe.
+
+    The first writer wins: the end of a run is never replaced by another end of that run. A later run with the same file
+    ignores the end that is there, and replaces it with its own. The file appears complete or not at all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"<Archive {self.path}>"
+
+    def read(self) -> Closing | None:
+        """The closing, if the file exists; of which run it says. Raises StoreUnsuitableError for something else."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=Closing)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise StoreUnsuitableError(
+                f"{self.path} is not an archive of a run: {error}; choose another file"
+            ) from error
+
+    def write(self, closing: Closing) -> bool:
+        """Write and sync the closing to disk; False if its run has one there. OSError; StoreUnsuitableError."""
+        before = self.read()
+        if before is not None and before.run == closing.run:
+            return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return write_whole(self.path, [msgspec.json.encode(closing)], replace=before is not None)
 
 
 def write_archive(archive: Archive | None, closing: Closing) -> None:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from transport.errors import ClosedError, RunLostError, StoreError, UsageError
-from transport.rendezvous.archive import Archive
+from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
-from transport.rendezvous.archive import Archive
-from transport.rendezvous.closing import close_run, write_archive
+from transport.rendezvous.closing import Archive, close_run, write_archive
 from transport.rendezvous.hosting import Hosting
 from transport.rendezvous.leased import Leased
 from transport.rendezvous.member_states import Event, Member, State

@@ -40,8 +40,8 @@ from transport.adapters.torchrun.options import (
     verdict,
 )
 from transport.errors import RunError, StaleRoundError, StoreError, StoreUnavailableError, TransportError
-from transport.rendezvous.archive import Archive
 from transport.rendezvous.blocking import BlockingRendezvous
+from transport.rendezvous.closing import Archive
 from transport.rendezvous.records import Closing, Place, Reason
 from transport.runtime.blocking_calls import started
 from transport.storage.urls import RedisURL
