@@ -48,14 +48,6 @@ from transport.store.base import ABSENT, Store
 log = logging.getLogger(__name__)
 
 
-class Look(NamedTuple):
-    """The round and its version in one snapshot; ``hosted``: a member holds the host's lease."""
-
-    round: Round | None
-    version: int
-    hosted: bool
-
-
 class View(NamedTuple):
     """The state of a session at one moment. ``why``: the reason for the round that was seen last."""
 
@@ -267,7 +259,7 @@ class Session:
 
     def _failed(self, error: StoreError) -> None:
         now = self._clock()
-        if self._seated.stands and now >= self._seat_until:
+        if self.seat_ended:
             self._seat_lost()
         with contextlib.suppress(OSError):
             closing = self._archived()
@@ -331,16 +323,16 @@ class Session:
     def _look_and_act(self) -> None:
         member = self._member
         begun = self._clock()
-        look = self._look()
-        if look.round is None and not self.ended:
-            look = self._found(self._clock())
+        current, hosted = self._look()
+        if current is None and not self.ended:
+            current, hosted = self._found(self._clock())
         if self.ended:
             self._settle(member.closing)
             return
-        if look.round is None:
+        if current is None:
             return
         now = self._clock()
-        self._why = look.round.why
+        self._why = current.why
         self._show_waiting()
         if member.state is State.TAKING:
             # The counter gives 1 first. A slot that is lost between these calls stays a hole.
@@ -350,8 +342,8 @@ class Session:
         self._say(begun)
         self._beat(begun)
         self._check_wait(now)
-        if not look.hosted:
-            if not self._hosting.take(look.round, look.version, now):
+        if not hosted:
+            if not self._hosting.take(current, self.version, now):
                 return
             log.info("%s is now host of run %s: the lease of the previous host ended", self.name, self.keys.run)
         elif self.is_host and now >= self._hosting.next_at:
@@ -359,7 +351,8 @@ class Session:
             if closing is not None:
                 self._settle(closing)
 
-    def _look(self) -> Look:
+    def _look(self) -> tuple[Round | None, bool]:
+        """The round in the store, and whether a member holds the host's lease, in one snapshot."""
         member = self._member
         keys = [self.keys.round, self.keys.host]
         if member.slot is not None:
@@ -374,14 +367,14 @@ class Session:
         self.version = ABSENT if round_entry is None else round_entry.version
         self._hosting.saw(current, host_entry)
         member.look(current, place)
-        return Look(current, self.version, host_entry is not None)
+        return current, host_entry is not None
 
-    def _found(self, now: float) -> Look:
+    def _found(self, now: float) -> tuple[Round | None, bool]:
         """The run is not in the store: create it, unless the archive has its end. Then read again."""
         closing = self._archived()
         if closing is not None:
             self._end(closing, None)
-            return Look(None, ABSENT, False)
+            return None, False
         self._hosting.found(secrets.token_hex(8), now)
         return self._look()
 
