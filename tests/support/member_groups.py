@@ -13,7 +13,8 @@ from weights_members import checksum_of
 from transport.weights.manager import Outcome, WeightUpdate
 
 ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}
-_SUPPORT = str(Path(__file__).resolve().parent)
+_PATH = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(_PATH), "OPENBLAS_NUM_THREADS": "1"}  # of processes that find this folder
 
 
 class MemberGroup:
@@ -34,10 +35,8 @@ class MemberGroup:
         engine: dict[str, Any] | None = None,
         replica: dict[str, Any] | None = None,
     ) -> MemberGroup:
-        path = os.pathsep.join([_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         source = {"made": "weights_members:Source", "engine": {**ENGINE, "delta": True, **(engine or {})}}
-        trainer = await ProcessMember.start("trainer", source, environment)
+        trainer = await ProcessMember.start("trainer", source, ENVIRONMENT)
         made = [
             await ProcessMember.start(
                 f"replica {number}",
@@ -46,7 +45,7 @@ class MemberGroup:
                     "arguments": {"resident": resident},
                     "engine": {**ENGINE, "host": f"host {number // 2}", **(replica or {})},
                 },
-                environment,
+                ENVIRONMENT,
             )
             for number in range(replicas)
         ]

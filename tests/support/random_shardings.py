@@ -25,23 +25,6 @@ def model(specs: Sequence[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
     return made
 
 
-def local(layout: Layout, tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """What a rank of this layout has, cut out of the global tensors by numpy alone."""
-    made = {}
-    for tensor in layout.tensors:
-        array = np.zeros(tensor.shape, DTYPES[tensor.dtype])
-        for piece in tensor.pieces:
-            cut = tensors[piece.tensor][
-                tuple(slice(at, at + size) for at, size in zip(piece.start, piece.size, strict=True))
-            ]
-            place = tensor.box_of(piece)
-            array[tuple(slice(at, at + size) for at, size in zip(place.start, place.size, strict=True))] = cut.reshape(
-                place.size
-            )
-        made[tensor.name] = array
-    return made
-
-
 def cuts(rng: random.Random, length: int, count: int) -> list[int]:
     return sorted([0, length, *(rng.randint(0, length) for _ in range(count - 1))])
 

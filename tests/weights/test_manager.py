@@ -25,7 +25,6 @@ from weights_members import Worker, checksum_of, version_of
 from transport import SharedRingBuffer, _ring
 from transport.errors import (
     MemberFailedError,
-    MemberLostError,
     RetriesExhaustedError,
     RingNotFoundError,
     WeightsChecksumError,
@@ -33,7 +32,6 @@ from transport.errors import (
 )
 from transport.testing import ResourceSnapshot
 from transport.weights.engine import WeightsEngine
-from transport.weights.manager import Outcome
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits, Step
@@ -285,39 +283,6 @@ async def test_when_every_member_is_killed_their_closing_removes_what_they_left(
         assert left()
         await group.close()
         assert left() == []
-
-
-@pytest.mark.nightly  # the matrix of test_step_kills has its like
-@asynchronous
-async def test_a_replica_killed_after_the_transfer_leaves_its_host_with_what_it_landed() -> None:
-    async with group_of(2) as group:
-        await group.update()
-        landing = group.replicas[0]
-        group.manager._on_step = lambda step, _: landing.process.kill() if step is Step.FINALIZE_TRAINERS else None
-        with pytest.raises(MemberLostError, match="replica 0"):
-            await group.update()
-        group.manager._on_step = lambda step, members: None
-        await group.serves(-1, 2)
-        assert group.manager.admitted == {"replica 1": 2}
-        outcome = await group.update()  # replica 1 lands now, and can even take changes
-        assert outcome.delta
-        await group.serves(-1, 3)
-
-
-@pytest.mark.nightly  # the matrix of test_step_kills has its like
-@asynchronous
-async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_before() -> None:
-    async with group_of(3) as group:
-        await group.update()
-        await group.trainer.call("told", "kill", 2)
-        with pytest.raises(MemberLostError, match="the process of trainer was ended by SIGKILL") as caught:
-            await group.update()
-        await group.serves(1, 1, 1)
-        assert await group.running() == [True] * 3
-        assert group.manager.admitted == dict.fromkeys(group.manager.admissions, 1)
-        outcome = caught.value.outcome
-        assert isinstance(outcome, Outcome)
-        assert {str(each) for each in outcome.replicas.values()} == {"serving v1"}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from helpers import asynchronous
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from random_shardings import local, model, random_sharding
-from shard_members import SPARSE, Serving, version_of
+from random_shardings import model, random_sharding
+from shard_members import SPARSE, Serving, local, version_of
 from sharded_job import Job, job
 from weights_engines import engine, transfer
 

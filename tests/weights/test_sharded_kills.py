@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import asynchronous
+from member_groups import ENVIRONMENT
 from process_member import ProcessMember
 from shard_members import SPARSE, checksum_of, served
 
@@ -28,8 +27,6 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 ENGINE: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1", "shape": "chain"}
 LIMITS = Limits(pause=10, prepare=10, connect=10, load=10, transfer=25, finalize=10, prove=10, resume=10, total=60)
-
-_SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 
 
 class Group:
@@ -65,8 +62,6 @@ class Group:
 
 @contextlib.asynccontextmanager
 async def group_of(in_place: bool = False, delta: bool = False) -> AsyncIterator[Group]:
-    path = os.pathsep.join([_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     trainers = [
         await ProcessMember.start(
             f"trainer {rank}",
@@ -75,7 +70,7 @@ async def group_of(in_place: bool = False, delta: bool = False) -> AsyncIterator
                 "arguments": {"rank": rank, "world": 2},
                 "engine": {**ENGINE, "host": f"trainer {rank}", "delta": delta},
             },
-            environment,
+            ENVIRONMENT,
         )
         for rank in range(2)
     ]
@@ -87,7 +82,7 @@ async def group_of(in_place: bool = False, delta: bool = False) -> AsyncIterator
                 "arguments": {"rank": rank, "world": 2, "resident": "in_place" if in_place else "mapped"},
                 "engine": {**ENGINE, "host": f"host {server}", "in_place": in_place},
             },
-            environment,
+            ENVIRONMENT,
         )
         for server in range(2)
         for rank in range(2)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from random_shardings import local, model, random_sharding
+from random_shardings import model, random_sharding
+from shard_members import local
 
 from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.schema import DTYPES, TensorSpec
