@@ -173,7 +173,7 @@ def test_exit_codes_are_those_of_the_reason_and_never_success_by_default() -> No
 )
 def test_rules_that_cannot_hold_are_refused(changed: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):
-        Rules(**changed).validate()
+        Rules(**changed)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129])

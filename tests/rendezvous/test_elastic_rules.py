@@ -203,4 +203,4 @@ def test_a_members_position_is_in_its_seat(run: SimulatedRun) -> None:
 
 def test_a_gate_cannot_settle_after_the_last_call() -> None:
     with pytest.raises(ConfigurationError, match="settle_s"):
-        Rules(settle_s=31.0).validate()
+        Rules(settle_s=31.0)

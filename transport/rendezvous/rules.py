@@ -26,6 +26,8 @@ class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The same for all members. ``least`` and ``most`` are those of the member that opens the first round.
 
+    ConfigurationError for rules that contradict each other.
+
     Attributes:
         least: members that a round needs.
         most: members that get a rank; further ones are standby. None: as ``least``.
@@ -73,8 +75,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Seconds between the host's snapshots: longer in large runs, because a snapshot reads every member."""
         return min(max(members / 2000, self.host_poll_least_s), self.host_poll_most_s)
 
-    def validate(self) -> Rules:
-        """Return self, or raise ConfigurationError."""
+    def __post_init__(self) -> None:
         if not 1 <= self.least <= self.places:
             raise ConfigurationError(f"least={self.least}, most={self.most}: give 1 <= least <= most")
         for name in ("lease_s", "poll_s", "join_timeout_s", "store_patience_s", "host_poll_least_s"):
@@ -94,4 +95,3 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             )
         if self.most_rounds is not None and self.most_rounds < 1:
             raise ConfigurationError(f"most_rounds={self.most_rounds}: give 1 or more, or None")
-        return self

@@ -96,7 +96,7 @@ class Session:
         archive: Archive | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rules = rules.validate()
+        self.rules = rules
         self.name = check_name("member", member)
         self.keys = Keys(run)
         self.version = ABSENT  # of the round as last seen; `watch` begins there

@@ -81,7 +81,7 @@ def options_of(
     return Options(
         run=run,
         url=url_of(endpoint, run),
-        rules=_replaced(rules, times).validate(),
+        rules=_replaced(rules, times),
         archive=None if archive is None else Path(str(archive)),
         where=where_of(str(given["where"]), environ, host) if "where" in given else "",
         warning=""
