@@ -293,11 +293,11 @@ async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go
 
 @asynchronous
 async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() -> None:
-    sender = BucketSender(BUCKET, 1, address="127.0.0.1")
+    sender = BucketSender(1, address="127.0.0.1")
     feed = Feed(sender.lost)
-    await sender.begin(feed, ["child"])
+    await sender.begin(feed, ["child"], BUCKET)
     try:
-        lease = await sender.reserve(64)
+        lease = await sender.reserve(64, ("child",))
         publish, begun, go_on = lease.publish, threading.Event(), threading.Event()
 
         def slow() -> Any:
@@ -313,18 +313,18 @@ async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() 
         with pytest.raises(asyncio.CancelledError):
             await task
         sender.abandon()
-        (await sender.reserve(64)).abort()
+        (await sender.reserve(64, ("child",))).abort()
     finally:
         await asyncio.to_thread(sender.close)
 
 
 @asynchronous
 async def test_a_listener_leaves_a_bucket_to_its_reader_for_the_whole_of_an_attempt() -> None:
-    sender = BucketSender(BUCKET, 1, address="127.0.0.1", wires=frozenset({"tcp"}))
+    sender = BucketSender(1, address="127.0.0.1", wires=frozenset({"tcp"}))
     feed = Feed(sender.lost)
     try:
-        await sender.begin(feed, ["child"])
-        await sender.publish(await sender.reserve(BUCKET), ("child",), Slices(0, 0, 0))
+        await sender.begin(feed, ["child"], BUCKET)
+        await sender.publish(await sender.reserve(BUCKET, ("child",)), ("child",), Slices(0, 0, 0))
         [(ticket, _)] = sender._unread.values()
         ring, running = sender._ring, sender._server._run  # type: ignore[union-attr]
         assert ring is not None

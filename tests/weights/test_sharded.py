@@ -148,12 +148,12 @@ def sizes(prefix: str) -> list[int]:
 
 @asynchronous
 async def test_a_sender_has_room_for_the_buckets_that_are_sent_and_for_no_larger_ones() -> None:
-    sender = BucketSender(16 << 20, 2, address="127.0.0.1", prefix="room-")
+    sender = BucketSender(2, address="127.0.0.1", prefix="room-")
     feed = Feed(sender.lost)
     try:
         for size, room in ((4096, 4096), (8192, 8192), (64, 8192)):
             await sender.begin(feed, ["child"], size)
-            (await sender.reserve(size)).abort()
+            (await sender.reserve(size, ("child",))).abort()
             (taken,) = sizes("room-")
             assert 2 * room <= taken < 2 * room + (1 << 20)
     finally:

@@ -133,7 +133,6 @@ class WeightsEngine:
         self._progress = progress
         self._device = None if device is None else parse_device(device)
         self._sender = BucketSender(
-            bucket_bytes,
             in_flight,
             address=self._address,
             wires=None if options.wires is None else options.wires - {"mapped"} or None,

@@ -23,7 +23,7 @@ import numpy as np
 
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError
 from transport.weights.plan.steps import Metadata, Proof
-from transport.weights.transfer.threads import in_thread, settled
+from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.layout import weights_checksum
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ async def _answer(method: Any, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(method):
         result = await method(*arguments)
     else:
-        result = await settled(asyncio.ensure_future(asyncio.to_thread(method, *arguments)))
+        result = await in_thread(method, *arguments)
     while inspect.isawaitable(result):
         result = await result
     return result

@@ -50,7 +50,6 @@ class BucketSender:
 
     def __init__(
         self,
-        bucket_bytes: int,
         in_flight: int,
         *,
         address: str,
@@ -60,7 +59,6 @@ class BucketSender:
         stall_s: float = 60.0,
         prefix: str = "",
     ) -> None:
-        self._bucket_bytes = bucket_bytes
         self._in_flight = in_flight
         self._address = address
         self._wires = wires
@@ -77,19 +75,18 @@ class BucketSender:
         self.bytes_sent = 0  # over the link: each bucket once for each child
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
 
-    async def begin(self, feed: Feed, children: Sequence[str], bucket_bytes: int | None = None) -> None:
-        """Set the children of this update, by rank. Creates ring and listener at the first call.
+    async def begin(self, feed: Feed, children: Sequence[str], bucket_bytes: int) -> None:
+        """Set the children of this update, by rank, and its largest bucket. Creates ring and listener where needed.
 
-        bucket_bytes: of this update; default: those of the sender. A ring whose slots are smaller is replaced.
+        A ring whose slots are smaller is replaced.
         """
         self.abandon()
         self._feed, self._children = feed, tuple(children)
         self._gone = set(feed.left)  # they came before this was called, and failed
-        needed = self._bucket_bytes if bucket_bytes is None else bucket_bytes
-        if self._ring is not None and self._ring.slot_capacity < needed:
+        if self._ring is not None and self._ring.slot_capacity < bucket_bytes:
             await in_thread(self.close)
         if children and self._ring is None:
-            await in_thread(self._open, needed)
+            await in_thread(self._open, bucket_bytes)
 
     def _open(self, bucket_bytes: int) -> None:
         ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=bucket_bytes, prefix=self._prefix)
@@ -127,9 +124,8 @@ class BucketSender:
                 if name in self._gone:
                     self._ring.acknowledge(ticket, rank)
 
-    async def reserve(self, size: int, names: tuple[str, ...] | None = None) -> WriteLease:
+    async def reserve(self, size: int, names: tuple[str, ...]) -> WriteLease:
         """Wait for a free slot for the next bucket. ChildrenLostError if none of its children is left."""
-        names = self._children if names is None else names
         since = time.monotonic()
         while True:
             if self._gone.issuperset(names):

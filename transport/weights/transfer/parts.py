@@ -48,11 +48,11 @@ class PartLanding:
         self._tensors = _tensors_of(incoming, layout)
         self._row_layout = row_layout_of(incoming, layout)
         dtypes = [each.dtype for each in self._tensors]
+        self._sources = {source.sender: source for source in incoming.sources}
         self._buckets = {source.sender: buckets_of(source.slices, dtypes, bucket_bytes) for source in incoming.sources}
         self._missing = {(sender, at) for sender, buckets in self._buckets.items() for at in range(len(buckets))}
         self._placing = 0
         self._based = False
-        self._ranks = {source.sender: source.rank for source in incoming.sources}
         self._lease: WriteLease | None = None
         self._row: Bytes | None = None
         self._arrays: list[np.ndarray[Any, Any]] = []
@@ -63,7 +63,7 @@ class PartLanding:
 
     def rank(self, sender: int) -> int:
         """This receiver's number among the readers of a stream's buckets."""
-        return self._ranks[sender]
+        return self._sources[sender].rank
 
     def count(self, parent: str) -> int:
         """Buckets that come from this parent."""
@@ -106,7 +106,7 @@ class PartLanding:
         ProtocolError for one that is not expected.
         """
         key = frame.sender, frame.index
-        source = next((each for each in self.incoming.sources if each.sender == frame.sender), None)
+        source = self._sources.get(frame.sender)
         if source is None or source.parent != parent or key not in self._missing:
             raise ProtocolError(
                 f"unexpected bucket {frame.index} of sender {frame.sender} for part {frame.part} from {parent}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from transport import _ring
 from transport.client.client import UCXXClient
 from transport.devices.buffers import BufferPool
 from transport.errors import ChildrenLostError, InternalError, ProtocolError, WeightsChecksumError, WeightsError
-from transport.runtime.progress import Progress, silent
+from transport.runtime.progress import Progress
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
@@ -66,9 +66,9 @@ class ShardReceiving:
         feed: Feed,
         sender: BucketSender,
         own: Mapping[str, np.ndarray[Any, Any]] | None,
-        spoil: Any,
-        base: ShardHeld | None = None,
-        progress: Progress = silent,
+        spoil: Callable[[], None],
+        base: ShardHeld | None,
+        progress: Progress,
     ) -> None:
         self._role = role
         self._upstreams = upstreams

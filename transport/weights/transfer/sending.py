@@ -19,7 +19,7 @@ from transport.devices.copies import DeviceCopies, Source
 from transport.devices.streams import address_of
 from transport.errors import SchemaError
 from transport.ring.leases import WriteLease
-from transport.runtime.progress import Progress, silent
+from transport.runtime.progress import Progress
 from transport.weights.plan.steps import Proof, Weights
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -65,9 +65,9 @@ class ShardSending:
         layout: Layout,
         outgoing: Sequence[Outgoing],
         bucket_bytes: int,
-        progress: Progress = silent,
-        base: ShardBase | None = None,
-        from_base: Proof | None = None,
+        progress: Progress,
+        base: ShardBase | None,
+        from_base: Proof | None,
     ) -> None:
         self._feed = feed
         self._sender = sender
