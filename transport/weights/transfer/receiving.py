@@ -34,7 +34,7 @@ from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.messages import Placed, Slices, Start, Whole
 from transport.weights.transfer.parts import PartLanding, checked_targets, row_layout_of
 from transport.weights.transfer.sending import copied
-from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -93,8 +93,7 @@ class ShardReceiving:
         self._version = -1
         self._held: list[Held] = []
         self._proven: set[int] = set()  # parts
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = asyncio.TaskGroup()  # of this version; a task begins others
         self._buckets = self._bytes = 0
         self._waiting = 0  # bytes of changes that are kept for the children
 
@@ -154,10 +153,7 @@ class ShardReceiving:
                 else:
                     landing.open_in_place(self._own, based=base is not None)
             await self._feed.tell(Start(self._version, specs), self._feed.children)
-            for name, upstream in self._upstreams.items():
-                self._begin(self._follow(name, upstream))
-            if self._upstreams:
-                await self._over
+            await self._follow_all()
             if self._proven != {each.part for each in self._role.incoming}:
                 raise InternalError(f"{len(self._proven)} of {len(self._role.incoming)} parts are proven")
             with contextlib.suppress(ChildrenLostError):
@@ -167,28 +163,21 @@ class ShardReceiving:
             await in_thread(held.hash)
             return held
         except BaseException:
-            await ended(*self._tasks)
-            if self._over.done() and not self._over.cancelled():
-                self._over.exception()  # retrieved, so that asyncio does not log it
             for each in self._held:
                 each.release()
             raise
 
-    def _begin(self, work: Any) -> None:
-        """A task of this version. The last one to end, or the first to fail, ends the reception."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = InternalError("a part's task was cancelled") if task.cancelled() else task.exception()
-        if self._over.done():
-            return
-        if error is not None:
-            self._over.set_exception(error)
-        elif not self._tasks:  # a task begins others before it ends
-            self._over.set_result(None)
+    async def _follow_all(self) -> None:
+        """Follow all parents, until the last task has ended; after the first error the others are cancelled."""
+        first = None
+        try:
+            async with self._tasks:
+                for name, upstream in self._upstreams.items():
+                    self._tasks.create_task(self._follow(name, upstream))
+        except BaseExceptionGroup as errors:
+            first = errors.exceptions[0]
+        if first is not None:
+            raise first
 
     # --- one parent -------------------------------------------------------------------------------------------
     async def _follow(self, name: str, upstream: Upstream) -> None:
@@ -209,7 +198,7 @@ class ShardReceiving:
                 landing = self._landings.get(frame.part)
                 if landing is None:
                     raise ProtocolError(f"unexpected bucket of part {frame.part} from {name}")
-                self._begin(self._take(landing, frame, *landing.bucket(frame, name)))
+                self._tasks.create_task(self._take(landing, frame, *landing.bucket(frame, name)))
             elif isinstance(frame, Whole) and frame.part in relayed:
                 relayed.discard(frame.part)
                 self._landings[frame.part].expected = frame.checksum
@@ -226,15 +215,9 @@ class ShardReceiving:
         assert self._layout is not None
         row_layout = row_layout_of(incoming, self._layout)
         ticket = Ticket.decode(frame.ticket)
-        work = asyncio.ensure_future(
-            asyncio.to_thread(attach, ticket, incoming.mapped[1], row_layout, self._version, frame.checksum)
-        )
-        try:
-            self._held.append(await asyncio.shield(work))
-            self._proven.add(incoming.part)
-        except asyncio.CancelledError:
-            work.add_done_callback(_let_go)
-            raise
+        version, (_, rank) = self._version, incoming.mapped
+        await in_thread(lambda: self._held.append(attach(ticket, rank, row_layout, version, frame.checksum)))
+        self._proven.add(incoming.part)
 
     # --- one bucket -------------------------------------------------------------------------------------------
     async def _take(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None) -> None:
@@ -310,7 +293,7 @@ class ShardReceiving:
 
     def _finish(self, landing: PartLanding) -> None:
         if landing.complete and (landing.incoming.first or landing.expected is not None):
-            self._begin(self._conclude(landing))
+            self._tasks.create_task(self._conclude(landing))
 
     async def _conclude(self, landing: PartLanding) -> None:
         """All of a part is here: prove it as a whole, and tell the children."""
@@ -328,8 +311,3 @@ class ShardReceiving:
             await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
         await self._feed.tell(Whole(part, checksum), landing.incoming.wired)
         self._proven.add(part)
-
-
-def _let_go(work: asyncio.Future[Held]) -> None:
-    if not work.cancelled() and work.exception() is None:
-        work.result().release()
