@@ -21,7 +21,7 @@ class Sends:
     name = "trainer"
 
     async def prepare(self) -> dict[str, Any]:
-        return {"version": 1}
+        return {}
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None: ...
 
@@ -67,7 +67,9 @@ async def test_a_replica_that_failed_for_another_reason_is_not_asked_for_the_who
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        updating, "build_topology", lambda senders, replicas, _: ({"base": [1] * senders}, {"base": [None] * replicas})
+        updating,
+        "build_topology",
+        lambda senders, replicas, _, whole: ({"base": [1] * senders}, {"base": [None] * replicas}),
     )
     well, wrong = Lands("well"), Lands("wrong", WeightsChecksumError("of the changes"))
     full = Lands("full", RuntimeError("its disk is full"))

@@ -212,7 +212,6 @@ class WeightsEngine:
         await self.finalize()
         self._feed = Feed(self._sender.lost, self._options.stall_s)
         await self._feed.open(self._address)
-        proof = None if self._spoilt else self.proof
         described = ShardDescription(
             name=self.name,
             host=self._host,
@@ -222,8 +221,7 @@ class WeightsEngine:
             layout=self._packed,
             bucket_bytes=self._bucket_bytes,
             in_place=self.in_place,
-            version=-1 if proof is None else proof.version,
-            update=0 if proof is None else proof.checksum,
+            proof=None if self._spoilt else self.proof,
             shape=self._options.shape,
             fanout=self._options.fanout,
         )

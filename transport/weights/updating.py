@@ -371,9 +371,7 @@ class Run:
         trainers, replicas = list(self._trainers), list(self._group)
         try:
             metadata = [self._metadata[name] for name in (*trainers, *replicas)]
-            if self._whole:
-                metadata = [{**each, "version": -1} for each in metadata]
-            actor, rollout = build_topology(len(trainers), len(replicas), metadata)
+            actor, rollout = build_topology(len(trainers), len(replicas), metadata, whole=self._whole)
             for names, columns in ((trainers, actor), (replicas, rollout)):
                 for at, name in enumerate(names):
                     self._arguments[name] = {key: values[at] for key, values in columns.items()}

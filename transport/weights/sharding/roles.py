@@ -40,7 +40,7 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: packed; of what it has (a trainer's rank) or wants. Empty: the whole model, whatever its tensors are.
     in_place: it receives into its own tensors, which no other process can map.
-    version, update: the complete version that it has, which changes can be based on; version -1: none.
+    proof: the complete version that it has, which changes can be based on.
     """
 
     name: str
@@ -51,8 +51,7 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     bucket_bytes: int
     in_place: bool = False
-    version: int = -1
-    update: int = 0
+    proof: Proof | None = None
     shape: topology.Shape = "tree"
     fanout: int = topology.FANOUT
 
@@ -202,8 +201,8 @@ def roles(
     ]
     sizes = [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
     bucket_bytes = room if whole_model else finer(room, sizes)
-    (version, number), *others = {(each.version, each.update) for each in everyone}
-    base = None if whole or others or version < 0 else Proof(version, number)
+    proof, *others = {each.proof for each in everyone}
+    base = None if whole or others else proof
     incoming: list[list[Incoming]] = [[] for _ in receivers]
     outgoing: list[list[Outgoing]] = [[] for _ in senders]
     parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
@@ -308,13 +307,13 @@ def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription, nbyte
 
 
 def build_topology(
-    actor_n: int, rollout_n: int, metadata: Sequence[Any]
+    actor_n: int, rollout_n: int, metadata: Sequence[Any], *, whole: bool = False
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """The arguments of `WeightsEngine.init_process_group` for each trainer and each replica, by name.
 
     A member's metadata, from its `prepare`, may list several ranks (``{"ranks": […]}``, as `ShardedReplica` has them);
-    its argument ``roles`` then has as many. Metadata with ``"version": -1`` beside the ranks asks for a whole version.
-    ``base`` is the version that changes are based on, or None. UsageError, SchemaError.
+    its argument ``roles`` then has as many. ``base`` is the version that changes are based on, or None; with ``whole``
+    always None. UsageError, SchemaError.
     """
     if len(metadata) != actor_n + rollout_n or actor_n < 1:
         raise UsageError(
@@ -324,7 +323,6 @@ def build_topology(
     members = describe(metadata)
     sides = members[:actor_n], members[actor_n:]
     senders, receivers = ([rank for member in side for rank in member] for side in sides)
-    whole = any(each.get("version") == -1 for each in metadata)
     found = roles(senders, receivers, secrets.randbits(63), whole=whole)
     base = found[0][0].base
     arguments: list[dict[str, list[Any]]] = []
