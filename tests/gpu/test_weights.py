@@ -20,7 +20,7 @@ from weights_members import checksum_of, version_of
 
 from transport.errors import UsageError
 from transport.weights.engine import WeightsEngine
-from transport.weights.transfer.held import ShardHeld
+from transport.weights.versions.copies import ShardHeld
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 
 pytestmark = [

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from transport.errors import ProtocolError, UsageError
 from transport.weights.transfer import messages
+from transport.weights.transfer.bucket_sender import Pace
 from transport.weights.transfer.messages import Alive, Failed, Frame, Hello, Placed, Slices, Start, Welcome, Whole
-from transport.weights.transfer.pace import Pace
 from transport.weights.versions.delta import RAW, Record
 
 FRAMES: list[Frame] = [

@@ -35,13 +35,11 @@ from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.changes import ShardBase
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.held import ShardHeld
-from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.parts import checked_targets
 from transport.weights.transfer.receiving import ShardReceiving
 from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
-from transport.weights.versions.copies import Copies
+from transport.weights.versions.copies import Copies, ShardHeld
 from transport.weights.versions.layout import specs_of
 from transport.weights.versions.tensors import on_host, tensor_of
 from transport.wire.addresses import advertised
@@ -137,7 +135,7 @@ class WeightsEngine:
             address=self._address,
             wires=None if options.wires is None else options.wires - {"mapped"} or None,
             secret=options.secret,
-            pace=None if options.rate is None else Pace(options.rate),
+            rate=options.rate,
             stall_s=options.stall_s,
             prefix=options.prefix,
         )

@@ -28,7 +28,7 @@ from transport.weights.versions.layout import weights_checksum
 
 if TYPE_CHECKING:
     from transport.weights.engine import WeightsEngine
-    from transport.weights.transfer.held import ShardHeld
+    from transport.weights.versions.copies import ShardHeld
 
 
 class RolloutWorker(abc.ABC):

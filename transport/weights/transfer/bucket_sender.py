@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from transport.errors import ChildrenLostError, ClosedError, RingFullError
+from transport.errors import ChildrenLostError, ClosedError, RingFullError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.leases import WriteLease
 from transport.ring.states import SlotState
@@ -24,7 +24,6 @@ from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Slices
-from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.threads import in_thread
 from transport.wires import Wire
 
@@ -45,6 +44,26 @@ SETTINGS = Settings(
 )
 
 
+class Pace:
+    """A token bucket: how long a sender waits to keep its link's rate. Pure.
+
+    Times are monotonic seconds, given by the caller. ``rate`` in bytes per second.
+
+    Idle time is not saved up: after a pause the rate is the same, not higher.
+    """
+
+    def __init__(self, rate: float) -> None:
+        if not rate > 0:
+            raise UsageError(f"rate={rate}: give bytes per second above 0, or None for no limit")
+        self._rate = rate
+        self._free_at = 0.0
+
+    def take(self, size: int, now: float) -> float:
+        """Seconds to wait until ``size`` bytes have passed the link at this rate."""
+        self._free_at = max(self._free_at, now) + size / self._rate
+        return self._free_at - now
+
+
 class BucketSender:
     """A ring of ``in_flight`` buckets and its listener, kept from one update to the next. Belongs to one loop."""
 
@@ -55,7 +74,7 @@ class BucketSender:
         address: str,
         wires: frozenset[Wire] | None = None,
         secret: bytes | None = None,
-        pace: Pace | None = None,
+        rate: float | None = None,
         stall_s: float = 60.0,
         prefix: str = "",
     ) -> None:
@@ -63,7 +82,7 @@ class BucketSender:
         self._address = address
         self._wires = wires
         self._secret = secret
-        self._pace = pace
+        self._pace = None if rate is None else Pace(rate)
         self._stall_s = stall_s
         self._prefix = prefix
         self._ring: SharedRingBuffer | None = None

@@ -30,12 +30,11 @@ from transport.weights.sharding.roles import Incoming, Role, completed
 from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.held import ShardHeld
 from transport.weights.transfer.messages import Placed, Slices, Start, Whole
 from transport.weights.transfer.parts import PartLanding, checked_targets, row_layout_of
 from transport.weights.transfer.sending import copied
 from transport.weights.transfer.threads import in_thread
-from transport.weights.versions.copies import Copies, Held, attach
+from transport.weights.versions.copies import Copies, Held, ShardHeld, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
