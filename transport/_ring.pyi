@@ -2,6 +2,9 @@
 
 Every call is thread-safe. Calls that may take long (take with a timeout, copies and checksums of
 64 KiB and more, wait) release the GIL. Python signals interrupt waits (KeyboardInterrupt arrives).
+
+Raised are errors of `transport.errors`: ClosedError after `close` or in a child after fork, UsageError for an argument
+out of range, and RingError with its kinds for what the segment or the system refuses.
 """
 
 from collections.abc import Sequence
@@ -19,26 +22,6 @@ MAX_WAITED: int  # rings that `Ring.wait_any` takes
 MAX_ATTEMPTS: int  # the largest ``most_attempts``
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
 MAX_SCHEMA: int
-
-@final
-class RingFault(Exception):
-    """args = (code, message); ``code`` is one of the FAULT_ names below. ``str`` is the message."""
-
-    @property
-    def code(self) -> int: ...
-    @property
-    def message(self) -> str: ...
-
-FAULT_EXISTS: int  # create: the segment exists and its keeper is alive
-FAULT_NOT_FOUND: int  # attach: no such segment
-FAULT_LAYOUT: int  # attach: magic, version, sizes or fingerprint differ; message names which
-FAULT_NOT_READY: int  # attach: initialised flag not set (creator died in creation, or is at it)
-FAULT_NO_OWNER: int  # attach: all owner places are held by live processes
-FAULT_NO_MEMORY: int  # create: posix_fallocate refused, /dev/shm too small or full
-FAULT_DENIED: int  # permission, or the segment belongs to another user
-FAULT_SYSTEM: int  # any other errno; message has call and errno text
-FAULT_DETACHED: int  # used after close, or in a child after fork
-FAULT_ARGUMENT: int  # slot index or rank out of range, name malformed
 
 # slot states, as in the word
 FREE: int
@@ -161,9 +144,9 @@ class Ring:
     `create` makes the segment, keeps the keeper lock, and takes an owner place as ROLE_WRITER.
     If a segment of this name exists, its keeper is dead, and layout, sizes and fingerprint agree,
     it is taken over: ring id, generations, READY slots and ports stay; `taken_over` is True.
-    If its keeper is dead and the layout differs: FAULT_LAYOUT (the caller picks another name).
+    If its keeper is dead and the layout differs: LayoutError (the caller picks another name).
 
-    An observer looks, consumes, discards and reclaims; what writes or pins needs an owner place (FAULT_ARGUMENT).
+    An observer looks, consumes, discards and reclaims; what writes or pins needs an owner place (UsageError).
     """
 
     name: str  # of its entry in /dev/shm, "/transport-…"
@@ -183,7 +166,7 @@ class Ring:
     def create(
         name: str, slot_count: int, slot_capacity: int, fingerprint: bytes, *, file: str = "", synced: bool = False
     ) -> Ring:
-        """In a ``file`` (an absolute path) the name leads there, and all of the above is said of the file; FAULT_LAYOUT
+        """In a ``file`` (an absolute path) the name leads there, and all of the above is said of the file; LayoutError
         then also of what is no ring. ``synced``: `publish` syncs first."""
     @staticmethod
     def attach(name: str, role: int, *, writable_payload: bool = False) -> Ring: ...
@@ -208,9 +191,10 @@ class Ring:
         """
     @staticmethod
     def unlink_if_dead(name: str, *, gives_up_to: int = ...) -> bool:
-        """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND. A file stays.
+        """Remove a segment whose keeper and owners are all dead. False if one lives. RingNotFoundError. A file stays.
 
-        ``gives_up_to`` as in `unlink_if_last`; then also FAULT_NOT_READY and FAULT_LAYOUT, which keep the segment.
+        ``gives_up_to`` as in `unlink_if_last`; then also RingNotFoundError for one in the making and LayoutError, which
+        keep the segment.
         """
     @property
     def sequence(self) -> int: ...  # advances with each publication and each take-over
@@ -485,7 +469,7 @@ class ClaimedBatch(Buffer):
     """Payloads of one ring that were claimed together; exports the memory of the ring's payloads, read-only.
 
     What is neither consumed nor given back goes back with the object, and kept memory is let go. Not for several
-    threads at a time, which is refused (FAULT_ARGUMENT).
+    threads at a time, which is refused (UsageError).
     """
 
     ring: Ring

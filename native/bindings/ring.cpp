@@ -167,7 +167,12 @@ std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, 
   std::memcpy(key.data(), fingerprint.c_str(), key.size());
   const nb::gil_scoped_release release;
   const Kept kept = file.empty() ? Kept::no : synced ? Kept::synced : Kept::by_file;
-  return Ring::create(name, slot_count, slot_capacity, key, file, kept);
+  try {
+    return Ring::create(name, slot_count, slot_capacity, key, file, kept);
+  } catch (RingFault& fault) {
+    fault.of_new_file = !file.empty();
+    throw;
+  }
 }
 
 std::unique_ptr<Ring> attach(const std::string& name, int role, bool writable_payload) {

@@ -1,9 +1,12 @@
 // The Python module `transport._ring`; transport/_ring.pyi is its interface.
 #include <nanobind/nanobind.h>
-#include <nanobind/eval.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
+#include <cstddef>
+#include <iterator>
 #include <string>
+#include <utility>
 
 #include "bindings/faults.hpp"
 #include "bindings/ring_bindings.hpp"
@@ -17,36 +20,55 @@ using namespace nb::literals;
 
 namespace {
 
-PyObject* ring_fault_type = nullptr;
+// A fault as Python sees it: the class of transport/errors.py, and what the caller can do, behind the message.
+struct Named {
+  Fault code;
+  const char* error;
+  const char* remedy = "";
+  const char* remedy_of_new_file = "";
+};
+constexpr Named kNamed[] = {
+    {Fault::exists, "RingBusyError", "; stop it, or give another name",
+     "; stop it: one writer at a time has a ring's file"},
+    {Fault::not_found, "RingNotFoundError"},
+    {Fault::layout, "LayoutError", "",
+     "; start with the same slots, sizes and schema to go on with what is unread in it, or give another file. Nothing "
+     "of it was changed"},
+    {Fault::not_ready, "RingNotFoundError", "; its writer is making it, or was killed meanwhile"},
+    {Fault::no_owner, "NoOwnerError"},
+    {Fault::no_memory, "SharedMemoryError",
+     "; take fewer or smaller slots, remove dead rings with `transport reclaim`, or make /dev/shm larger",
+     "; take fewer or smaller slots, or a file on another file system"},
+    {Fault::denied, "SharedMemoryError", "; run as its user, or give another name"},
+    {Fault::system, "RingError"},
+    {Fault::detached, "ClosedError"},
+    {Fault::argument, "UsageError"},
+};
+
+static_assert([] {
+  for (std::size_t at = 0; at < std::size(kNamed); ++at)
+    if (static_cast<std::size_t>(kNamed[at].code) != at + 1) return false;
+  return true;
+}(), "one for each fault, in their order");
+
+std::array<PyObject*, std::size(kNamed)> error_types{};  // references that the module's end does not give back
 
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const RingFault& fault) {
-    const nb::object arguments = nb::make_tuple(static_cast<int>(fault.code()), fault.what());
-    PyErr_SetObject(ring_fault_type, arguments.ptr());
+    const auto at = static_cast<std::size_t>(fault.code()) - 1;
+    const Named& named = kNamed[at];
+    const std::string message = fault.what() + std::string(fault.of_new_file ? named.remedy_of_new_file : named.remedy);
+    PyErr_SetString(error_types[at], message.c_str());
   }
 }
 
-void bind_faults(nb::module_& module) {
-  nb::dict members;
-  members["code"] = nb::eval("property(lambda self: self.args[0])");
-  members["message"] = nb::eval("property(lambda self: self.args[1])");
-  members["__str__"] = nb::eval("lambda self: str(self.args[-1]) if self.args else ''");
-  ring_fault_type =
-      PyErr_NewExceptionWithDoc("transport._ring.RingFault",
-                                "args = (code, message); code is one of the FAULT_ names.", nullptr, members.ptr());
-  if (ring_fault_type == nullptr) throw nb::python_error();
-  module.attr("RingFault") = nb::borrow(ring_fault_type);
+void bind_faults() {
+  const nb::module_ errors = nb::module_::import_("transport.errors");
+  for (std::size_t at = 0; at < std::size(kNamed); ++at)
+    error_types[at] = nb::object(errors.attr(kNamed[at].error)).release().ptr();
   nb::register_exception_translator(translate);
-
-  const std::pair<const char*, Fault> codes[] = {
-      {"FAULT_EXISTS", Fault::exists},     {"FAULT_NOT_FOUND", Fault::not_found},
-      {"FAULT_LAYOUT", Fault::layout},     {"FAULT_NOT_READY", Fault::not_ready},
-      {"FAULT_NO_OWNER", Fault::no_owner}, {"FAULT_NO_MEMORY", Fault::no_memory},
-      {"FAULT_DENIED", Fault::denied},     {"FAULT_SYSTEM", Fault::system},
-      {"FAULT_DETACHED", Fault::detached}, {"FAULT_ARGUMENT", Fault::argument}};
-  for (const auto& [name, code] : codes) module.attr(name) = static_cast<int>(code);
 }
 
 void bind_constants(nb::module_& module) {
@@ -89,7 +111,7 @@ NB_MODULE(_ring, module) {
   nb::set_leak_warnings(false);  // a ring that is open at exit is given up by the kernel, which is no leak
   module.doc() =
       "The native core: ring operations, large copies, checksum, pooled memory, and a futex on shared memory.";
-  bind_faults(module);
+  bind_faults();
   bind_constants(module);
   bind_fault_points(module);
   bind_bytes(module);

@@ -1,4 +1,5 @@
-// The one exception of the native core. Codes are actions a caller can take, not errno values.
+// The one exception of the native core. Codes are actions a caller can take, not errno values; Python has an error of
+// transport/errors.py for each (bindings/ring_module.cpp).
 #pragma once
 
 #include <cerrno>
@@ -25,6 +26,8 @@ class RingFault : public std::runtime_error {
  public:
   RingFault(Fault code, const std::string& message) : std::runtime_error(message), code_(code) {}
   Fault code() const noexcept { return code_; }
+
+  bool of_new_file = false;  // of the making of a ring in a file, where other remedies help
 
  private:
   Fault code_;

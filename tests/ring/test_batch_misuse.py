@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, TensorSpec, _ring
+from transport.errors import UsageError
 
 SCHEMA = Schema((TensorSpec("data", "uint8", (64,), ragged=True),))
 FIELDS = _ring.BatchFields([(1, 64, True)])
@@ -47,7 +49,7 @@ def test_payloads_are_not_gathered_by_fields_other_than_those_that_measured_them
     batch = ring.native.claim_batch(1, 0.0)
     batch.measure(FIELDS, np.empty((1, 1), np.int64))
     larger = _ring.BatchFields([(1 << 20, 64, True)])
-    with pytest.raises(_ring.RingFault, match="not measured"):
+    with pytest.raises(UsageError, match="not measured"):
         batch.gather(larger, target(np.zeros(64 << 20, np.uint8), 64 << 20), False)
 
 
@@ -55,7 +57,7 @@ def test_payloads_are_not_gathered_by_fields_other_than_those_that_measured_them
     "rows", [[(1 << 63, 2, False)], [(1 << 62, 1, True), (1 << 62, 2, False)], [(1, 1 << 63, True)]]
 )
 def test_tensors_larger_than_any_memory_are_refused(rows: Any) -> None:
-    with pytest.raises(_ring.RingFault, match="larger than"):
+    with pytest.raises(UsageError, match="larger than"):
         _ring.BatchFields(rows)
 
 
@@ -65,10 +67,8 @@ def test_threads_that_gather_consume_and_release_one_batch_take_turns(ring: Shar
 
     def use(batch: Any, mine: Any) -> None:
         for call in (lambda: batch.gather(FIELDS, target(mine), True), batch.verify, batch.finish, batch.release):
-            try:
+            with contextlib.suppress(UsageError):
                 call()
-            except _ring.RingFault as fault:
-                assert fault.code == _ring.FAULT_ARGUMENT
 
     for _ in range(50):
         write(ring, 1, 2)

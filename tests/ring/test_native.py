@@ -22,6 +22,7 @@ from native_rings import PATIENCE_S, ZEROS, Child, refused, shm_file, write
 
 from transport import _ring
 from transport._ring import Ring
+from transport.errors import ClosedError, LayoutError, RingError, RingNotFoundError, SharedMemoryError, UsageError
 
 STUB = Path(__file__).resolve().parents[2] / "transport" / "_ring.pyi"
 
@@ -65,8 +66,8 @@ def test_the_module_has_what_its_stub_promises() -> None:
     "bad", ["", "/", "transport-x", "/other-x", "/transport-", "/transport-a/b", "/transport-" + "x" * 300]
 )
 def test_malformed_names_are_refused(bad: str) -> None:
-    refused(lambda: Ring.create(bad, 4, 1000, ZEROS), _ring.FAULT_ARGUMENT)
-    refused(lambda: Ring.attach(bad, _ring.ROLE_READER), _ring.FAULT_ARGUMENT)
+    refused(lambda: Ring.create(bad, 4, 1000, ZEROS), UsageError)
+    refused(lambda: Ring.attach(bad, _ring.ROLE_READER), UsageError)
 
 
 def test_arguments_out_of_range_are_refused(name: str, ring: Ring) -> None:
@@ -87,12 +88,12 @@ def test_arguments_out_of_range_are_refused(name: str, ring: Ring) -> None:
         lambda: ring.set_ports(tuple(range(17))),
         lambda: ring.count("no such counter", 1),
     ):
-        refused(call, _ring.FAULT_ARGUMENT)
+        refused(call, UsageError)
 
 
 def test_an_absurd_size_is_out_of_memory_and_leaves_nothing(name: str) -> None:
     for capacity in (1 << 50, 1 << 61, (1 << 64) - 1):
-        refused(lambda capacity=capacity: Ring.create(name, 4, capacity, ZEROS), _ring.FAULT_NO_MEMORY)
+        refused(lambda capacity=capacity: Ring.create(name, 4, capacity, ZEROS), SharedMemoryError)
         assert not shm_file(name).exists()
 
 
@@ -105,32 +106,32 @@ def test_the_segment_is_private_and_listed(name: str, ring: Ring) -> None:
 def test_another_users_segment_is_refused(name: str) -> None:
     with contextlib.closing(Ring.create(name, 4, 1000, ZEROS)) as ring:
         os.chown(shm_file(name), 12345, -1)
-        refused(lambda: Ring.attach(name, _ring.ROLE_READER), _ring.FAULT_DENIED, "belongs to user 12345")
-        refused(lambda: Ring.create(name, 4, 1000, ZEROS), _ring.FAULT_DENIED)
+        refused(lambda: Ring.attach(name, _ring.ROLE_READER), SharedMemoryError, "belongs to user 12345")
+        refused(lambda: Ring.create(name, 4, 1000, ZEROS), SharedMemoryError)
         ring.close()
-        refused(lambda: Ring.unlink_if_dead(name), _ring.FAULT_DENIED)
+        refused(lambda: Ring.unlink_if_dead(name), SharedMemoryError)
 
 
 @pytest.mark.parametrize(
-    ("offset", "scribble", "code", "match"),
+    ("offset", "scribble", "error", "match"),
     [
-        (0, b"NOTARING", _ring.FAULT_LAYOUT, "magic"),
-        (8, struct.pack("=I", 99), _ring.FAULT_LAYOUT, "layout version 99"),
-        (12, struct.pack("=I", 0), _ring.FAULT_NOT_READY, "not initialised"),
-        (16, struct.pack("=Q", 0), _ring.FAULT_LAYOUT, "sizes"),
-        (16, struct.pack("=Q", 1 << 60), _ring.FAULT_LAYOUT, "sizes"),
-        (24, struct.pack("=Q", (1 << 64) - 1), _ring.FAULT_LAYOUT, "sizes"),
-        (24, struct.pack("=Q", 100_000), _ring.FAULT_LAYOUT, "sizes"),
-        (32, struct.pack("=Q", 12), _ring.FAULT_LAYOUT, "page size"),
+        (0, b"NOTARING", LayoutError, "magic"),
+        (8, struct.pack("=I", 99), LayoutError, "layout version 99"),
+        (12, struct.pack("=I", 0), RingNotFoundError, "not initialised"),
+        (16, struct.pack("=Q", 0), LayoutError, "sizes"),
+        (16, struct.pack("=Q", 1 << 60), LayoutError, "sizes"),
+        (24, struct.pack("=Q", (1 << 64) - 1), LayoutError, "sizes"),
+        (24, struct.pack("=Q", 100_000), LayoutError, "sizes"),
+        (32, struct.pack("=Q", 12), LayoutError, "page size"),
     ],
 )
 def test_a_corrupted_header_is_refused(
-    name: str, ring: Ring, offset: int, scribble: bytes, code: int, match: str
+    name: str, ring: Ring, offset: int, scribble: bytes, error: type[RingError], match: str
 ) -> None:
     with shm_file(name).open("r+b", buffering=0) as file:
         file.seek(offset)
         file.write(scribble)
-    refused(lambda: Ring.attach(name, _ring.ROLE_READER), code, match)
+    refused(lambda: Ring.attach(name, _ring.ROLE_READER), error, match)
     write(ring)  # whoever is attached already is not misled
 
 
@@ -139,9 +140,9 @@ def test_a_file_of_another_size_is_refused(name: str, ring: Ring) -> None:
     try:
         data = shm_file(name).read_bytes()
         shm_file(other).write_bytes(data[:-4096])
-        refused(lambda: Ring.attach(other, _ring.ROLE_READER), _ring.FAULT_LAYOUT, "bytes, header says")
+        refused(lambda: Ring.attach(other, _ring.ROLE_READER), LayoutError, "bytes, header says")
         shm_file(other).write_bytes(data[:100])
-        refused(lambda: Ring.attach(other, _ring.ROLE_READER), _ring.FAULT_NOT_READY)
+        refused(lambda: Ring.attach(other, _ring.ROLE_READER), RingNotFoundError)
         Ring.create(other, 1, 1, ZEROS).close()  # rubbish of a creator that died
     finally:
         shm_file(other).unlink(missing_ok=True)
@@ -203,7 +204,7 @@ def test_an_event_wakes_another_process(tmp_path: Path) -> None:
     assert not event.wait(event.value(), 0)
     event.close()
     event.close()
-    refused(event.value, _ring.FAULT_DETACHED)
+    refused(event.value, ClosedError)
 
 
 # --- slot keys ------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_slot_keys_are_siphash_of_slot_and_generation() -> None:
 
 def test_slot_keys_need_a_whole_secret_and_numbers_of_32_bits() -> None:
     for secret in (b"", bytes(15), bytes(17)):
-        refused(lambda secret=secret: _ring.slot_key(secret, 0, 0), _ring.FAULT_ARGUMENT, "16 bytes")
+        refused(lambda secret=secret: _ring.slot_key(secret, 0, 0), UsageError, "16 bytes")
     for slot, generation in ((-1, 0), (0, -1), (1 << 32, 0), (0, 1 << 32)):
         with pytest.raises(TypeError):
             _ring.slot_key(bytes(16), slot, generation)
@@ -235,7 +236,7 @@ def test_fault_points_are_only_in_the_test_build(name: str) -> None:
             for trace in (b"take.taken", b"serve.answered", b"read.arrived", b"set_fault", b"report_faults"):
                 assert trace not in built, f"{file.name} was built with fault points: it knows {trace!r}"
         return
-    refused(lambda: _ring.set_fault("no.such", signal.SIGKILL), _ring.FAULT_ARGUMENT)
+    refused(lambda: _ring.set_fault("no.such", signal.SIGKILL), UsageError)
     run = f"_ring.set_fault('take.taken', signal.SIGKILL, 1)\nring = Ring.create({name!r}, 4, 1000, bytes(16))\n"
     with Child(run + "ring.try_take()\nprint('once')\nring.try_take()\n") as child:
         assert child.line() == "once"
@@ -271,8 +272,8 @@ def test_checksums_are_xxh3_and_copies_are_exact(size: int) -> None:
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
-    refused(lambda: _ring.copy(bytearray(3), b"four"), _ring.FAULT_ARGUMENT)
-    refused(lambda: _ring.Checksum().copy(bytearray(3), b"four"), _ring.FAULT_ARGUMENT)
+    refused(lambda: _ring.copy(bytearray(3), b"four"), UsageError)
+    refused(lambda: _ring.Checksum().copy(bytearray(3), b"four"), UsageError)
     with pytest.raises(BufferError):
         _ring.copy(b"read-only", b"123456789")
     with pytest.raises((BufferError, ValueError)):

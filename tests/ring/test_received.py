@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, _ring
+from transport.errors import UsageError
 from transport.ring.batch_shape import fields_of
 from transport.schema import UpTo
 
@@ -50,7 +51,7 @@ def test_a_payload_is_gathered_by_its_tickets_lengths(one: tuple[bytes, bytes]) 
 @pytest.mark.parametrize("rows", [b"", bytes(8), bytes(65)])
 def test_rows_of_another_number_are_refused_or_empty(one: tuple[bytes, bytes], rows: bytes) -> None:
     if rows:
-        with pytest.raises(_ring.RingFault, match="not a row of each kind"):
+        with pytest.raises(UsageError, match="not a row of each kind"):
             _ring.ReceivedPayloads([*one], rows)
     else:
         assert len(_ring.ReceivedPayloads([*one], rows)) == 0

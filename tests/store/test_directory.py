@@ -22,6 +22,7 @@ from transport.client.client import UCXXClient
 from transport.errors import (
     LinkError,
     PayloadLostError,
+    RingError,
     StaleSlotError,
     StoreError,
     TransportError,
@@ -220,7 +221,7 @@ class Worker:
 def ring_name() -> Iterator[str]:
     name = f"/transport-test-{secrets.token_hex(8)}"
     yield name
-    with contextlib.suppress(_ring.RingFault):  # a worker that ended in order has removed it
+    with contextlib.suppress(RingError):  # a worker that ended in order has removed it
         _ring.Ring.unlink_if_dead(name)
 
 

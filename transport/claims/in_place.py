@@ -26,7 +26,6 @@ from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
 from transport.ring.gathering import B, gathered
-from transport.ring.states import call
 from transport.runtime.arguments import seconds
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
@@ -139,11 +138,11 @@ class TakenPayloads(Batch):
         return np.frombuffer(b"".join(answers), np.bool_)
 
     async def _finish(self, part: TakenPart | _ring.ClaimedBatch, keep: bool) -> bytes:
-        return await part.finish(keep) if isinstance(part, TakenPart) else call(part.finish, keep)
+        return await part.finish(keep) if isinstance(part, TakenPart) else part.finish(keep)
 
     def renew(self) -> int:
         """How many are still held; of a connection, as far as this side knows."""
-        return sum(call(part.renew) for part in self._parts)
+        return sum(part.renew() for part in self._parts)
 
     def __enter__(self) -> TakenPayloads:
         return self

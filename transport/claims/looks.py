@@ -36,7 +36,7 @@ def place_of(rings: Mapping[str, SharedRingBuffer], ticket_id: str) -> SlotOfRin
 
 def _of_each(rings: Iterable[SharedRingBuffer], look: Callable[[SharedRingBuffer], T]) -> Iterator[T]:
     for ring in rings:
-        with contextlib.suppress(_native.RingFault, ClosedError):  # closed meanwhile
+        with contextlib.suppress(ClosedError):  # closed meanwhile
             yield look(ring)
 
 
@@ -78,7 +78,7 @@ def known_of(rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str]) -> di
         if place is None:
             continue
         ring, slot, generation = place
-        with contextlib.suppress(_native.RingFault):  # closed meanwhile
+        with contextlib.suppress(ClosedError):  # closed meanwhile
             info = ring.native.info(slot)
             if info.generation < generation or (info.generation == generation and info.state == _native.WRITING):
                 continue

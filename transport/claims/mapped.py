@@ -17,12 +17,11 @@ from transport.claims.batch import End, Verdict
 from transport.claims.places import Discovery, Observed, RingAddress
 from transport.claims.waiting import Holder, foreign, holders_of, schema_of, unread_of
 from transport.devices.buffers import BufferPool
-from transport.errors import RankError, RingNotFoundError, TransportError, UsageError
+from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
 from transport.ring.batches import wait_for_payloads
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.mapping import attached_reader, views_of
-from transport.ring.states import named
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema
@@ -59,7 +58,7 @@ class MappedClaim(Claim, frozen=True, kw_only=True):
         try:
             self.ring.native.heard()
             return self.native.held
-        except _ring.RingFault:
+        except ClosedError:
             return False
 
     def payload_bytes(self) -> PayloadBytes | None:
@@ -110,7 +109,7 @@ class MappedSource:
             opened = [ring for ring in rings() if not ring.native.closed]
             seen = []
             for ring in opened:
-                with contextlib.suppress(_ring.RingFault):  # closed meanwhile, by another thread
+                with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
                     seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
             claims = self._claimed(opened, n, rank, consumer, oldest_version)
             left_s = give_up - time.monotonic()
@@ -142,9 +141,11 @@ class MappedSource:
                     consumer=consumer,
                 )
                 claims += [self._claim(rings[which], each, consumer) for each in taken]
-            except _ring.RingFault as fault:
-                if fault.code != _ring.FAULT_DETACHED and not claims:
-                    raise named(fault) from None  # else the next call meets it again: what was claimed is the caller's
+            except ClosedError:  # meanwhile, by another thread
+                continue
+            except TransportError:
+                if not claims:
+                    raise  # else the next call meets it again: what was claimed is the caller's
         return claims
 
     def _claim(self, ring: SharedRingBuffer, native: _ring.Claim, consumer: str) -> MappedClaim:
@@ -175,10 +176,8 @@ class MappedSource:
             if end.verdict is Verdict.GIVEN_BACK:
                 return native.give_back(end.delay_s)
             return native.end(_ENDINGS[end.verdict], end.reason, end.consumer)
-        except _ring.RingFault as fault:
-            if claim.ring.native.closed:
-                return False  # the claim has ended with it
-            raise named(fault) from None
+        except ClosedError:  # the claim has ended with its ring
+            return False
 
 
 class RingsOfHost:
@@ -271,13 +270,13 @@ class RingsOfHost:
         if ring.native.closed:
             return True
         views = self._views.get(ring.ring_id)
-        with contextlib.suppress(_ring.RingFault):
+        with contextlib.suppress(ClosedError):
             writing = ring.native.state_counts()[_ring.WRITING]
             return not (ring.native.keeper_alive or writing or ring.native.unread or (views and views[1]))
         return True
 
     def _leave(self, ring: SharedRingBuffer) -> None:
-        with contextlib.suppress(_ring.RingFault):
+        with contextlib.suppress(ClosedError):
             self._seen.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
         del self._attached[ring.ring_id]
         views = self._views.pop(ring.ring_id, None)
@@ -307,7 +306,7 @@ class RingsOfHost:
         strangers: list[str] = []
         holders: list[Holder] = []
         for ring in self.seen():
-            with contextlib.suppress(_ring.RingFault, RankError):  # closed meanwhile; or it has no such consumer
+            with contextlib.suppress(ClosedError, RankError):  # closed meanwhile; or it has no such consumer
                 if fit and ring.native.fingerprint not in fit:
                     theirs = schema_of(ring.native.schema)
                     strangers.append(foreign(ring.name, ring.native.fingerprint.hex(), theirs, schemas))
@@ -336,7 +335,7 @@ class RingsOfHost:
             for ring in self.rings(schemas) if mapped else ():
                 try:
                     drained = ring.native.drained
-                except _ring.RingFault:  # closed meanwhile: the next look sees how
+                except ClosedError:  # closed meanwhile: the next look sees how
                     drained = False
                 if drained:
                     ended[ring.ring_id] = True
@@ -374,19 +373,16 @@ class RingsOfHost:
     def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim) -> Any:
         size = claim.length
         at = claim.slot, claim.generation, ring.key(claim.slot, claim.generation), size, claim.rank
-        try:
-            view = self._views_of(ring).read(ring, *at)
-            if isinstance(view, _ring.PayloadView):
-                return view
-            if view is None:  # many are out
-                view = _ring.Views(ring.native, 1).read(ring, *at)
-            if not isinstance(view, _ring.PayloadView):
-                return None
-            block = self._buffers.take(size)
-            _ring.copy(block, view)
-            return block
-        except _ring.RingFault as fault:
-            raise named(fault) from None
+        view = self._views_of(ring).read(ring, *at)
+        if isinstance(view, _ring.PayloadView):
+            return view
+        if view is None:  # many are out
+            view = _ring.Views(ring.native, 1).read(ring, *at)
+        if not isinstance(view, _ring.PayloadView):
+            return None
+        block = self._buffers.take(size)
+        _ring.copy(block, view)
+        return block
 
     def _views_of(self, ring: SharedRingBuffer) -> _ring.Views:
         with self._lock:

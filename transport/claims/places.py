@@ -20,7 +20,7 @@ from transport import _ring
 from transport.claims.waiting import run_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
-from transport.errors import ConfigurationError, RingError, UsageError
+from transport.errors import ClosedError, ConfigurationError, RingError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
 from transport.store.directory import LEASE_S, Directory, Serving
@@ -103,7 +103,7 @@ class Observed:
         """An observer of each of these segments that can be seen. Those whose names are gone are left."""
         for name, ring in list(self._rings.items()):
             if not ring.native.still_named:
-                with contextlib.suppress(_ring.RingFault):
+                with contextlib.suppress(ClosedError):
                     self.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
                 ring.close()
                 del self._rings[name]
@@ -122,7 +122,7 @@ class Observed:
 def _lives(ring: SharedRingBuffer) -> bool:
     try:
         return ring.native.keeper_alive
-    except _ring.RingFault:  # closed meanwhile
+    except ClosedError:  # closed meanwhile
         return False
 
 
@@ -155,7 +155,7 @@ class OnThisHost(Discovery):
         """By what the segments say of their listeners."""
         found = {}
         for ring in self._observed.look(self.segments()).values():
-            with contextlib.suppress(_ring.RingFault):
+            with contextlib.suppress(ClosedError):
                 ports = ring.native.ports()
                 if ports and ring.ring_id not in mapped:
                     addresses = [each for each in ring.native.addresses.split(",") if each]

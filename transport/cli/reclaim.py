@@ -134,9 +134,10 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
 
 def _remove(segment: Segment, sequence: int) -> None:
     from transport import _ring
+    from transport.errors import RingError
 
     try:
         # checks again: a process may have attached, or a writer may have come and gone
         segment.removed = _ring.Ring.unlink_if_dead(segment.name, gives_up_to=sequence)
-    except _ring.RingFault as fault:
-        segment.unreadable = str(fault.args[1])
+    except RingError as error:
+        segment.unreadable = str(error)

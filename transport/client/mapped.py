@@ -10,11 +10,10 @@ import time
 from typing import Any
 
 from transport import _ring
-from transport._ring import PayloadView, RingFault, Views
+from transport._ring import PayloadView, Views
 from transport.errors import TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.mapping import attached_reader, views_of
-from transport.ring.states import named
 from transport.ticket import Ticket, host_identity
 
 log = logging.getLogger(__name__)
@@ -73,10 +72,7 @@ class MappedRings:
         Raises what `SharedRingBuffer.read_raw` raises.
         """
         views = self._views[ticket.ring]
-        try:
-            view = views.read(ring, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
-        except RingFault as fault:
-            raise named(fault) from None
+        view = views.read(ring, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         if type(view) is PayloadView:
             return view
         if view is not None:

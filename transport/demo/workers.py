@@ -21,7 +21,7 @@ import msgspec
 from transport import _ring
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.demo.worker import Done, Failed, Message, Progress
-from transport.errors import TransportError
+from transport.errors import RingError, TransportError
 from transport.ring.attachment import remove_dead
 from transport.server.supervisor_lock import supervised
 
@@ -175,7 +175,7 @@ class Workers:
                 f"child processes of {len(left)} workers still run after {_TREE_GONE_S:g} s; run: transport reclaim"
             )
         for worker in self.all:
-            with contextlib.suppress(_ring.RingFault):  # mostly: it is gone already
+            with contextlib.suppress(RingError):  # mostly: it is gone already
                 _ring.Ring.unlink_if_dead(worker.ring)
         remove_dead(f"notices-{self._prefix}")
 

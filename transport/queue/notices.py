@@ -16,6 +16,7 @@ import msgspec
 
 from transport import _ring
 from transport.errors import (
+    ClosedError,
     PayloadTooLargeError,
     QueueUnsuitableError,
     RingBusyError,
@@ -164,7 +165,7 @@ class RingNotices:
             ring = self._observer(name)
             event = 0
             if ring is not None:
-                with contextlib.suppress(_ring.RingFault):
+                with contextlib.suppress(ClosedError):
                     event = ring.native.published_event()
                 said = _newest(ring)
                 if said is not None and (newer_than is None or said.version > newer_than):
@@ -175,7 +176,7 @@ class RingNotices:
             if ring is None:
                 closed.wait(min(left_s, _LOOK_S))
             else:
-                with contextlib.suppress(_ring.RingFault):
+                with contextlib.suppress(ClosedError):
                     ring.native.wait_published(event, min(left_s, _SLICE_S))
 
     def _observer(self, name: str) -> SharedRingBuffer | None:
@@ -208,7 +209,7 @@ class RingNotices:
 def _newest(ring: SharedRingBuffer) -> _Said | None:
     """Of the versions in the ring the greatest; what is overwritten while it is looked at is left out."""
     newest: _Said | None = None
-    with contextlib.suppress(_ring.RingFault):
+    with contextlib.suppress(ClosedError):
         for slot in range(ring.slot_count):
             info = ring.native.info(slot)
             if info.state not in (_ring.READY, _ring.READING):

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 from transport import _ring
-from transport.errors import RingNotFoundError, UsageError
-from transport.ring.states import call, named
+from transport.errors import ClosedError, RingError, RingNotFoundError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Attachment:
     def __repr__(self) -> str:
         try:
             free, writing, ready, reading = self.native.state_counts()
-        except _ring.RingFault:
+        except ClosedError:
             return f"<{type(self).__name__} {self.ring_id[:8]} closed>"
         return (
             f"<{type(self).__name__} {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
@@ -72,7 +71,7 @@ class Attachment:
 
     def reclaim(self) -> int:
         """Reclaim the slots of owners that died; how many slots changed."""
-        changed = call(self.native.reclaim)
+        changed = self.native.reclaim()
         if changed:
             log.warning("ring %s: reclaimed %d slots of dead processes", self.ring_id[:8], changed)
         return changed
@@ -88,7 +87,7 @@ class Attachment:
             try:
                 if not self.native.closed:
                     self._leave()
-            except _ring.RingFault:
+            except ClosedError:
                 if not self.native.closed:  # else the end of a view did it, in the middle of this
                     raise
             # Last: what an interrupt leaves undone is done by the next call, or when this object goes.
@@ -157,8 +156,6 @@ def create(
                 native.torn,
             )
         return native
-    except _ring.RingFault as fault:
-        raise named(fault, in_a_file=bool(file)) from None
     except BaseException:  # an interrupt: no caller has it yet
         for native in made:
             give_up(native)
@@ -173,14 +170,14 @@ def give_up(native: _ring.Ring | None) -> None:
 
 def attach(name: str, role: Role) -> _ring.Ring:
     """Attach to the segment as an owner or observer. Raises what `SharedRingBuffer.attach` raises."""
-    return call(_ring.Ring.attach, name, ROLES[role], writable_payload=role == "writer")
+    return _ring.Ring.attach(name, ROLES[role], writable_payload=role == "writer")
 
 
 def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:
     """Detach an attachment that was not closed, so that an unused segment does not stay behind."""
     if release is not None:
         release()
-    with contextlib.suppress(_ring.RingFault):  # in a forked child the attachment belongs to the parent
+    with contextlib.suppress(ClosedError):  # in a forked child the attachment belongs to the parent
         if not native.closed:
             leave(native, only_empty=only_empty)
 
@@ -254,7 +251,7 @@ def remove_if_dead(name: str, *, only_empty: bool = False) -> bool:
     """
     try:
         return _ring.Ring.unlink_if_dead(name, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL)
-    except _ring.RingFault:  # gone, or another user's
+    except RingError:  # gone, or another user's
         return False
 
 

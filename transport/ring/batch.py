@@ -22,7 +22,6 @@ from transport import _ring
 from transport.devices.landing import HostLanding, Landing, Wanted, room_of
 from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape
-from transport.ring.states import call
 from transport.schema import DTYPES, Layout, Schema, TensorSpec
 from transport.ticket import Ticket
 from transport.values.decoding import Fields, field_value
@@ -165,7 +164,7 @@ class Batch(Sequence[Mapping[str, Any]]):
     @property
     def tickets(self) -> list[Ticket]:
         """Made anew each time."""
-        return [Ticket.decode(call(part.note, at)) for part in self._parts for at in range(len(part))]
+        return [Ticket.decode(part.note(at)) for part in self._parts for at in range(len(part))]
 
     @property
     def metadata(self) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from transport.errors import ClosedError, RankError, SchemaError, UsageError
 from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 from transport.ring.gathering import gathered
-from transport.ring.states import call, named
 
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
@@ -57,12 +56,12 @@ class PayloadBatch(Batch):
         Of payloads that came over the network, what is False may still count where the ring went out of reach before
         its answer came; asked again, the ring says so.
         """
-        accepted = b"".join(call(part.finish, self.layout == "list") for part in self._parts)
+        accepted = b"".join(part.finish(self.layout == "list") for part in self._parts)
         return np.frombuffer(accepted, np.bool_)
 
     def renew(self) -> int:
         """Say that their holder lives, for its lease; how many are still held."""
-        return sum(call(part.renew) for part in self._parts)
+        return sum(part.renew() for part in self._parts)
 
     def __enter__(self) -> PayloadBatch:
         return self
@@ -131,9 +130,7 @@ def claim_batch(
                     most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
                     consumer=consumer,
                 )
-            except _ring.RingFault as fault:
-                if fault.code != _ring.FAULT_DETACHED:  # closed meanwhile, by another thread
-                    raise named(fault) from None
+            except ClosedError:  # meanwhile, by another thread
                 continue
             if part:
                 parts.append(part)
@@ -158,7 +155,7 @@ Seen = tuple[_ring.Ring, int, int]
 
 def wait_for_payloads(seen: Sequence[Seen], left_s: float, bell: _ring.Bell | None = None, rung: int = 0) -> None:
     """Sleep until one of the rings may have a payload, until ``bell`` has rung since, or for ``left_s`` or a moment."""
-    with contextlib.suppress(_ring.RingFault):  # one was closed meanwhile, by another thread: look again
+    with contextlib.suppress(ClosedError):  # one was closed meanwhile, by another thread: look again
         due_s = min((native.due_s(rank) for native, _, rank in seen), default=0.0)
         events = [event for _, event, _ in seen]
         _ring.Ring.wait_any([native for native, *_ in seen], events, min(left_s, due_s, _SLICE_S), bell, rung)

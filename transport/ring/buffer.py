@@ -44,7 +44,7 @@ from transport.ring.consumers import Consumers, consumers_of, consumers_text, ra
 from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
-from transport.ring.states import RingStatistics, call, named, statistics_of
+from transport.ring.states import RingStatistics, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of
 from transport.schema import Schema
 from transport.ticket import NO_SCHEMA, Ticket
@@ -253,7 +253,7 @@ class SharedRingBuffer(Attachment):
     @property
     def consumers(self) -> Consumers:
         """Ranks by the name of the stage, as the ring was made; empty: ranks have no names."""
-        return consumers_of(call(lambda: self.native.consumers))
+        return consumers_of(self.native.consumers)
 
     def rank_of(self, consumer: str | int, rank: int | None = None) -> int:
         """The rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
@@ -399,7 +399,7 @@ class SharedRingBuffer(Attachment):
                 casting=casting,
             )
 
-        plan = call(Batch, self.native, self.schema, casting, terms, each, self._overflowing.take, write_alone)
+        plan = Batch(self.native, self.schema, casting, terms, each, self._overflowing.take, write_alone)
         self._overflowing.may_expire |= deadline_s is not None
         return plan
 
@@ -503,7 +503,7 @@ class SharedRingBuffer(Attachment):
             )
         taken: list[tuple[int, int]] = []
         try:
-            slot, generation = call(self._overflowing.take, wait_s, taken)
+            slot, generation = self._overflowing.take(wait_s, taken)
             created, deadline = terms.times()
             self._overflowing.may_expire |= deadline is not None
             draft = Draft(
@@ -517,8 +517,6 @@ class SharedRingBuffer(Attachment):
             lease = WriteLease(self, slot, generation, layout, draft)
             lease.policy_version = terms.policy_version
             return lease
-        except _ring.RingFault as fault:  # closed by another thread, which has freed the slot
-            raise named(fault) from None
         except BaseException:
             if taken and not self.native.closed:
                 self.native.abort(*taken[0])
@@ -553,7 +551,7 @@ class SharedRingBuffer(Attachment):
             raise WrongRingError(
                 f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
             )
-        loan = call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        loan = self.native.begin_read(ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         if isinstance(loan, int):
             raise self.refusal(loan, ticket, rank)
         return ReadLease(self, ticket, rank, loan)
@@ -562,7 +560,7 @@ class SharedRingBuffer(Attachment):
         """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
         self.check(ticket, rank)
         if answer == _ring.READ_OTHER_LENGTH:
-            length = call(self.native.info, ticket.slot).length
+            length = self.native.info(ticket.slot).length
             return LengthMismatchError(
                 f"payload {ticket.name}: size mismatch: slot {length} bytes, ticket {ticket.size}"
             )
@@ -574,12 +572,12 @@ class SharedRingBuffer(Attachment):
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
         ticket.check_rank(rank)
-        return call(self.native.consume, ticket.slot, ticket.generation, rank)
+        return self.native.consume(ticket.slot, ticket.generation, rank)
 
     def discard(self, ticket: Ticket) -> bool:
         """Free a payload that is not needed, for every rank. False: it was gone."""
         self.check(ticket)
-        return call(self.native.discard, ticket.slot, ticket.generation)
+        return self.native.discard(ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
     def claim(
@@ -611,8 +609,7 @@ class SharedRingBuffer(Attachment):
             raise UsageError(f"n={n}; a claim is of at least one payload")
         if not 0 <= found < MAX_READERS:
             raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
-        claims = call(
-            self.native.claim,
+        claims = self.native.claim(
             n,
             timeout_s,
             rank=found,
@@ -631,7 +628,7 @@ class SharedRingBuffer(Attachment):
         """
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        call(self.native.set_lease, lease_s)
+        self.native.set_lease(lease_s)
 
     def claim_batch(
         self,
@@ -703,16 +700,16 @@ class SharedRingBuffer(Attachment):
 
         With ``keep_memory`` what is returned stays in its slot until `ClaimedPayload.release_memory`.
         """
-        return [claim for claim in claims if call(claim.native.finish, keep_memory)]
+        return [claim for claim in claims if claim.native.finish(keep_memory)]
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:
         """Slots that are READY: published, and not being read."""
-        return call(self.native.state_counts)[2]
+        return self.native.state_counts()[2]
 
     def statistics(self) -> RingStatistics:
         """States and counters at this moment."""
-        return call(statistics_of, self.native)
+        return statistics_of(self.native)
 
     def tickets(self) -> list[Ticket]:
         """Tickets of all published, not fully consumed payloads, oldest first, as `unread` has them."""
@@ -725,7 +722,7 @@ class SharedRingBuffer(Attachment):
         """
         found = []
         for slot in range(self.slot_count):
-            info = call(self.native.info, slot)
+            info = self.native.info(slot)
             if info.state in _PUBLISHED and info.done != _ALL_DONE:
                 ticket = self.ticket_in(slot, info.generation)
                 if ticket is not None:
@@ -734,7 +731,7 @@ class SharedRingBuffer(Attachment):
 
     def ticket_in(self, slot: int, generation: int) -> Ticket | None:
         """The ticket of a slot's payload. None: it is gone; or, with a warning, its ticket cannot be read."""
-        note = call(self.native.note, slot, generation)
+        note = self.native.note(slot, generation)
         try:
             return None if note is None else Ticket.decode(note)
         except TicketError as error:
@@ -758,28 +755,25 @@ class SharedRingBuffer(Attachment):
         native = self.native
         held = []
         ranks: dict[tuple[int, int], tuple[int, ...]] = {}  # due, by what is done and for how many
-        try:
-            for slot in range(self.slot_count):
-                while True:
-                    info = native.info(slot)
-                    done = info.done
-                    if done == _ALL_DONE or info.state not in _PUBLISHED:
-                        break
-                    due = ranks.get((done, info.readers))
-                    if due is None:
-                        due = tuple(rank for rank in range(info.readers) if not done >> rank & 1)
-                        ranks[done, info.readers] = due
-                    generation = info.generation
-                    if native.pin(slot, generation, due[0]) == _ring.PIN_OK:
-                        held.append(HeldPayload(info.sequence, slot, generation, info.length, due, _version(info)))
-                        break  # else it was consumed or overwritten since the look
-        except _ring.RingFault as fault:
-            raise named(fault) from None
+        for slot in range(self.slot_count):
+            while True:
+                info = native.info(slot)
+                done = info.done
+                if done == _ALL_DONE or info.state not in _PUBLISHED:
+                    break
+                due = ranks.get((done, info.readers))
+                if due is None:
+                    due = tuple(rank for rank in range(info.readers) if not done >> rank & 1)
+                    ranks[done, info.readers] = due
+                generation = info.generation
+                if native.pin(slot, generation, due[0]) == _ring.PIN_OK:
+                    held.append(HeldPayload(info.sequence, slot, generation, info.length, due, _version(info)))
+                    break  # else it was consumed or overwritten since the look
         return sorted(held)
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
-        return call(self._overflowing.discard_expired, time.time() if now is None else now)
+        return self._overflowing.discard_expired(time.time() if now is None else now)
 
     # --- the end ---------------------------------------------------------------------------------------
     def end_data(self) -> None:
@@ -787,7 +781,7 @@ class SharedRingBuffer(Attachment):
 
         Trainers that find this ring learn it (`FoundRings.finished`). Say it behind the last write.
         """
-        call(self.native.end_data)
+        self.native.end_data()
         self.data_ended = True
 
     def close(self, *, keep_unread: bool = False) -> None:
@@ -825,7 +819,7 @@ class SharedRingBuffer(Attachment):
 
         False where CUDA refuses; copies work all the same.
         """
-        return self._pages.ensure(slot, lambda: call(self.native.payload, slot), device)
+        return self._pages.ensure(slot, lambda: self.native.payload(slot), device)
 
 
 def _version(info: _ring.SlotInfo) -> int | None:

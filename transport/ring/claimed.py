@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from transport import _ring
 from transport.errors import ChecksumError, StaleSlotError
 from transport.ring.packing import decoded_views
-from transport.ring.states import call
 from transport.schema import Layout
 from transport.ticket import Ticket
 
@@ -64,7 +63,7 @@ class ClaimedPayload:
     @property
     def encoded(self) -> bytes:
         """The payload's ticket, encoded. StaleSlotError when the payload is gone."""
-        note = call(self._ring.native.note, self.native.slot, self.native.generation)
+        note = self._ring.native.note(self.native.slot, self.native.generation)
         if note is None:
             raise StaleSlotError(f"the payload of {self!r} is not in its slot any more")
         return note
@@ -77,7 +76,7 @@ class ClaimedPayload:
     @property
     def view(self) -> memoryview:
         """The payload's bytes in its slot, read-only. They stay what they are until the claim ends."""
-        return call(self.native.payload)
+        return self.native.payload()
 
     def layout(self) -> Layout:
         """Where the tensors stand, by the ticket's own schema or the ring's."""
@@ -97,25 +96,25 @@ class ClaimedPayload:
     @property
     def held(self) -> bool:
         """Whether the claim has not ended, in whatever way."""
-        return call(lambda: self.native.held)
+        return self.native.held
 
     def renew(self) -> bool:
         """Say that this attachment lives, see `SharedRingBuffer.set_lease`. False: the claim is not held any more."""
-        call(self._ring.native.heard)
+        self._ring.native.heard()
         return self.held
 
     def consume(self) -> bool:
         """Say that the payload was used: True if the claim was held. False: drop what was made of it."""
-        return call(self.native.finish)
+        return self.native.finish()
 
     def release_memory(self) -> None:
         """Release the memory that `SharedRingBuffer.consume` kept (``keep_memory``)."""
-        call(self.native.release_memory)
+        self.native.release_memory()
 
     def release(self, delay_s: float = 0.0) -> bool:
         """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""
-        return call(self.native.give_back, delay_s)
+        return self.native.give_back(delay_s)
 
     def discard(self, reason: str, *, consumer: str = "") -> bool:
         """End this rank's delivery unread; the ring's log keeps the reason. False: it was not held any more."""
-        return call(self.native.end, "discarded", reason, consumer)
+        return self.native.end("discarded", reason, consumer)

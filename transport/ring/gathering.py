@@ -8,11 +8,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transport import _ring
 from transport.devices.landing import Landing, landing_for
 from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import Shape, fields_of
-from transport.ring.states import named
 from transport.schema import Schema
 
 log = logging.getLogger(__name__)
@@ -48,11 +46,9 @@ def gathered(
         if landing is None:
             landing = landing_for(shape.memory, shape.out, shape.most_memory)
         return _gathered(kind, parts, schema, shape, fills, landing, max_deliveries, consumer)
-    except BaseException as error:
+    except BaseException:
         for part in parts:
             part.release(in_vain=False)
-        if isinstance(error, _ring.RingFault):
-            raise named(error) from None
         raise
 
 

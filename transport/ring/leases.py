@@ -22,7 +22,6 @@ from transport import _ring
 from transport._ring import Loan
 from transport.errors import ClosedError, InvalidTransition, SchemaError
 from transport.ring.packing import views, zero_gaps
-from transport.ring.states import named
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket, host_identity
 
@@ -165,9 +164,6 @@ class WriteLease:
                 note,
                 _ring.NO_VERSION if self.policy_version is None else self.policy_version,
             )
-        except _ring.RingFault as fault:  # closed by another thread since we looked, or a note that is too large
-            self.abort()
-            raise named(fault) from None
         except BaseException:
             self.abort()
             raise
@@ -182,7 +178,7 @@ class WriteLease:
         """Give the slot back unpublished. Does nothing after publishing."""
         if self._open:
             self._open = False
-            with contextlib.suppress(_ring.RingFault):  # closed: the end of the loan gives the slot back
+            with contextlib.suppress(ClosedError):  # closed: the end of the loan gives the slot back
                 self._ring.native.abort(self._slot, self._generation)
             self._end()
 
@@ -232,9 +228,7 @@ class ReadLease:
         """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
         assert self._loan is not None
         try:
-            return self._loan.consume(self.rank)
-        except _ring.RingFault as fault:  # closed: the end of the loan unpins
-            raise named(fault) from None
+            return self._loan.consume(self.rank)  # of a closed ring the end of the loan unpins
         finally:
             self._settle()
 

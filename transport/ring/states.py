@@ -1,29 +1,12 @@
-"""Slot states, statistics, and the mapping of the native core's faults to errors."""
+"""Slot states and statistics."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
 from transport import _ring
-from transport.errors import (
-    ClosedError,
-    InternalError,
-    LayoutError,
-    NoOwnerError,
-    RingBusyError,
-    RingError,
-    RingNotFoundError,
-    SharedMemoryError,
-    TransportError,
-    UsageError,
-)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SlotState(enum.IntEnum):
@@ -91,52 +74,3 @@ def statistics_of(native: _ring.Ring) -> RingStatistics:
         reading=reading,
         **{name: value for name, value in native.counters().items() if name in _COUNTERS},
     )
-
-
-_FAULTS: dict[int, type[TransportError]] = {
-    _ring.FAULT_EXISTS: RingBusyError,
-    _ring.FAULT_NOT_FOUND: RingNotFoundError,
-    _ring.FAULT_LAYOUT: LayoutError,
-    _ring.FAULT_NOT_READY: RingNotFoundError,
-    _ring.FAULT_NO_OWNER: NoOwnerError,
-    _ring.FAULT_NO_MEMORY: SharedMemoryError,
-    _ring.FAULT_DENIED: SharedMemoryError,
-    _ring.FAULT_SYSTEM: RingError,
-    _ring.FAULT_DETACHED: ClosedError,
-    _ring.FAULT_ARGUMENT: UsageError,
-}
-
-
-_REMEDIES: dict[int, str] = {
-    _ring.FAULT_NO_MEMORY: (
-        "; take fewer or smaller slots, remove dead rings with `transport reclaim`, or make /dev/shm larger"
-    ),
-    _ring.FAULT_EXISTS: "; stop it, or give another name",
-    _ring.FAULT_DENIED: "; run as its user, or give another name",
-    _ring.FAULT_NOT_READY: "; its writer is making it, or was killed meanwhile",
-}
-
-
-_REMEDIES_IN_A_FILE: dict[int, str] = {
-    _ring.FAULT_NO_MEMORY: "; take fewer or smaller slots, or a file on another file system",
-    _ring.FAULT_EXISTS: "; stop it: one writer at a time has a ring's file",
-    _ring.FAULT_LAYOUT: (
-        "; start with the same slots, sizes and schema to go on with what is unread in it, or give another file. "
-        "Nothing of it was changed"
-    ),
-}
-
-
-def named(fault: _ring.RingFault, *, in_a_file: bool = False) -> TransportError:
-    """The error class for a fault of the native core; ``in_a_file``: of the making of a ring there."""
-    code, message = fault.args
-    remedies = _REMEDIES_IN_A_FILE if in_a_file else _REMEDIES
-    return _FAULTS.get(code, InternalError)(message + remedies.get(code, ""))
-
-
-def call(function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-    """Call into the native core, whose faults become errors."""
-    try:
-        return function(*arguments, **keywords)
-    except _ring.RingFault as fault:
-        raise named(fault) from None

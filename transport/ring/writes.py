@@ -21,7 +21,6 @@ from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.errors import InternalError, PayloadTooLargeError, RankError, UsageError
 from transport.ring.packing import Casting, describe, describe_exact, flat
-from transport.ring.states import call
 from transport.schema import Schema
 from transport.ticket import MAX_ENCODED_BYTES, Ticket, encoded_metadata, host_identity
 
@@ -176,7 +175,7 @@ class Batch:
     def _publish_waiting(self, timeout_s: float | None) -> None:
         taken: list[tuple[int, int]] = []
         try:
-            call(self._take, timeout_s, taken)
+            self._take(timeout_s, taken)
             self._publish(taken[-1])
         except BaseException:  # an interrupt between the taking of a slot and its use: a used one is not WRITING
             if taken and not self._native.closed:
@@ -187,7 +186,7 @@ class Batch:
         """Publish until no slot is free, in this one first."""
         terms = self._terms
         version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
-        call(self._plan.write, self._native, slot, terms.readers, *terms.times(), version)
+        self._plan.write(self._native, slot, terms.readers, *terms.times(), version)
 
 
 def version_of(policy_version: int) -> int:

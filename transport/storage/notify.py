@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from transport import _ring
-from transport.errors import ClosedError, StoreUnsuitableError
+from transport.errors import ClosedError, RingError, StoreUnsuitableError
 
 Answer = TypeVar("Answer")
 
@@ -110,7 +110,7 @@ class _Room:
     def __init__(self, path: Path) -> None:
         try:
             self.event = _ring.Event(str(path))
-        except (_ring.RingFault, OSError) as error:
+        except (RingError, OSError) as error:
             raise StoreUnsuitableError(f"the wake-up file {path} cannot be used: {error}") from error
         # `with` is on the lock: a Condition's own is Python code, in which an interrupt would leave the lock held.
         self.lock = threading.RLock()
