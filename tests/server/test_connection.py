@@ -69,7 +69,7 @@ async def test_what_comes_before_the_handshake_is_over_is_dropped(ring: SharedRi
     ticket = ring.write_raw(SMALL)
     async with Stage(ring) as stage:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("transport.server.listener.random_tag_base", lambda: 77)  # nobody can know it by then
+            patch.setattr("transport.wire.frames.new_tag_base", lambda taken: 77)  # nobody can know it by then
             peer = await stage.peer()
         engine = stage.listener._worker.engine  # type: ignore[union-attr]
         peer.welcome = Welcome("", 77)
@@ -114,7 +114,7 @@ async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer) -
     bases = iter([5, 5, 6, 5])
     async with Stage(ring) as stage:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("transport.server.listener.random_tag_base", lambda: next(bases))
+            patch.setattr("transport.wire.frames.secrets.randbits", lambda bits: next(bases))
             first, second = await stage.connected(), await stage.connected()
             assert (first.welcome.tag_base, second.welcome.tag_base) == (5, 6)
             await first.gone()

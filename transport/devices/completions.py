@@ -5,23 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+
+from transport.devices.streams import Mark, has_passed
 
 log = logging.getLogger(__name__)
 
 _FIRST_LOOK_S = 20e-6  # a copy of a few hundred KiB
 _LONGEST_PAUSE_S = 2e-3  # so long may a slot or staging buffer stay in use after its copy is done
-
-
-class Passing(Protocol):
-    """A mark in a stream's queue."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the stream is beyond it."""
-
-    def wait(self) -> None:
-        """Wait for it in this thread."""
 
 
 class Completions:
@@ -32,7 +22,7 @@ class Completions:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Passing, Callable[[], object]]] = []
+        self._waiting: list[tuple[Mark, Callable[[], object]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_LOOK_S
 
@@ -42,7 +32,7 @@ class Completions:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def after(self, mark: Passing, action: Callable[[], object]) -> None:
+    def after(self, mark: Mark, action: Callable[[], object]) -> None:
         """Call ``action`` once ``mark`` has passed: now, or from the loop. What it raises is logged."""
         if has_passed(mark):
             _do(action)
@@ -54,7 +44,7 @@ class Completions:
         self._pause_s = _FIRST_LOOK_S
         self._look_later()
 
-    async def passed(self, mark: Passing) -> None:
+    async def passed(self, mark: Mark) -> None:
         """Return once ``mark`` has passed."""
         if not mark.passed:
             future = asyncio.get_running_loop().create_future()
@@ -97,12 +87,3 @@ def _do(action: Callable[[], object]) -> None:
         action()
     except Exception:
         log.exception("the action after a device copy failed; continuing")
-
-
-def has_passed(mark: Passing) -> bool:
-    """Whether the mark has passed; also True after a device fault, because a failed device copies nothing more."""
-    try:
-        return mark.passed
-    except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
-        log.error("a device copy failed: %s", error)
-        return True

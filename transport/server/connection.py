@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,7 +54,7 @@ class Admission(Protocol):
         tag_base: int,
         client_base: int,
         ended: asyncio.Future[int],
-        lease_s: float = 0.0,
+        lease_s: float,
     ) -> _ucp.Connection: ...
     def forget(self, connection: Any) -> None: ...
     def received(self) -> None: ...
@@ -243,8 +242,3 @@ class Connection:
         with contextlib.suppress(TransportError):  # the client may have disconnected
             return self._endpoint.wire() == "shm"
         return False
-
-
-def random_tag_base() -> int:
-    """32 random bits; the listener avoids collisions."""
-    return secrets.randbits(32)

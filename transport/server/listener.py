@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from transport.errors import ClosedError
 from transport.ring.attachment import Attachment
 from transport.runtime.logs import LogLimit
-from transport.server.connection import Connection, random_tag_base
+from transport.server.connection import Connection
 from transport.server.stall import StallDetector
 from transport.settings import DEFAULTS, Settings
 from transport.wire import frames
@@ -211,7 +211,7 @@ class Listener:
         tag_base: int,
         client_base: int,
         ended: asyncio.Future[int],
-        lease_s: float = 0.0,
+        lease_s: float,
     ) -> _ucp.Connection:
         """Serve an admitted client; ``ended`` resolves when the client is gone.
 
@@ -225,8 +225,7 @@ class Listener:
 
     def new_tag_base(self) -> int:
         """A tag base that no connection of this listener uses."""
-        while (base := random_tag_base()) in self._tag_bases:
-            pass
+        base = frames.new_tag_base(self._tag_bases)
         self._tag_bases.add(base)
         return base
 

@@ -55,7 +55,9 @@ own connections. A tag is used once: base (32 bits) · message number (24) · pa
 from __future__ import annotations
 
 import enum
+import secrets
 import struct
+from collections.abc import Container
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -216,6 +218,13 @@ def decode_handshake(expected: type[Handshake], body: bytes) -> Handshake:
 def tag(base: int, number: int, part: int = 0) -> int:
     """64-bit tag of part ``part`` of message ``number`` (part 0: CONTROL or STATUS; 1 + i: payload of record i)."""
     return base << 32 | number << 8 | part
+
+
+def new_tag_base(taken: Container[int]) -> int:
+    """32 random bits, none of those that are ``taken``."""
+    while (base := secrets.randbits(32)) in taken:
+        pass
+    return base
 
 
 # --- client to listener ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from scripted_listener import RING, ScriptedListener, Side
 
 from transport import errors
 from transport.client.connections import connection
-from transport.client.connections.connection import Link, new_tag_base, refusal
+from transport.client.connections.connection import Link, refusal
 from transport.errors import (
     AuthenticationError,
     LinkError,
@@ -281,7 +281,7 @@ def test_every_error_that_travels_has_a_code_of_its_own_and_comes_back_as_itself
 
 def test_a_tag_base_is_none_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     random = iter([5, 5, 6, 7])
-    monkeypatch.setattr(connection.secrets, "randbits", lambda bits: next(random))
-    assert new_tag_base({5, 6}) == 7
+    monkeypatch.setattr(wire.secrets, "randbits", lambda bits: next(random))
+    assert wire.new_tag_base({5, 6}) == 7
     monkeypatch.undo()
-    assert 0 <= new_tag_base(set()) < 1 << 32
+    assert 0 <= wire.new_tag_base(set()) < 1 << 32

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -309,10 +308,3 @@ async def _receive(endpoint: Endpoint) -> tuple[Kind, bytes]:
     if length:
         await endpoint.receive_stream(body)
     return kind, bytes(body)
-
-
-def new_tag_base(taken: set[int]) -> int:
-    """A random tag base that none of this client's links has."""
-    while (base := secrets.randbits(32)) in taken:
-        pass
-    return base

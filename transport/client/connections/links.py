@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from transport.client.connections.acknowledgements import Ack, AckLedger
-from transport.client.connections.connection import Link, Want, new_tag_base
+from transport.client.connections.connection import Link, Want
 from transport.client.connections.pool import EndpointPool, PoolCounts, PortKey
 from transport.client.connections.routes import PortQuarantine, Routes
 from transport.errors import (
@@ -29,6 +29,7 @@ from transport.errors import (
 )
 from transport.ring.attachment import found_here, shares_memory
 from transport.settings import Settings
+from transport.wire import frames
 from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
@@ -265,7 +266,7 @@ class Links:
         return link
 
     async def _connect(self, port: PortKey, ring: str, near: bool = False) -> Link:
-        base = new_tag_base(self._bases)
+        base = frames.new_tag_base(self._bases)
         self._bases.add(base)
         try:
             if self._closed:  # a turn that came just before
