@@ -202,6 +202,11 @@ class Ring:
         """Try to become keeper (take the keeper lock); True if held now."""
     @property
     def keeper_alive(self) -> bool: ...
+    def supervise(self) -> bool:
+        """Try to become the ring's supervisor, of which there is one at a time; True if it is this attachment now."""
+    @property
+    def supervised(self) -> bool:
+        """Whether a living process, or this one, is the ring's supervisor."""
     @property
     def still_named(self) -> bool:
         """False: closed, or the segment was removed, or its name is that of a newer one."""
@@ -233,6 +238,8 @@ class Ring:
         """pin, if key, deadline and length allow it: a loan, with which the pin goes; else an answer, and no pin."""
     def consume(self, slot: int, generation: int, rank: int) -> bool: ...
     def discard(self, slot: int, generation: int) -> bool: ...
+    def discard_unread(self) -> int:
+        """Every payload that is not consumed; how many."""
     def reclaim(self) -> int:
         """Clear the bits of every owner proven dead, and end its claims; number of slots changed."""
 

@@ -5,7 +5,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -196,15 +195,6 @@ nb::dict counters(const Ring& ring) {
   return counters;
 }
 
-Counter counter(const std::string& name) {
-  const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
-  if (found == kCounterNames.end()) fail(Fault::argument, "no counter is named " + name);
-  return static_cast<Counter>(found - kCounterNames.begin());
-}
-
-void count(Ring& ring, const std::string& name, std::uint64_t amount) { ring.count(counter(name), amount); }
-std::uint64_t own_count(const Ring& ring, const std::string& name) { return ring.own_count(counter(name)); }
-
 // Shared memory may contain any bytes; they are shown as text.
 nb::str shown(const std::string& bytes) {
   return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
@@ -309,6 +299,8 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("sequence", &Ring::sequence)
       .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
       .def_prop_ro("keeper_alive", &Ring::keeper_alive)
+      .def("supervise", &Ring::supervise, "Try to become the ring's supervisor; True if it is this attachment now.")
+      .def_prop_ro("supervised", &Ring::supervised)
       .def_prop_ro("still_named", &Ring::still_named)
 
       .def_prop_ro("name", &Ring::name)
@@ -345,6 +337,7 @@ void bind_ring(nb::module_& module) {
       .def("begin_read", begin_read, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
       .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
       .def("discard", &Ring::discard, "slot"_a, "generation"_a)
+      .def("discard_unread", &Ring::discard_unread)
       .def("reclaim", &Ring::reclaim)
 
       .def("info", &Ring::info, "slot"_a)
@@ -353,8 +346,13 @@ void bind_ring(nb::module_& module) {
       .def("state_counts", state_counts)
       .def_prop_ro("unread", &Ring::unread)
       .def("counters", counters)
-      .def("count", count, "name"_a, "amount"_a)
-      .def("own_count", own_count, "name"_a)
+      .def(
+          "count",
+          [](Ring& ring, const std::string& name, std::uint64_t amount) { ring.count(counter_named(name), amount); },
+          "name"_a, "amount"_a)
+      .def(
+          "own_count", [](const Ring& ring, const std::string& name) { return ring.own_count(counter_named(name)); },
+          "name"_a)
       .def("owners", &Ring::owners)
       .def("own_pins", &Ring::own_pins, "slot"_a)
       .def("heartbeat", &Ring::heartbeat)

@@ -2,7 +2,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <string>
 
 #include "bindings/ucp_bindings.hpp"
@@ -65,9 +64,7 @@ void bind_serving(nb::module_& module) {
       .def(
           "count_as",
           [](Connection& connection, const std::string& name) {
-            const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
-            if (found == kCounterNames.end()) throw nb::value_error(("no counter is named " + name).c_str());
-            connection.count_as(static_cast<Counter>(found - kCounterNames.begin()));
+            connection.count_as(counter_named(name));
           },
           "counter"_a, "Count the bytes of its payloads under this name, such as bytes_shm.")
       .def("end_consumed", &Connection::end_consumed, nb::call_guard<nb::gil_scoped_release>())

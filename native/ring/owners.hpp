@@ -10,17 +10,20 @@
 //   keeper     the process that created the ring or took it over, or one that removes its name
 //   owner i    the owner at place i, or a process that has proven it dead and clears what it left
 //   board      a writer of the ports or addresses
+//   supervisor the process that keeps the ring's listeners alive
 //
 // Rule: the pins bit of owner i is changed only by the holder of byte i. A process that claims
 // a place clears its leftovers before using it; one that reclaims holds a DeadOwner, which is the lock.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <fcntl.h>
@@ -33,6 +36,8 @@ namespace transport {
 inline constexpr off_t kKeeperByte = off_t{1} << 61;
 inline constexpr off_t kOwnerByte = kKeeperByte + 1;
 inline constexpr off_t kBoardByte = kOwnerByte + off_t{kMaxOwners};
+inline constexpr off_t kSupervisorByte = kBoardByte + 1;
+inline constexpr off_t kLockBytes = kSupervisorByte + 1 - kKeeperByte;  // of all locks together
 static_assert(sizeof(off_t) == 8, "lock bytes lie beyond any file");
 
 inline struct flock byte_range(short type, off_t first, off_t count) {
@@ -132,6 +137,12 @@ inline constexpr std::array<const char*, 20> kCounterNames{"takes",
                                                            "bytes_rdma",
                                                            "bytes_cuda",
                                                            "torn"};
+
+inline Counter counter_named(const std::string& name) {
+  const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
+  if (found == kCounterNames.end()) fail(Fault::argument, "no counter is named " + name);
+  return static_cast<Counter>(found - kCounterNames.begin());
+}
 
 // How long a claim lasts: as long as its holder lives and is heard. `lease_ns` is what the holder asked for, 0: for as
 // long as it lives. The one rule for owners of a ring and for connections of a listener, whoever looks.

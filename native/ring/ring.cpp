@@ -313,6 +313,15 @@ bool Ring::discard(std::uint64_t slot, std::uint64_t generation) {
   return true;
 }
 
+unsigned Ring::discard_unread() {
+  unsigned discarded = 0;
+  for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
+    const SlotInfo seen = info(slot);
+    if (seen.state == State::ready || seen.state == State::reading) discarded += discard(slot, seen.generation);
+  }
+  return discarded;
+}
+
 // Tells of a slot whose word has just become FREE. Dying in here loses a hint, which try_take finds
 // again, or a wake-up, which sleepers do without after a re-check interval.
 void Ring::freed(std::uint64_t slot) {

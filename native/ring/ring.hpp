@@ -118,7 +118,8 @@ class Ring {
 
   void close();
   // close() that also removes what is no longer needed: the segment goes with the last return, where no other owner is
-  // left, and with only_empty no payload either. What others publish after give_up_unread is not given up. give_up_unread: discards what is unread; how many payloads that were.
+  // left, and with only_empty no payload either. What others publish after give_up_unread is not given up.
+  // give_up_unread: discards what is unread; how many payloads that were.
   unsigned leave(bool give_up_unread, bool only_empty);
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
   // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name. gives_up_to: as
@@ -126,6 +127,9 @@ class Ring {
   bool unlink_if_last(bool readers_may_stay = false, std::uint64_t gives_up_to = kGivesUpAll);
   bool keep();
   bool keeper_alive() const;
+  // One supervisor at a time serves a ring. False: another process does.
+  bool supervise();
+  bool supervised() const;
   // False: closed, or the segment was removed, or its name is another one's now.
   bool still_named() const;
 
@@ -159,6 +163,7 @@ class Ring {
   bool consume(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   bool discard(std::uint64_t slot, std::uint64_t generation);
+  unsigned discard_unread();  // how many
   unsigned reclaim();
 
   // --- the ring as the queue (claims.cpp): a claim is a pin and the rank's claim word ---------------
@@ -316,7 +321,8 @@ class Ring {
   ReadyHints ready_;
   // The locks that this description takes for a moment: two threads of it would not exclude each other.
   mutable std::mutex locks_mutex_;
-  bool keeper_ = false;  // under locks_mutex_, as the next
+  bool keeper_ = false;  // under locks_mutex_, as the next two
+  bool supervisor_ = false;
   bool lease_set_ = false;
   enum class Removal { none, if_empty, always };
   mutable std::mutex loans_mutex_;

@@ -139,11 +139,7 @@ void Ring::close() {
 
 unsigned Ring::leave(bool give_up_unread, bool only_empty) {
   if (closed()) return 0;
-  unsigned given_up = 0;
-  for (std::uint64_t slot = 0; give_up_unread && slot < segment_.identity.slot_count; ++slot) {
-    const SlotInfo seen = info(slot);
-    if (seen.state == State::ready || seen.state == State::reading) given_up += discard(slot, seen.generation);
-  }
+  const unsigned given_up = give_up_unread ? discard_unread() : 0;
   removal_ = only_empty || give_up_unread ? Removal::if_empty : Removal::always;
   readers_may_stay_ = give_up_unread;
   close();

@@ -229,6 +229,19 @@ bool Ring::keeper_alive() const {
   return keeper_ || held_elsewhere(fd(), kKeeperByte);
 }
 
+bool Ring::supervise() {
+  require_open();
+  const std::lock_guard hold(locks_mutex_);
+  if (!supervisor_) supervisor_ = try_lock(fd(), kSupervisorByte);
+  return supervisor_;
+}
+
+bool Ring::supervised() const {
+  require_open();
+  const std::lock_guard hold(locks_mutex_);
+  return supervisor_ || held_elsewhere(fd(), kSupervisorByte);
+}
+
 bool Ring::still_named() const {
   return !closed() && segment_.still_named();
 }

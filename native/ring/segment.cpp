@@ -118,7 +118,7 @@ void Description::close() {
   if (fd < 0) return;
   std::erase(open.all, this);
   // A child between fork and exec may still share the description: give the locks up by name.
-  unlock(fd, kKeeperByte, kBoardByte + 1 - kKeeperByte);
+  unlock(fd, kKeeperByte, kLockBytes);
   ::close(fd);
 }
 

@@ -112,12 +112,10 @@ def _look(name: str) -> tuple[Segment, int] | None:
 
 
 def _described(ring: SharedRingBuffer, size: int) -> Segment:
-    from transport.server.supervisor_lock import supervised
-
     free, writing, ready, reading = ring.native.state_counts()
     owners = [owner.pid for owner in ring.native.owners() if owner.alive]
     # A supervisor has no owner number, but it restarts the listeners of a dead writer while payloads are unread.
-    served = supervised(ring.name)
+    served = ring.native.supervised
     return Segment(
         name=ring.name,
         bytes=size,

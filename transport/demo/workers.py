@@ -22,8 +22,7 @@ from transport import _ring
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.demo.worker import Done, Failed, Message, Progress
 from transport.errors import RingError, TransportError
-from transport.ring.attachment import remove_dead
-from transport.server.supervisor_lock import supervised
+from transport.ring.attachment import attached, remove_dead
 
 _STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
 _ENVIRONMENT: Final = {
@@ -168,7 +167,7 @@ class Workers:
                 relay.cancel()
         give_up = time.monotonic() + _TREE_GONE_S
         # The supervisor of a killed rollout ends after its listeners. It closed its end of the pipe before that.
-        while (left := [each for each in self.all if supervised(each.ring)]) and time.monotonic() < give_up:  # noqa: ASYNC110
+        while (left := [each for each in self.all if _served(each.ring)]) and time.monotonic() < give_up:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if left:
             self._say(
@@ -187,6 +186,15 @@ class Workers:
             self._say(f"{worker.name} did not stop within {_STOP_S:g} s; killing it")
             worker.process.kill()
             await worker.process.wait()
+
+
+def _served(segment: str) -> bool:
+    """Whether a supervisor serves the ring. False as well where the ring is gone."""
+    try:
+        with attached(segment, "observer") as ring:
+            return ring.native.supervised
+    except RingError:
+        return False
 
 
 def _how_it_ended(status: int) -> str:

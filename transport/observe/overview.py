@@ -18,7 +18,6 @@ from transport.client import status_socket
 from transport.errors import RingError, RingNotFoundError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
-from transport.server.supervisor_lock import supervised
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -152,7 +151,7 @@ def _view(ring: SharedRingBuffer, size: int) -> RingView:
             for owner in owners
             if owner.port
         ),
-        supervised=supervised(ring.name),
+        supervised=ring.native.supervised,
         statistics=statistics,
         bytes_by_wire=statistics.bytes_by_wire,
         stopped=tuple(each for each in holders_of(ring) if each.stopped),

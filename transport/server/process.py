@@ -27,7 +27,6 @@ from transport.runtime import stacks
 from transport.runtime.logs import handler
 from transport.server.lifetime import Lifetime, Phase
 from transport.server.listener import Listener, serve_until
-from transport.server.supervisor_lock import supervised
 from transport.settings import Settings
 from transport.wires import Wire
 
@@ -136,7 +135,7 @@ async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Se
         writer_alive = ring.native.keeper_alive
         if not writer_alive:
             stacks.leave_pipes()
-        alive = writer_alive or supervised(ring.name)
+        alive = writer_alive or ring.native.supervised
         unread = ring.native.unread
         if lifetime.tick(time.monotonic(), writer_alive=alive, unread=unread, sequence=sequence) is Phase.STOP:
             stop.set()
@@ -189,7 +188,7 @@ async def _serve(config: ListenerConfig) -> int:
             await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
         finally:
             orphaned.cancel()  # no effect if it has finished
-        if orphaned.done() and not orphaned.cancelled() and not supervised(ring.name):
+        if orphaned.done() and not orphaned.cancelled() and not ring.native.supervised:
             ring.native.unlink_if_last(gives_up_to=lifetime.gives_up_to)  # what is unread then, if linger_s is over
     return 0
 

@@ -18,7 +18,6 @@ from typing import Literal, NoReturn, Self
 
 import msgspec
 
-from transport import _ring
 from transport.config import LogFormat, LogLevel
 from transport.errors import ConfigurationError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
@@ -218,9 +217,7 @@ class UCXXServer:
         native = self._ring.native
         if native.closed or native.file or not native.ended:
             return
-        infos = [(slot, native.info(slot)) for slot in range(self._ring.slot_count)]
-        published = (_ring.READY, _ring.READING)
-        given_up = sum(native.discard(slot, info.generation) for slot, info in infos if info.state in published)
+        given_up = native.discard_unread()
         self.given_up += given_up
         if given_up:
             log.info("ring %s ends with %d payloads that are not consumed", self._ring.ring_id[:8], given_up)

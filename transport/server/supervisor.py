@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from transport import _ring
-from transport.errors import BusyPortError, RingNotFoundError, TransportError
+from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, TransportError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.logs import handler
@@ -40,7 +40,6 @@ from transport.server.process import (
     keep_stdout_for_the_answer,
     send,
 )
-from transport.server.supervisor_lock import holding, supervised
 
 log = logging.getLogger(__name__)
 
@@ -381,11 +380,6 @@ class Supervisor:
         return own | {pid for pid, _ in self._living().values()}
 
 
-def _writers_of(segment: str) -> set[tuple[int, int]]:
-    with attached(segment, "observer") as ring:
-        return _living_writers(ring)
-
-
 def _living_writers(ring: Attachment) -> set[tuple[int, int]]:
     owners = ring.native.owners()
     return {(each.pid, each.started_ns) for each in owners if each.alive and each.role == _ring.ROLE_WRITER}
@@ -393,12 +387,13 @@ def _living_writers(ring: Attachment) -> set[tuple[int, int]]:
 
 async def _supervise(config: SupervisorConfig) -> int:
     loop = asyncio.get_running_loop()
-    own_writers = _writers_of(config.listener.segment)  # a writer that starts while we wait has its own supervisor
-    for _ in range(int(_PREDECESSOR_S / 0.05)):
-        if not supervised(config.listener.segment):
-            break
-        await asyncio.sleep(0.05)
-    with attached(config.listener.segment, "observer") as ring, holding(ring.name):
+    with attached(config.listener.segment, "observer") as ring:
+        own_writers = _living_writers(ring)  # a writer that starts while we wait has its own supervisor
+        give_up = time.monotonic() + _PREDECESSOR_S
+        while not ring.native.supervise():
+            if time.monotonic() > give_up:
+                raise RingBusyError(f"another supervisor serves {ring.name}")
+            await asyncio.sleep(0.05)
         supervisor = Supervisor(ring, config, own_writers)
 
         def on_signal() -> None:
