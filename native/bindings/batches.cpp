@@ -137,24 +137,11 @@ void bind_batches(nb::module_& module) {
       .def("__bool__", [](const ClaimedBatch& self) { return self.size() > 0; })
       .def_prop_ro("ring", &ClaimedBatch::ring)
       .def("columns", &ClaimedBatch::columns, "out"_a)
-      .def(
-          "measure",
-          [](ClaimedBatch& self, const BatchFields& fields, nb::handle out) {
-            return measure(self.payloads(), fields, out);
-          },
-          "fields"_a, "out"_a)
-      .def(
-          "gather",
-          [](ClaimedBatch& self, const BatchFields& fields, const nb::list& targets, bool verify) {
-            return gather(self.payloads(), fields, targets, verify);
-          },
-          "fields"_a, "targets"_a, "verify"_a)
-      .def("verify", [](ClaimedBatch& self) { return self.payloads().verify(without_gil_run); })
       .def("finish", &ClaimedBatch::finish, "keep"_a = false)
       .def("renew", &ClaimedBatch::renew)
       .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0)
-      .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true)
-      .def("note", [](ClaimedBatch& self, std::size_t index) { return note_of(self.payloads(), index); }, "index"_a);
+      .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true);
+  bind_payloads(batch);
   module.attr("BATCH_COLUMNS") = nb::make_tuple("slot", "generation", "rank", "attempts", "length", "policy_version",
                                                 "offset", "in_vain");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "bindings/ring_bindings.hpp"
@@ -48,20 +49,34 @@ inline constexpr auto without_gil_run = [](const auto& work) {
   work();
 };
 
-inline std::vector<std::size_t> measure(Received& payloads, const BatchFields& fields, nb::handle out) {
-  const BufferView view(out, true);
-  if (view.size() % sizeof(std::int64_t) != 0) fail(Fault::argument, "not room for the lengths");
-  return payloads.measure(fields, {reinterpret_cast<std::int64_t*>(view.data()), view.size() / sizeof(std::int64_t)});
-}
-
-inline std::vector<std::size_t> gather(Received& payloads, const BatchFields& fields, const nb::list& targets,
-                                       bool verify) {
-  return payloads.gather(fields, [&] { return Targets(targets); }, verify, without_gil_run);
-}
-
-inline nb::bytes note_of(const Received& payloads, std::size_t index) {
-  const std::string_view found = payloads.note(index);
-  return nb::bytes(found.data(), found.size());
+// What the batches of both kinds do with their payloads.
+template <typename Batch>
+void bind_payloads(nb::class_<Batch>& batch) {
+  using namespace nb::literals;
+  batch
+      .def(
+          "measure",
+          [](Batch& self, const BatchFields& fields, nb::handle out) {
+            const BufferView view(out, true);
+            if (view.size() % sizeof(std::int64_t) != 0) fail(Fault::argument, "not room for the lengths");
+            auto* const rows = reinterpret_cast<std::int64_t*>(view.data());
+            return self.payloads().measure(fields, {rows, view.size() / sizeof(std::int64_t)});
+          },
+          "fields"_a, "out"_a)
+      .def(
+          "gather",
+          [](Batch& self, const BatchFields& fields, const nb::list& targets, bool verify) {
+            return self.payloads().gather(fields, [&] { return Targets(targets); }, verify, without_gil_run);
+          },
+          "fields"_a, "targets"_a, "verify"_a)
+      .def("verify", [](Batch& self) { return self.payloads().verify(without_gil_run); })
+      .def(
+          "note",
+          [](Batch& self, std::size_t index) {
+            const std::string_view found = self.payloads().note(index);
+            return nb::bytes(found.data(), found.size());
+          },
+          "index"_a);
 }
 
 }  // namespace transport::python

@@ -70,27 +70,14 @@ void bind_received(nb::module_& module) {
       .def(
           "__init__", [](BatchFields* self, const nb::list& rows) { new (self) BatchFields(fields_of(rows)); }, "rows"_a);
 
-  nb::class_<ReceivedPayloads>(module, "ReceivedPayloads", nb::is_final(),
-                               "Payloads in this process's own memory, for batches.")
-      .def(nb::init<nb::list, nb::handle>(), "memory"_a, "rows"_a)
+  nb::class_<ReceivedPayloads> received(module, "ReceivedPayloads", nb::is_final(),
+                                        "Payloads in this process's own memory, for batches.");
+  received.def(nb::init<nb::list, nb::handle>(), "memory"_a, "rows"_a)
       .def("__len__", [](ReceivedPayloads& self) { return self.payloads().size(); })
       .def("schemas", [](ReceivedPayloads& self) { return self.payloads().schemas(); })
-      .def(
-          "measure",
-          [](ReceivedPayloads& self, const BatchFields& fields, nb::handle out) {
-            return measure(self.payloads(), fields, out);
-          },
-          "fields"_a, "out"_a)
-      .def(
-          "gather",
-          [](ReceivedPayloads& self, const BatchFields& fields, const nb::list& targets, bool verify) {
-            return gather(self.payloads(), fields, targets, verify);
-          },
-          "fields"_a, "targets"_a, "verify"_a)
-      .def("verify", [](ReceivedPayloads& self) { return self.payloads().verify(without_gil_run); })
       .def("drop", [](ReceivedPayloads& self, std::size_t index) { self.payloads().drop(index); }, "index"_a)
-      .def("place", &ReceivedPayloads::place, "index"_a)
-      .def("note", [](ReceivedPayloads& self, std::size_t index) { return note_of(self.payloads(), index); }, "index"_a);
+      .def("place", &ReceivedPayloads::place, "index"_a);
+  bind_payloads(received);
   module.attr("RECEIVED_ROWS") = nb::make_tuple("piece", "offset", "length", "note_piece", "note_offset",
                                                 "note_length", "checksum", "verified");
 }

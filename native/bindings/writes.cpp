@@ -13,8 +13,9 @@
 #include "bindings/ring_bindings.hpp"
 #include "bindings/without_gil.hpp"
 #include "common/copy.hpp"
-#include "ring/ring.hpp"
 #include "common/siphash.hpp"
+#include "ring/gathering.hpp"
+#include "ring/ring.hpp"
 #include "ring/ticket_note.hpp"
 
 namespace transport::python {
@@ -22,10 +23,6 @@ namespace transport::python {
 using namespace nb::literals;
 
 namespace {
-
-constexpr std::uint64_t kAlignment = 64;
-// From here on hashing while copying saves a second pass over memory; below it both are in the caches.
-constexpr std::uint64_t kFusedBytes = 256 * 1024;
 
 // Contiguous memory that is held until the plan is gone.
 class Source {
@@ -212,7 +209,7 @@ class WritePlan {
       if (i == 0 && field.ragged ? length > field.shape[0] : length != field.shape[i]) return false;
     }
     if (field.ragged) planned.lengths.push_back(static_cast<std::uint64_t>(view.shape[0]));
-    const std::uint64_t offset = (planned.total + kAlignment - 1) / kAlignment * kAlignment;
+    const std::uint64_t offset = BatchFields::aligned(planned.total);
     const auto bytes = static_cast<std::uint64_t>(view.len);
     pieces_.push_back({offset, bytes, static_cast<const std::byte*>(view.buf)});
     planned.total = offset + bytes;

@@ -58,6 +58,9 @@ inline void copy_bytes(std::byte* destination, const std::byte* source, std::siz
   }
 }
 
+// From here on hashing while copying saves a second pass over memory; below it both are in the caches.
+inline constexpr std::size_t kFusedBytes = 256 * 1024;
+
 // One pass over memory: a piece is hashed as it comes from memory, and copied while it is in the cache.
 // Source and destination do not overlap.
 inline void copy_and_update(Checksum& checksum, std::byte* destination, const std::byte* source, std::size_t size) {

@@ -126,9 +126,6 @@ class Gathering {
   }
 
  private:
-  // From here on hashing while copying saves a second pass over memory; below it both are in the caches.
-  static constexpr std::uint64_t kFusedBytes = 256 * 1024;
-
   void check_room(std::size_t count) const {
     std::size_t ragged = 0;
     for (std::size_t f = 0; f < all_.size(); ++f) {
