@@ -212,26 +212,12 @@ class Ring:
         """False: closed, or the segment was removed, or its name is that of a newer one."""
 
     # --- the transitions (names of the protocol's table; False/None: refused, nothing changed) ----
-    def try_take(self, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:
-        """FREE → WRITING. (slot, generation), also appended to ``into``, for who is interrupted before it returns."""
-    def take(self, timeout_s: float, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:
+    def try_take(self) -> Loan | None:
+        """FREE → WRITING."""
+    def take(self, timeout_s: float) -> Loan | None:
         """try_take, waiting on the futex while full (and reclaiming dead owners' slots); None after timeout_s."""
-    def try_overwrite(self, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:
+    def try_overwrite(self) -> Loan | None:
         """oldest READY that no rank has consumed and no owner pins → WRITING, generation+1."""
-    def publish(
-        self,
-        slot: int,
-        generation: int,
-        length: int,
-        checksum: int,
-        readers: int,
-        deadline_ns: int,
-        note: bytes,
-        policy_version: int = ...,
-    ) -> bool:
-        """WRITING, mine → READY."""
-    def abort(self, slot: int, generation: int) -> bool:
-        """WRITING, mine → FREE."""
     def pin(self, slot: int, generation: int, rank: int) -> int:
         """A pin, which goes with a `Loan` of the slot, or with this attachment."""
     def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> Loan | int:
@@ -366,19 +352,30 @@ class PayloadView(Buffer):
 class Loan(Buffer):
     """Memory of a slot that this owner holds, and which stays its own while anything looks into it: see `Ring.close`.
 
-    A loan that goes without `end` gives the slot back: unpublished, or for another attempt.
+    A loan that is not ended gives the slot back with the object: unpublished, or for another attempt.
     """
 
+    slot: int
+    generation: int
+    ended: bool
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
-    def __init__(self, ring: Ring, slot: int, generation: int) -> None: ...
-    def end(self) -> None:
-        """The slot was published, given back or let go of. Idempotent."""
+    def __init__(self, ring: Ring, slot: int, generation: int) -> None:
+        """Of a slot that the ring has pinned."""
+    def publish(
+        self,
+        length: int,
+        checksum: int,
+        readers: int,
+        deadline_ns: int,
+        note: bytes,
+        policy_version: int = ...,
+    ) -> bool:
+        """WRITING, mine → READY, and end. False: it was not WRITING, or had ended."""
     def release(self) -> bool:
-        """Unpin, and end. False: it had ended."""
+        """WRITING, mine → FREE; or unpin; and end. False: it had ended."""
     def consume(self, rank: int) -> bool:
         """Consume and unpin in one swap, and end. False: it had ended, or the rank was consumed elsewhere."""
-    @property
-    def ended(self) -> bool: ...
 
 @final
 class Views:

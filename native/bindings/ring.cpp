@@ -41,43 +41,65 @@ nb::object payload(const Ring& ring, std::uint64_t slot) {
 // slot to it. One that was not ended gives the slot back when it goes: unpublished, or for another attempt.
 class Loan {
  public:
-  Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation)
+  enum class For { writing, reading };
+
+  // Of a slot that the owner of `ring` has taken, or pinned.
+  Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, For use)
       : ring_(nb::inst_ptr<Ring>(ring)),
         mapping_(ring_->mapping()),
         slot_(slot),
         generation_(generation),
+        use_(use),
         data_(ring_->payload(slot)) {
     ring_->lend(slot);
     keep_ = nb::borrow(ring);
   }
   Loan(const Loan&) = delete;
   Loan& operator=(const Loan&) = delete;
-  ~Loan() {
-    if (ended_) return;
+  ~Loan() { release(); }
+
+  // The object; without memory for it the slot goes back.
+  static nb::object made(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, For use) {
+    std::unique_ptr<Loan> loan;
     try {
-      if (!ring_->closed() && !ring_->abort(slot_, generation_)) ring_->unpin(slot_, generation_);
-    } catch (const RingFault&) {  // closed since we looked
+      loan = std::make_unique<Loan>(ring, slot, generation, use);
+    } catch (...) {
+      give_back(*nb::inst_ptr<Ring>(ring), slot, generation, use);
+      throw;
     }
-    ring_->loan_ended(slot_);
+    return nb::cast(std::move(loan));
   }
 
-  // The slot was published, given back or let go of; or it is to be, where the ring is closed.
-  void end() {
-    if (!std::exchange(ended_, true)) ring_->loan_ended(slot_);
-  }
-
+  std::uint64_t slot() const { return slot_; }
+  std::uint64_t generation() const { return generation_; }
   bool ended() const { return ended_; }
 
-  // The reader is done: its pin goes in the same call. False: it went before, or the rank was consumed elsewhere.
+  // The payload is readable, and the slot is the writer's no more. False: it was not.
+  bool publish(std::uint64_t length, std::uint64_t checksum, unsigned readers, std::uint64_t deadline_ns,
+               nb::bytes note, std::int64_t policy_version) {
+    ring_->require_open();
+    if (ended_) return false;
+    const Publication publication{length, checksum, readers, deadline_ns, {note.c_str(), note.size()}, policy_version};
+    bool published = false;
+    {
+      std::optional<WithoutGil> without;
+      if (ring_->synced()) without.emplace(*ring_);  // the disk takes its time
+      published = ring_->publish(slot_, generation_, publication);
+    }
+    end();
+    return published;
+  }
+  // The slot is free again, or unpinned. False: it was before.
   bool release() {
     if (ended_) return false;
     const Ending ending(*this);
-    try {
-      return ring_->unpin(slot_, generation_);
-    } catch (const RingFault&) {  // closed: it unpins with its last loan
+    try {  // a closed ring gives the slot back with its last loan
+      return ring_->closed() || give_back(*ring_, slot_, generation_, use_);
+    } catch (const RingFault&) {  // closed since we looked
       return true;
     }
   }
+  // The reader is done: its pin goes in the same call. False: it went before, or the rank was consumed elsewhere.
   bool consume(unsigned rank) {
     if (ended_) return false;
     const Ending ending(*this);
@@ -100,10 +122,18 @@ class Loan {
     Loan& loan;
   };
 
+  static bool give_back(Ring& ring, std::uint64_t slot, std::uint64_t generation, For use) {
+    return use == For::writing ? ring.abort(slot, generation) : ring.unpin(slot, generation);
+  }
+  void end() {
+    if (!std::exchange(ended_, true)) ring_->loan_ended(slot_);
+  }
+
   nb::object keep_;  // the Ring
   Ring* ring_;
   std::shared_ptr<Mapping> mapping_;
   std::uint64_t slot_, generation_;
+  For use_;
   std::byte* data_;
   bool ended_ = false;
 };
@@ -115,32 +145,23 @@ nb::object begin_read(nb::handle_t<Ring> self, std::uint64_t slot, std::uint64_t
   Ring& ring = *nb::inst_ptr<Ring>(self);
   const ReadAnswer answer = ring.begin_read({slot, generation, key, length, rank});
   if (answer != ReadAnswer::ok) return nb::int_(static_cast<int>(answer));
-  std::unique_ptr<Loan> loan;
-  try {
-    loan = std::make_unique<Loan>(self, slot, generation);
-  } catch (...) {  // no memory for it
-    ring.unpin(slot, generation);
-    throw;
-  }
-  return nb::cast(std::move(loan));
+  return Loan::made(self, slot, generation, Loan::For::reading);
 }
 
-// An interrupt may come before the caller has what is returned; what it will find is in its list.
-nb::object lease(const std::optional<Lease>& lease, const std::optional<nb::list>& into) {
-  if (!lease) return nb::none();
-  nb::object taken = nb::make_tuple(lease->slot, lease->generation);
-  if (into) nb::borrow<nb::list>(*into).append(taken);
-  return taken;
+// As with a read, an interrupt drops the loan, and with it the slot.
+nb::object to_write(nb::handle_t<Ring> ring, const std::optional<Lease>& lease) {
+  return lease ? Loan::made(ring, lease->slot, lease->generation, Loan::For::writing) : nb::none();
 }
 
 // Invariant: transitions run with the GIL, only sleeping does not; so close() excludes them (ring.hpp).
-nb::object take(Ring& ring, double timeout_s, const std::optional<nb::list>& into) {
+nb::object take(nb::handle_t<Ring> self, double timeout_s) {
+  Ring& ring = *nb::inst_ptr<Ring>(self);
   const Deadline deadline(timeout_s);
   bool waited = false, woken = false;
   for (;;) {
     EventWord& freed = ring.freed();
     const std::uint32_t before = seen(freed);
-    if (const auto taken = ring.try_take()) return lease(taken, into);
+    if (const auto taken = ring.try_take()) return to_write(self, taken);
     if (!std::exchange(waited, true)) ring.count(Counter::full_waits, 1);
     if (!woken && ring.reclaim() > 0) continue;  // dead owners may be all that fills it
     if (deadline.left_ns() == 0) return nb::none();
@@ -212,15 +233,6 @@ nb::tuple state_counts(const Ring& ring) {
   return nb::make_tuple(counts[0], counts[1], counts[2], counts[3]);
 }
 
-bool publish(Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t length, std::uint64_t checksum,
-             unsigned readers, std::uint64_t deadline_ns, nb::bytes note, std::int64_t policy_version) {
-  ring.require_open();
-  std::optional<WithoutGil> without;
-  if (ring.synced()) without.emplace(ring);  // the disk takes its time
-  return ring.publish(slot, generation,
-                      {length, checksum, readers, deadline_ns, {note.c_str(), note.size()}, policy_version});
-}
-
 const char* state_name(State state) {
   constexpr const char* names[] = {"FREE", "WRITING", "READY", "READING"};
   return names[static_cast<unsigned>(state)];
@@ -252,8 +264,16 @@ void bind_ring(nb::module_& module) {
   nb::class_<PayloadArea>(module, "_PayloadArea", nb::is_final(), nb::type_slots(payload_area_slots));
 
   nb::class_<Loan>(module, "Loan", nb::is_final(), nb::type_slots(loan_slots), "Memory of a slot that is in use.")
-      .def(nb::init<nb::handle_t<Ring>, std::uint64_t, std::uint64_t>(), "ring"_a, "slot"_a, "generation"_a)
-      .def("end", &Loan::end)
+      .def(
+          "__init__",
+          [](Loan* self, nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation) {
+            new (self) Loan(ring, slot, generation, Loan::For::reading);
+          },
+          "ring"_a, "slot"_a, "generation"_a)
+      .def_prop_ro("slot", &Loan::slot)
+      .def_prop_ro("generation", &Loan::generation)
+      .def("publish", &Loan::publish, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a, "note"_a,
+           "policy_version"_a = kNoVersion)
       .def("release", &Loan::release)
       .def("consume", &Loan::consume, "rank"_a)
       .def_prop_ro("ended", &Loan::ended);
@@ -316,18 +336,10 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("owner", &Ring::owner)
       .def_prop_ro("closed", &Ring::closed)
 
-      .def(
-          "try_take",
-          [](Ring& ring, const std::optional<nb::list>& into) { return lease(ring.try_take(), into); },
-          "into"_a = nb::none())
-      .def("take", take, "timeout_s"_a, "into"_a = nb::none())
-      .def(
-          "try_overwrite",
-          [](Ring& ring, const std::optional<nb::list>& into) { return lease(ring.try_overwrite(), into); },
-          "into"_a = nb::none())
-      .def("publish", publish, "slot"_a, "generation"_a, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a,
-           "note"_a, "policy_version"_a = kNoVersion)
-      .def("abort", &Ring::abort, "slot"_a, "generation"_a)
+      .def("try_take", [](nb::handle_t<Ring> self) { return to_write(self, nb::inst_ptr<Ring>(self)->try_take()); })
+      .def("take", take, "timeout_s"_a)
+      .def("try_overwrite",
+           [](nb::handle_t<Ring> self) { return to_write(self, nb::inst_ptr<Ring>(self)->try_overwrite()); })
       .def(
           "pin",
           [](Ring& ring, std::uint64_t slot, std::uint64_t generation, unsigned rank) {

@@ -58,8 +58,8 @@ class Stages:
 
     def all_free(self) -> bool:
         """Whether every slot of every ring can be taken; waits for those that are being freed."""
-        taken = [(ring, ring.native.take(20.0)) for ring in self.all for _ in range(4)]
-        return all(ring.native.abort(*each) for ring, each in taken)
+        taken = [ring.native.take(20.0) for ring in self.all for _ in range(4)]
+        return all(loan is not None and loan.release() for loan in taken)
 
     def __enter__(self) -> Stages:
         for server in self._servers:

@@ -31,8 +31,8 @@ def test_a_ticket_of_another_version_fails_alone_and_the_others_are_trained_on(
         Trainer(schemas=[schema], queue=queue) as trainer,
     ):
         first = ring.write({"x": np.zeros(count, np.int64)})
-        slot, generation = ring.native.try_take()
-        ring.native.publish(slot, generation, first.size, first.checksum or 0, 1, 0, b"TK\xff" + bytes(40))
+        loan = ring.native.try_take()
+        loan.publish(first.size, first.checksum or 0, 1, 0, b"TK\xff" + bytes(40))
         last = ring.write({"x": np.ones(count, np.int64)})
         claims = []
         while len(claims) < 3:
@@ -42,7 +42,7 @@ def test_a_ticket_of_another_version_fails_alone_and_the_others_are_trained_on(
         assert batch is not None
         assert [payload.ticket.identity for payload in trainer.consume(batch)] == [first.identity, last.identity]
         [(claim, error)] = batch.undecodable
-        assert claim.ticket_id == f"{ring.ring_id}/{slot}/{generation}"
+        assert claim.ticket_id == f"{ring.ring_id}/{loan.slot}/{loan.generation}"
         assert isinstance(error, TicketError)
         [failure] = queue.failures()
         assert (failure.ticket_id, failure.reason) == (claim.ticket_id, f"TicketError: {error}")

@@ -471,11 +471,11 @@ def test_one_unreadable_note_hides_no_other_ticket(ring: SharedRingBuffer, caplo
     first, last = ring.write_raw(b"1"), ring.write_raw(b"2")
     taken = ring.native.try_take()
     assert taken is not None
-    assert ring.native.publish(*taken, 3, 4, 1, 0, b"\xc1 no ticket")
+    assert taken.publish(3, 4, 1, 0, b"\xc1 no ticket")
     newest = ring.write_raw(b"3")
     assert ring.tickets() == [first, last, newest]
     [record] = caplog.records
-    assert (record.levelno, f"slot {taken[0]} " in record.getMessage()) == (logging.WARNING, True)
+    assert (record.levelno, f"slot {taken.slot} " in record.getMessage()) == (logging.WARNING, True)
 
 
 def test_a_listener_tells_of_refused_acknowledgements_seldom(

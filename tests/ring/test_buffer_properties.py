@@ -86,7 +86,7 @@ class RingMachine(RuleBasedStateMachine):
             assert not free
             assert not (overwrite and unread)
             return multiple()
-        slot = self.model[lease._slot]
+        slot = self.model[lease.slot]
         if free:
             assert slot.state is SlotState.FREE
             self.counts["takes"] += 1
@@ -94,8 +94,8 @@ class RingMachine(RuleBasedStateMachine):
             assert overwrite
             assert slot is min(unread, key=lambda each: each.sequence)
             self.counts["overwrites"] += 1
-        assert lease._generation == slot.generation + 1
-        slot.state, slot.generation, slot.readers = SlotState.WRITING, lease._generation, readers
+        assert lease._loan.generation == slot.generation + 1
+        slot.state, slot.generation, slot.readers = SlotState.WRITING, lease._loan.generation, readers
         slot.done, slot.pins = set(), {ring: 1}
         self.leases.append(lease)
         return ring, lease
@@ -103,7 +103,7 @@ class RingMachine(RuleBasedStateMachine):
     @rule(target=tickets, write=consumes(writes))
     def publish(self, write: tuple[SharedRingBuffer, WriteLease]) -> object:
         ring, lease = write
-        slot = self.model[lease._slot]
+        slot = self.model[lease.slot]
         if ring.native.closed:
             with pytest.raises(ClosedError):
                 lease.publish()
@@ -121,7 +121,7 @@ class RingMachine(RuleBasedStateMachine):
     def abort(self, write: tuple[SharedRingBuffer, WriteLease]) -> None:
         lease = write[1]
         lease.abort()
-        self.aborted(self.model[lease._slot])
+        self.aborted(self.model[lease.slot])
 
     def aborted(self, slot: Slot) -> None:
         slot.state, slot.pins = SlotState.FREE, {}

@@ -72,6 +72,8 @@ def test_malformed_names_are_refused(bad: str) -> None:
 
 def test_arguments_out_of_range_are_refused(name: str, ring: Ring) -> None:
     slot, generation = write(ring)
+    loan = ring.try_take()
+    assert loan is not None
     for call in (
         lambda: Ring.create(name + "x", 0, 1000, ZEROS),
         lambda: Ring.create(name + "x", 1 << 30, 1000, ZEROS),
@@ -81,10 +83,10 @@ def test_arguments_out_of_range_are_refused(name: str, ring: Ring) -> None:
         lambda: ring.info(4),
         lambda: ring.payload(4),
         lambda: ring.pin(slot, generation, 16),
-        lambda: ring.publish(slot, generation, 1001, 0, 1, 0, b""),
-        lambda: ring.publish(slot, generation, 0, 0, 0, 0, b""),
-        lambda: ring.publish(slot, generation, 0, 0, 17, 0, b""),
-        lambda: ring.publish(slot, generation, 0, 0, 1, 0, bytes(_ring.NOTE_CAPACITY + 1)),
+        lambda: loan.publish(1001, 0, 1, 0, b""),
+        lambda: loan.publish(0, 0, 0, 0, b""),
+        lambda: loan.publish(0, 0, 17, 0, b""),
+        lambda: loan.publish(0, 0, 1, 0, bytes(_ring.NOTE_CAPACITY + 1)),
         lambda: ring.set_ports(tuple(range(17))),
         lambda: ring.count("no such counter", 1),
     ):
@@ -176,7 +178,7 @@ def test_readers_cannot_write_the_payload(name: str, ring: Ring) -> None:
 def test_signals_interrupt_a_wait(name: str) -> None:
     with Child(
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        f"ring = Ring.create({name!r}, 1, 1, bytes(16))\nring.try_take()\n"
+        f"ring = Ring.create({name!r}, 1, 1, bytes(16))\nloan = ring.try_take()\n"
         f"try:\n    print('waiting')\n    ring.take({PATIENCE_S})\nexcept KeyboardInterrupt: print('interrupted')\n"
         "ring.unlink_if_last()\n"
     ) as child:

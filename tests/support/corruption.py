@@ -57,6 +57,11 @@ def use(ring: SharedRingBuffer, chance: random.Random) -> tuple[int, int]:
     def write() -> None:
         ring.write_raw(chance.randbytes(chance.randrange(ring.slot_capacity + 1)), timeout_s=0.0)
 
+    def publish() -> None:
+        loan = native.try_take()
+        if loan is not None:
+            loan.publish(1, 0, 1, 0, b"note")
+
     ways: list[Callable[[], object]] = [
         look,
         read,
@@ -76,8 +81,7 @@ def use(ring: SharedRingBuffer, chance: random.Random) -> tuple[int, int]:
         lambda: native.pin(slot, generation, rank),
         lambda: native.consume(slot, generation, rank),
         lambda: native.discard(slot, generation),
-        lambda: native.abort(slot, generation),
-        lambda: native.publish(slot, generation, 1, 0, 1, 0, b"note"),
+        publish,
         lambda: native.begin_read(slot, generation, native.info(slot).checksum, native.info(slot).length, rank),
         lambda: bytes(native.payload(slot)[: native.info(slot).length]),
         lambda: native.note(slot, generation),

@@ -30,13 +30,12 @@ def refused(call: Callable[[], object], error: type[TransportError], match: str 
 
 
 def write(ring: Ring, data: bytes = b"payload", readers: int = 1, note: bytes = b"") -> tuple[int, int]:
-    lease = ring.try_take()
-    assert lease is not None
-    slot, generation = lease
-    with ring.payload(slot) as area:
+    loan = ring.try_take()
+    assert loan is not None
+    with memoryview(loan) as area:
         area[: len(data)] = data
-    assert ring.publish(slot, generation, len(data), _ring.checksum(data), readers, 0, note)
-    return lease
+    assert loan.publish(len(data), _ring.checksum(data), readers, 0, note)
+    return loan.slot, loan.generation
 
 
 def read(ring: Ring, slot: int, length: int) -> bytes:

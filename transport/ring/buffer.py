@@ -22,7 +22,6 @@ from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.devices.streams import RegisteredPages
 from transport.errors import (
-    InternalError,
     LayoutError,
     LengthMismatchError,
     PayloadTooLargeError,
@@ -41,7 +40,7 @@ from transport.ring.attachment import Attachment
 from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, claim_batch
 from transport.ring.claimed import ClaimedPayload
 from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of
-from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
+from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
@@ -312,9 +311,7 @@ class SharedRingBuffer(Attachment):
         else:
             schema = self.schema
             arrays, lengths = describe(schema, values, casting=casting)
-        with self._reserve(schema, lengths, None, metadata, terms, timeout_s) as lease:
-            if lease.layout is None:
-                raise InternalError("a lease by schema has a layout")
+        with self._reserve(schema, lengths, metadata, terms, timeout_s) as lease:
             layout = lease.layout
             if schema.kinds:
                 layout, arrays = flat(layout, arrays)
@@ -400,7 +397,7 @@ class SharedRingBuffer(Attachment):
             )
 
         plan = Batch(self.native, self.schema, casting, terms, each, self._overflowing.take, write_alone)
-        self._overflowing.may_expire |= deadline_s is not None
+        self._overflowing.may_expire |= terms.expire
         return plan
 
     def write_copy(
@@ -429,7 +426,7 @@ class SharedRingBuffer(Attachment):
         if known is None or self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
             raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
         terms = terms_of(self.readers_of(ticket.readers), None, policy_version, deadline=ticket.deadline)
-        with self._reserve(known, ticket.lengths, None, metadata, terms, timeout_s) as lease:
+        with self._reserve(known, ticket.lengths, metadata, terms, timeout_s) as lease:
             _ring.copy(lease.memory, data)
             lease.checksum = ticket.checksum
         return lease.ticket
@@ -471,16 +468,15 @@ class SharedRingBuffer(Attachment):
         if isinstance(lengths, Schema):
             if self.schema is not None:
                 raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
-            return self._reserve(lengths, None, None, metadata, terms, timeout_s)
+            return self._reserve(lengths, ordered_lengths(lengths, {}), metadata, terms, timeout_s)
         if self.schema is None:
             raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
-        return self._reserve(self.schema, None, lengths or {}, metadata, terms, timeout_s)
+        return self._reserve(self.schema, ordered_lengths(self.schema, lengths or {}), metadata, terms, timeout_s)
 
     def _reserve(
         self,
         schema: Schema,
-        lengths: tuple[int, ...] | None,
-        named_lengths: Mapping[str, int] | None,
+        lengths: tuple[int, ...],
         metadata: Mapping[str, Any] | None,
         terms: Terms,
         timeout_s: float | None,
@@ -493,33 +489,18 @@ class SharedRingBuffer(Attachment):
                 f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
             ) from error
         wait_s = None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
-        if lengths is None:
-            lengths = ordered_lengths(schema, named_lengths or {})
         layout = schema.layout(lengths)
         if layout.total > self.slot_capacity:
             raise PayloadTooLargeError(
                 f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
                 "make the ring with a larger slot_bytes"
             )
-        taken: list[tuple[int, int]] = []
+        loan = self._overflowing.take(wait_s)
+        self._overflowing.may_expire |= terms.expire
         try:
-            slot, generation = self._overflowing.take(wait_s, taken)
-            created, deadline = terms.times()
-            self._overflowing.may_expire |= deadline is not None
-            draft = Draft(
-                schema=schema,
-                lengths=lengths,
-                readers=terms.readers,
-                metadata=small,
-                created=created,
-                deadline=deadline,
-            )
-            lease = WriteLease(self, slot, generation, layout, draft)
-            lease.policy_version = terms.policy_version
-            return lease
-        except BaseException:
-            if taken and not self.native.closed:
-                self.native.abort(*taken[0])
+            return WriteLease(self, loan, schema, lengths, layout, small, terms)
+        except BaseException:  # an interrupt: what it is handled with may keep the loan
+            loan.release()
             raise
 
     # --- reading on this host -------------------------------------------------------------------------

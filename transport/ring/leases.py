@@ -7,27 +7,28 @@ a warning, as soon as no array looks into it any more.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-import msgspec
 import numpy as np
 
 from transport import _ring
 from transport._ring import Loan
 from transport.errors import ClosedError, InvalidTransition, SchemaError
 from transport.ring.packing import views, zero_gaps
+from transport.ring.writes import Terms
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket, host_identity
 
+log = logging.getLogger(__name__)
+
 
 class Slots(Protocol):
-    """What a lease asks of its ring."""
+    """What a lease, or a claim, asks of its `SharedRingBuffer`."""
 
     native: _ring.Ring
     name: str
@@ -38,9 +39,6 @@ class Slots(Protocol):
     def register(self, slot: int, device: int) -> bool: ...
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool: ...
     def settle(self) -> None: ...
-
-
-log = logging.getLogger(__name__)
 
 
 def ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:
@@ -56,48 +54,78 @@ def _addresses(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
-class Draft(msgspec.Struct, kw_only=True):
-    """What a ticket needs besides the slot."""
+class _Lease:
+    """Memory of a slot, which goes back when the lease ends, or is dropped."""
 
-    schema: Schema
-    lengths: tuple[int, ...]
-    readers: int
-    metadata: dict[str, Any]
-    created: float
-    deadline: float | None
+    _ends: ClassVar[str]  # the calls that end it
+    _ring: Slots
+    _loan: Loan
 
-
-class WriteLease:
-    """A slot being written. Leaving the ``with`` publishes it; an exception, or `abort`, gives the slot back."""
-
-    _open = False
-
-    def __init__(self, ring: Slots, slot: int, generation: int, layout: Layout, draft: Draft) -> None:
-        self._ring = ring
-        self._slot = slot
-        self._generation = generation
-        self._draft = draft
-        self._ticket: Ticket | None = None
-        self.layout = layout
-        self.checksum: int | None = None
-        self.policy_version: int | None = None
-        self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
-        self._loan = Loan(ring.native, slot, generation)
-        self.memory: memoryview = memoryview(self._loan)[: layout.total]
-        self._open = True
-
-    def __repr__(self) -> str:
-        state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
-        return f"<WriteLease slot {self._slot} generation {self._generation} {state}>"
+    @property
+    def _open(self) -> bool:
+        return not self._loan.ended
 
     @property
     def slot(self) -> int:
         """The slot's number."""
-        return self._slot
+        return self._loan.slot
 
     def register(self, device: int) -> None:
-        """Copies from ``device`` into the slot are to come: see `SharedRingBuffer.register`."""
-        self._ring.register(self._slot, device)
+        """Copies between the slot and ``device`` are to come: see `SharedRingBuffer.register`."""
+        self._ring.register(self.slot, device)
+
+    def _settle(self) -> None:
+        if self._ring.native.closed:
+            self._ring.settle()
+
+    def __del__(self) -> None:
+        loan = getattr(self, "_loan", None)  # none: it could not be made
+        if loan is not None and not (loan.ended or self._ring.native.closed or sys.is_finalizing()):
+            what = repr(self)  # a log record that has the lease would keep it
+            log.warning(
+                "%s was garbage-collected without %s; its slot is released. Use it in a `with` block",
+                what,
+                self._ends,
+                extra={"ring": self._ring.ring_id},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class WriteLease(_Lease):
+    """A slot being written. Leaving the ``with`` publishes it; an exception, or `abort`, gives the slot back."""
+
+    _ends = "publish() or abort()"
+
+    def __init__(
+        self,
+        ring: Slots,
+        loan: Loan,
+        schema: Schema,
+        lengths: tuple[int, ...],
+        layout: Layout,
+        metadata: dict[str, Any],
+        terms: Terms,
+    ) -> None:
+        self._ring = ring
+        self._loan = loan
+        self._schema = schema
+        self._lengths = lengths
+        self._readers = terms.readers
+        self._created, self._deadline = terms.times()
+        self._ticket: Ticket | None = None
+        self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
+        self.layout = layout
+        self.metadata: dict[str, Any] = metadata
+        """Small values that travel in the ticket; may be changed until publishing."""
+        self.checksum: int | None = None
+        self.policy_version = terms.policy_version
+        self.memory: memoryview = memoryview(loan)[: layout.total]
+
+    def __repr__(self) -> str:
+        state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
+        return f"<WriteLease slot {self.slot} generation {self._loan.generation} {state}>"
 
     @property
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -110,11 +138,6 @@ class WriteLease:
         return self.arrays[name]
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """Small values that travel in the ticket; may be changed until publishing."""
-        return self._draft.metadata
-
-    @property
     def ticket(self) -> Ticket:
         """The published payload's ticket. Raises InvalidTransition before publishing."""
         if self._ticket is None:
@@ -125,7 +148,7 @@ class WriteLease:
         """Make the payload readable. Raises InvalidTransition when the slot is not this lease's any more."""
         if not self._open:
             raise InvalidTransition(f"{self!r} cannot be published")
-        ring, draft = self._ring, self._draft
+        ring, loan = self._ring, self._loan
         if ring.native.closed:
             what = repr(self)
             self.abort()
@@ -140,59 +163,40 @@ class WriteLease:
                 host=host_identity(),
                 addresses=_addresses(ring.native.addresses),
                 ports=ring.native.ports(),
-                slot=self._slot,
-                generation=self._generation,
-                key=ring.key(self._slot, self._generation),
+                slot=loan.slot,
+                generation=loan.generation,
+                key=ring.key(loan.slot, loan.generation),
                 size=self.layout.total,
                 checksum=self.checksum,
-                readers=draft.readers,
-                schema_fingerprint=draft.schema.fingerprint,
-                schema=draft.schema if ring.schema is None else None,
-                lengths=draft.lengths,
-                created=draft.created,
-                deadline=draft.deadline,
-                metadata=draft.metadata,
+                readers=self._readers,
+                schema_fingerprint=self._schema.fingerprint,
+                schema=self._schema if ring.schema is None else None,
+                lengths=self._lengths,
+                created=self._created,
+                deadline=self._deadline,
+                metadata=self.metadata,
             )
-            note = ticket.encode()
-            published = ring.native.publish(
-                self._slot,
-                self._generation,
+            published = loan.publish(
                 self.layout.total,
                 self.checksum,
-                draft.readers,
-                int(draft.deadline * 1e9) if draft.deadline is not None else 0,
-                note,
+                self._readers,
+                int(self._deadline * 1e9) if self._deadline is not None else 0,
+                ticket.encode(),
                 _ring.NO_VERSION if self.policy_version is None else self.policy_version,
             )
-        except BaseException:
+        except BaseException:  # such as: closed by another thread since we looked, or a ticket that is too large
             self.abort()
             raise
-        self._open = False
-        self._end()
+        self._settle()
         if not published:
-            raise InvalidTransition(f"slot {self._slot} no longer belongs to this writer")
+            raise InvalidTransition(f"slot {self.slot} no longer belongs to this writer")
         self._ticket = ticket
         return ticket
 
     def abort(self) -> None:
         """Give the slot back unpublished. Does nothing after publishing."""
-        if self._open:
-            self._open = False
-            with contextlib.suppress(ClosedError):  # closed: the end of the loan gives the slot back
-                self._ring.native.abort(self._slot, self._generation)
-            self._end()
-
-    def _end(self) -> None:
-        self._loan.end()
-        if self._ring.native.closed:
-            self._ring.settle()
-
-    def __del__(self) -> None:
-        if self._open:
-            _dropped(self, self._ring, "publish() or abort()")
-
-    def __enter__(self) -> Self:
-        return self
+        self._loan.release()
+        self._settle()
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if kind is not None:
@@ -201,32 +205,23 @@ class WriteLease:
             self.publish()
 
 
-class ReadLease:
+class ReadLease(_Lease):
     """A pinned payload. Finalised exactly once: `consume`, or `release` (the default at the end of a ``with``)."""
 
-    _loan: Loan | None = None
+    _ends = "consume() or release()"
 
     def __init__(self, ring: Slots, ticket: Ticket, rank: int, loan: Loan) -> None:
         self._ring = ring
+        self._loan = loan
         self.ticket = ticket
         self.rank = rank
         self.view: memoryview = memoryview(loan)[: ticket.size].toreadonly()
-        self._loan = loan
 
     def __repr__(self) -> str:
         return f"<ReadLease {self.ticket.name} rank {self.rank} {'open' if self._open else 'ended'}>"
 
-    @property
-    def _open(self) -> bool:
-        return self._loan is not None and not self._loan.ended
-
-    def register(self, device: int) -> None:
-        """Copies out of the slot to ``device`` are to come: see `SharedRingBuffer.register`."""
-        self._ring.register(self.ticket.slot, device)
-
     def consume(self) -> bool:
         """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
-        assert self._loan is not None
         try:
             return self._loan.consume(self.rank)  # of a closed ring the end of the loan unpins
         finally:
@@ -238,34 +233,9 @@ class ReadLease:
 
     def release(self) -> bool:
         """Unpin; the payload stays for the next attempt. False: this lease was finalised before."""
-        assert self._loan is not None
         released = self._loan.release()
         self._settle()
         return released
 
-    def _settle(self) -> None:
-        if self._ring.native.closed:
-            self._ring.settle()
-
-    def __del__(self) -> None:
-        if self._open:
-            _dropped(self, self._ring, "consume() or release()")
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-def _dropped(lease: WriteLease | ReadLease, ring: Slots, end: str) -> None:
-    """Say so; the end of the loan gives the slot back, when the last array is gone."""
-    if not ring.native.closed and not sys.is_finalizing():
-        what = repr(lease)  # a log record that has the lease would keep it
-        fields = {"ring": ring.ring_id}
-        log.warning(
-            "%s was garbage-collected without %s; its slot is released. Use it in a `with` block",
-            what,
-            end,
-            extra=fields,
-        )

@@ -23,7 +23,7 @@ _LOOK_S: Final = 0.05  # polling interval for changes without wake-up: an unpinn
 
 
 class Overflowing:
-    """The overflow policy of one attachment. Faults of the native core pass through; `SharedRingBuffer` maps them.
+    """The overflow policy of one attachment.
 
     Attributes:
         policy: may be changed at any time.
@@ -35,19 +35,16 @@ class Overflowing:
         self.policy: Overflow = overflow
         self.may_expire = native.taken_over
 
-    def take(self, timeout_s: float | None, into: list[tuple[int, int]] | None = None) -> tuple[int, int]:
-        """(slot, generation) to write. Raises RingFullError if none becomes free in time; None: no limit.
-
-        It is also appended to ``into``, for who is interrupted before it returns.
-        """
+    def take(self, timeout_s: float | None) -> _ring.Loan:
+        """A slot to write. Raises RingFullError if none becomes free in time; None: no limit."""
         native = self._native
-        taken = native.try_take(into)
+        taken = native.try_take()
         if taken is None and self.policy == "overwrite":
-            taken = native.try_overwrite(into)
+            taken = native.try_overwrite()
         if taken is None and (self._tidy() or self.policy == "error"):
-            taken = native.try_take(into)
+            taken = native.try_take()
         if taken is None and self.policy != "error":
-            taken = self._wait(_FOR_EVER_S if timeout_s is None else timeout_s, into)
+            taken = self._wait(_FOR_EVER_S if timeout_s is None else timeout_s)
         if taken is None:
             free, writing, ready, reading = native.state_counts()
             raise RingFullError(
@@ -75,15 +72,15 @@ class Overflowing:
         reclaimed = self._native.reclaim() if self.policy != "block" else 0
         return bool(reclaimed + (self.discard_expired(time.time()) if self.may_expire else 0))
 
-    def _wait(self, timeout_s: float, into: list[tuple[int, int]] | None) -> tuple[int, int] | None:
+    def _wait(self, timeout_s: float) -> _ring.Loan | None:
         """Wait until a slot is freed, expires, or (with "overwrite") is unpinned by its readers."""
         give_up = time.monotonic() + timeout_s
         while True:
             left = give_up - time.monotonic()
             patience_s = self._patience_s()
-            taken = self._native.take(max(min(left, patience_s), 0.0), into)
+            taken = self._native.take(max(min(left, patience_s), 0.0))
             if taken is None and self.policy == "overwrite":
-                taken = self._native.try_overwrite(into)
+                taken = self._native.try_overwrite()
             if taken is not None or left <= patience_s:
                 return taken
             self.discard_expired(time.time())

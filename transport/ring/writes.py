@@ -68,6 +68,11 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None
     deadline: float | None
 
+    @property
+    def expire(self) -> bool:
+        """Whether the payloads have a deadline."""
+        return self.deadline_s is not None or self.deadline is not None
+
     def times(self) -> tuple[float, float | None]:
         """Creation and deadline of a payload whose slot was just taken, by the clock of this host."""
         now = time.time()
@@ -81,7 +86,7 @@ class Batch:
 
     Args:
         payloads: each with its metadata.
-        take: waits for a slot for so many seconds, and appends it to a list.
+        take: waits for a slot for so many seconds.
         write_alone: writes one payload, waiting for so many seconds.
     """
 
@@ -92,7 +97,7 @@ class Batch:
         casting: Casting,
         terms: Terms,
         payloads: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
-        take: Callable[[float | None, list[tuple[int, int]]], object],
+        take: Callable[[float | None], _ring.Loan],
         write_alone: Callable[[Mapping[str, Any], Mapping[str, Any] | None, float | None], Ticket],
     ) -> None:
         self._native = native
@@ -167,23 +172,18 @@ class Batch:
             self._publish(None)
             notes = self._plan.notes(self._written)
             if self.left and not notes:
-                self._publish_waiting(timeout_s)
+                loan = self._take(timeout_s)
+                try:
+                    self._publish(loan)
+                finally:
+                    loan.release()  # what was not used goes back
                 notes = self._plan.notes(self._written)
         self._written += len(notes)
         return Tickets(notes)
 
-    def _publish_waiting(self, timeout_s: float | None) -> None:
-        taken: list[tuple[int, int]] = []
-        try:
-            self._take(timeout_s, taken)
-            self._publish(taken[-1])
-        except BaseException:  # an interrupt between the taking of a slot and its use: a used one is not WRITING
-            if taken and not self._native.closed:
-                self._native.abort(*taken[-1])
-            raise
-
-    def _publish(self, slot: tuple[int, int] | None) -> None:
+    def _publish(self, loan: _ring.Loan | None) -> None:
         """Publish until no slot is free, in this one first."""
+        slot = None if loan is None else (loan.slot, loan.generation)
         terms = self._terms
         version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
         self._plan.write(self._native, slot, terms.readers, *terms.times(), version)

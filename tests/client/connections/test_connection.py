@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scripted_listener import RING, ScriptedListener, Side
 
 from transport import errors
-from transport.client.connections import connection
 from transport.client.connections.connection import Link, refusal
 from transport.errors import (
     AuthenticationError,
