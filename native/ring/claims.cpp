@@ -1,5 +1,5 @@
 // The ring as the queue: payloads are handed out to claimers. What a claim is stands in claim_word.hpp, how it is
-// taken step by step is modelled in model/takes.pml; how it ends is in claim_ends.cpp.
+// taken step by step is modelled in model/claim.pml; how it ends is in claim_ends.cpp.
 #include <algorithm>
 #include <utility>
 

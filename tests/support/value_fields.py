@@ -19,7 +19,7 @@ def field(value: object, name: str = "field") -> np.ndarray:
     layout, arrays = flat(Schema.of(field=("value", UpTo(size))).layout((size,)), [pieces])
     memory = aligned(size)
     memory[:] = 0xAA  # what a slot held before
-    pack_into(layout, arrays, memory.data, checksum=True)
+    pack_into(layout, arrays, memory.data)
     memory.flags.writeable = False
     return memory
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,10 +25,11 @@ from transport.errors import SchemaError
 from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
-from transport.ring.gathering import B, gathered
 from transport.runtime.arguments import seconds
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
+
+B = TypeVar("B", bound=Batch)
 
 _COLUMNS = tuple("sequence" if name == "offset" else name for name in _ring.BATCH_COLUMNS)  # offsets are the pieces'
 Taker = Callable[[float, bool], Awaitable[TakenBatch]]  # (seconds to wait, whether checksums are compared)
@@ -166,7 +167,7 @@ def in_place(parts: Sequence[TakenPart | _ring.ClaimedBatch], shape: Shape, sche
 
 
 def _of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Schema, **rest: Any) -> B:
-    """`gathered`, after a look at the schemas that the tickets name."""
+    """`Batch.gathered`, after a look at the schemas that the tickets name."""
     for part in parts:
         if isinstance(part, _ring.ClaimedBatch):
             continue
@@ -179,7 +180,7 @@ def _of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Sc
                 f"{schema.fingerprint}; its payloads were given back: `take` gives payloads of any schema, and a ring "
                 "that is made with a schema has no others"
             )
-    return gathered(kind, parts, schema, shape, **rest)
+    return kind.gathered(parts, schema, shape, **rest)
 
 
 class TakeBatchArguments(ShapeArguments, total=False):

@@ -11,23 +11,28 @@ Python object for one payload until it is asked for.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final, Protocol, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.devices.landing import HostLanding, Landing, Wanted, room_of
+from transport.devices.landing import HostLanding, Landing, Wanted, landing_for, room_of
 from transport.errors import BatchTooLargeError, UsageError
-from transport.ring.batch_shape import BatchLayout, Shape
+from transport.ring.batch_shape import BatchLayout, Shape, fields_of
 from transport.schema import DTYPES, Layout, Schema, TensorSpec
 from transport.ticket import Ticket
 from transport.values.decoding import Fields, field_value
 
+log = logging.getLogger(__name__)
+
 Array = np.ndarray[Any, Any]
 
+_UNFIT: Final = "its ticket or its length does not fit the schema of its ring"
+_WRONG: Final = "its bytes are not those that were written"
 _MOST_PACKED: Final = (1 << 31) - 1  # cu_seqlens are int32
 
 
@@ -177,6 +182,76 @@ class Batch(Sequence[Mapping[str, Any]]):
             part.release(delay_s)
 
     # --- how it is made -------------------------------------------------------------------------------
+    @classmethod
+    def gathered(
+        cls,
+        parts: Sequence[ClaimedPart],
+        schema: Schema,
+        shape: Shape,
+        *,
+        landing: Landing | None = None,
+        max_deliveries: int = 0,
+        consumer: str = "",
+    ) -> Self:
+        """Make a batch of these claims. Whatever is raised: all of them have been given back, uncounted.
+
+        Payloads that do not fit the schema, or whose bytes are wrong, leave their part, and are counted as dropped.
+
+        Args:
+            parts: claims of one or several rings. The batch owns them from here on.
+            landing: what `landing_for` gave for the shape, where it was made before the payloads were claimed.
+            max_deliveries: wrong bytes that were delivered so often are dead; 0: never.
+        """
+        try:
+            fills = shape.fills(schema)
+            if landing is None:
+                landing = landing_for(shape.memory, shape.out, shape.most_memory)
+            return cls._gathered(parts, schema, shape, fills, landing, max_deliveries, consumer)
+        except BaseException:
+            for part in parts:
+                part.release(in_vain=False)
+            raise
+
+    @classmethod
+    def _gathered(
+        cls,
+        parts: Sequence[ClaimedPart],
+        schema: Schema,
+        shape: Shape,
+        fills: Mapping[str, bytes],
+        landing: Landing,
+        max_deliveries: int,
+        consumer: str,
+    ) -> Self:
+        fields = fields_of(schema)
+        names = [spec.name for spec in schema.ragged]
+        dropped = 0
+        measured = []
+        for part in parts:
+            rows = np.empty((len(names), len(part)), np.int64)
+            unfit = part.measure(fields, rows)
+            for at in reversed(unfit):  # the next claimer would find the same
+                part.drop(at, _UNFIT, True, consumer)
+            dropped += len(unfit)
+            measured.append(np.delete(rows, unfit, axis=1) if unfit else rows)
+        while True:
+            batch = cls(parts, schema, shape, landing, dropped)
+            batch._place(dict(zip(names, _joined(measured, len(names)), strict=True)))
+            wrong = batch._fetch(fields, fills)
+            if not any(wrong):
+                batch._arrive()
+                return batch
+            begin = 0
+            for number, (part, indices) in enumerate(zip(parts, wrong, strict=True)):
+                before = batch.in_vain[begin : begin + len(part)].tolist()
+                begin += len(part)
+                for at in reversed(indices):
+                    last = 0 < max_deliveries <= before[at] + 1
+                    part.drop(at, _WRONG, last, consumer)
+                    log.warning("a payload was left out of a batch: %s (delivery %d)", _WRONG, before[at] + 1)
+                measured[number] = np.delete(measured[number], indices, axis=1)
+                dropped += len(indices)
+
     def _read_columns(self) -> None:
         parts = self._parts
         self._count = sum(len(part) for part in parts)
@@ -184,16 +259,12 @@ class Batch(Sequence[Mapping[str, Any]]):
         for part in parts:
             columns.append(np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64))
             part.columns(columns[-1])
-        joined = (
-            columns[0]
-            if len(columns) == 1
-            else np.hstack([np.empty((len(_ring.BATCH_COLUMNS), 0), np.int64), *columns])
-        )
+        joined = _joined(columns, len(_ring.BATCH_COLUMNS))
         self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions = joined[:6]
         self._offsets, self.in_vain = joined[6:]
 
-    def place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
-        """Find memory for the tensors of payloads with these lengths. Called once, before `fetch`."""
+    def _place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
+        """Find memory for the tensors of payloads with these lengths. Called once, before `_fetch`."""
         self._whole_lengths = lengths
         if self.schema is not self._whole:
             lengths = {spec.name: lengths[spec.name] for spec in self.schema.ragged}
@@ -241,7 +312,7 @@ class Batch(Sequence[Mapping[str, Any]]):
             )
         return (len(self), longest if room is None else room, *spec.shape[1:])
 
-    def fetch(self, fields: _ring.BatchFields, fills: Mapping[str, bytes]) -> list[list[int]]:
+    def _fetch(self, fields: _ring.BatchFields, fills: Mapping[str, bytes]) -> list[list[int]]:
         """Copy the payloads to their places, or verify them where they stay; of each part those that are wrong."""
         if self.layout == "list":
             return [part.verify() for part in self._parts] if self._shape.verified else []
@@ -266,19 +337,13 @@ class Batch(Sequence[Mapping[str, Any]]):
             begin += len(part)
         return wrong
 
-    def arrive(self) -> None:
+    def _arrive(self) -> None:
         """All payloads are gathered and right: the arrays are what the batch gives out."""
         if self.layout == "list":
             return
         found = self._landing.arrive()
         self._arrays = dict(zip(self._arrays, found, strict=False))
         self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=False)) or self._ends
-
-    def in_vain_of(self, number: int) -> npt.NDArray[np.int64]:
-        """Of the payloads of one part."""
-        begin = sum(len(part) for part in self._parts[:number])
-        found: npt.NDArray[np.int64] = self.in_vain[begin : begin + len(self._parts[number])]
-        return found
 
     def _decoded(self, name: str, at: int) -> Any:
         begin, end = self._spans[name][at : at + 2].tolist()
@@ -328,6 +393,11 @@ class Batch(Sequence[Mapping[str, Any]]):
             for place in layout.placements
         }
         return Fields(arrays, self.schema.kinds) if self.schema.kinds else arrays
+
+
+def _joined(tables: Sequence[npt.NDArray[np.int64]], rows: int) -> npt.NDArray[np.int64]:
+    """The columns of all tables side by side; of one table without a copy."""
+    return tables[0] if len(tables) == 1 else np.hstack([np.empty((rows, 0), np.int64), *tables])
 
 
 def _memory(part: Any, at: int) -> tuple[Any, int | None]:

@@ -22,7 +22,6 @@ from transport.devices.landing import landing_for
 from transport.errors import ClosedError, RankError, SchemaError, UsageError
 from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
-from transport.ring.gathering import gathered
 
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
@@ -140,8 +139,8 @@ def claim_batch(
         if not parts and deadline.left_s > 0:
             wait_for_payloads(seen, deadline.left_s)
             continue
-        batch = gathered(
-            PayloadBatch, parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer
+        batch = PayloadBatch.gathered(
+            parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer
         )
         dropped += batch.dropped
         if len(batch) or not deadline.left_s:

@@ -318,7 +318,7 @@ class SharedRingBuffer(Attachment):
             on_device = next((array for array in arrays if isinstance(array, DeviceTensor)), None)
             if on_device is not None:
                 self.register(lease.slot, on_device.device)
-            lease.checksum = pack_into(layout, arrays, lease.memory, checksum=True)
+            lease.checksum = pack_into(layout, arrays, lease.memory)
         return lease.ticket
 
     def write_many(

@@ -2,7 +2,7 @@
 
 arrays, lengths = describe(schema, mapping)          # validated; host memory is not copied yet, nor a device's
 layout = schema.layout(lengths)
-checksum = pack_into(layout, arrays, slot, checksum=True)
+checksum = pack_into(layout, arrays, slot)
 views(layout, slot, writable=False)                  # the same arrays, in the slot's own memory
 """
 
@@ -205,23 +205,23 @@ def flat(layout: Layout, fields: Sequence[Field]) -> tuple[Layout, list[Array]]:
 
 
 # --- packing -------------------------------------------------------------------------------------
-def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview, checksum: bool) -> int | None:
+def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview) -> int:
     """Copy each array to its place; gaps become zeros, so equal payloads are equal bytes.
 
     layout, arrays: as `describe` gave them, shapes equal; a dtype that differs is converted, unchecked.
     destination: writable flat bytes, at least `layout.total` of them. What stands behind those is left alone.
     Device memory is copied on its library's current stream, and is in the destination on return.
-    Returns XXH3 (64 bits) of the `layout.total` bytes, hashed while copying, or None without `checksum`.
+    Returns XXH3 (64 bits) of the `layout.total` bytes, hashed while copying.
     BufferUnsuitableError for a destination that does not fit.
     """
     target = _writable(destination, layout.total)
     if not any(isinstance(array, DeviceTensor) for array in arrays):
-        return _pack(layout, arrays, target, checksum, None)
+        return _pack(layout, arrays, target, None)
     plain = [_plain(array, placement) for array, placement in zip(arrays, layout.placements, strict=True)]
     copies = DeviceCopies(sources_of(layout, plain), address_of(target))
     try:
         copies.start()
-        return _pack(layout, plain, target, checksum, copies)
+        return _pack(layout, plain, target, copies)
     finally:
         copies.finish()
 
@@ -234,35 +234,27 @@ def _plain(array: Array, placement: Placement) -> Array:
     return to_host(array.value) if converted is None else converted
 
 
-def _pack(
-    layout: Layout, arrays: Sequence[Array], target: memoryview, checksum: bool, copies: DeviceCopies | None
-) -> int | None:
-    hasher = _ring.Checksum() if checksum else None
+def _pack(layout: Layout, arrays: Sequence[Array], target: memoryview, copies: DeviceCopies | None) -> int:
+    hasher = _ring.Checksum()
     for number, ((start, end), placement, array) in enumerate(
         zip(_gaps(layout), layout.placements, arrays, strict=True)
     ):
         if start != end:
             target[start:end] = _ZEROS[: end - start]
-            if hasher:
-                hasher.update(target[start:end])
+            hasher.update(target[start:end])
         place = target[end : end + placement.nbytes]
         if isinstance(array, DeviceTensor):
             for part in copies.arrived(number) if copies else ():
-                if hasher:
-                    hasher.update(target[slice(*part)])
+                hasher.update(target[slice(*part)])
         elif array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
             source: Any = array  # exports its bytes, which is all that a copy asks for
-            if hasher:
-                hasher.copy(place, source)  # one pass over memory for both
-            else:
-                _ring.copy(place, source)
+            hasher.copy(place, source)  # one pass over memory for both
         else:
             # Strided or of another dtype: numpy gathers and converts straight into the destination.
             with np.errstate(all="ignore"):  # a cast that loses something was asked for
                 np.copyto(_array_at(np.asarray(target), placement), array.reshape(placement.shape), casting="unsafe")
-            if hasher:
-                hasher.update(place)
-    return hasher.digest() if hasher else None
+            hasher.update(place)
+    return hasher.digest()
 
 
 def zero_gaps(layout: Layout, destination: memoryview) -> None:

@@ -20,7 +20,6 @@ from transport.devices.host_tensors import as_tensors
 from transport.errors import InternalError, SchemaError, UsageError
 from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape
-from transport.ring.gathering import gathered
 
 
 def tensor_batch(payloads: Sequence[ReceivedPayload], shape: Shape) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def tensor_batch(payloads: Sequence[ReceivedPayload], shape: Shape) -> dict[str,
                 f"{payloads[0].ticket.name} of the same batch {payloads[0].ticket.schema_fingerprint}; for several "
                 "schemas use collate= with the layout list, or a queue for each"
             )
-    batch = gathered(Batch, [_Payloads(payloads)], schema, shape)
+    batch = Batch.gathered([_Payloads(payloads)], schema, shape)
     found = batch.torch()
     beside = {f"{name}.lengths": lengths for name, lengths in batch.lengths.items()}
     beside |= {f"{name}.cu_seqlens": ends for name, ends in batch.cu_seqlens.items()}
