@@ -131,8 +131,8 @@ def test_a_drain_goes_on_when_the_supervisor_was_told_to_end_with_its_writer() -
 def test_a_start_that_cannot_write_its_ports_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = OneThread.start
 
-    def start(run: OneThread, wanted: tuple[int, ...]) -> Any:
-        begin(run, wanted)
+    def start(run: OneThread) -> Any:
+        begin(run)
         return ("none",)  # refused, as they are where another process was stopped while it wrote ports
 
     monkeypatch.setattr(OneThread, "start", start)

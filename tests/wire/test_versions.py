@@ -18,7 +18,7 @@ from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, _rin
 from transport.client.connections import connection
 from transport.errors import AuthenticationError, LayoutError, LinkError, VersionMismatchError
 from transport.observe import overview
-from transport.server.process import ListenerConfig, ListenerReport
+from transport.server.process import ListenerConfig, StartReport
 from transport.settings import DEFAULTS
 from transport.wire import frames
 from transport.wire.frames import Challenge, Hello, Proof, Welcome
@@ -119,14 +119,14 @@ def of_another_layout(ring: SharedRingBuffer) -> Iterator[None]:
             write(own)
 
 
-def listener_process(told: bytes) -> ListenerReport:
+def listener_process(told: bytes) -> StartReport:
     """What a listener process answers that is told this, and ends."""
     ended = subprocess.run(
         [sys.executable, "-m", "transport.server.process"], input=told, capture_output=True, timeout=60, check=False
     )
     assert ended.returncode == 1
     assert b"Traceback" not in ended.stderr
-    return msgspec.json.decode(ended.stdout, type=ListenerReport)
+    return msgspec.json.decode(ended.stdout, type=StartReport)
 
 
 def test_a_ring_of_another_layout_is_refused_by_name(ring: SharedRingBuffer) -> None:
@@ -139,7 +139,7 @@ def test_a_ring_of_another_layout_is_refused_by_name(ring: SharedRingBuffer) -> 
         assert refusal in view.unreadable
         config = ListenerConfig(segment=ring.name, port=0, settings=DEFAULTS)
         report = listener_process(msgspec.json.encode(config))
-    assert (report.error, report.port) == ("LayoutError", 0)
+    assert (report.error, report.ports) == ("LayoutError", ())
     assert refusal in report.message
 
 

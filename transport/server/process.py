@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import uvloop
@@ -24,6 +24,7 @@ from transport.config import LogFormat, LogLevel
 from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
+from transport.runtime.decoders import hiding
 from transport.runtime.logs import handler
 from transport.server.lifetime import Lifetime, Phase
 from transport.server.listener import Listener, serve_until
@@ -43,6 +44,7 @@ DRAIN_S = 2.0  # longest wait for acknowledgements after SIGTERM
 EXIT_S = DRAIN_S + 3.0  # a listener that hangs ends then, with the stacks of all its threads
 
 
+@hiding("secret")
 class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Configuration of a listener process."""
 
@@ -62,22 +64,18 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         except (TypeError, msgspec.ValidationError) as error:
             raise UsageError(f"a listener cannot be configured so: {error}") from None
 
-    def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """For repr: every field except the secret, which must not appear in a log."""
-        hidden = {"secret"} if self.secret is not None else set()
-        return [(name, "..." if name in hidden else getattr(self, name)) for name in self.__struct_fields__]
 
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
-        return f"{type(self).__name__}({shown})"
+class StartReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The one report of a process that was started, listener or supervisor: its ports, or the first error."""
 
-
-class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The one report of a listener process."""
-
-    port: int = 0
+    ports: tuple[int, ...] = ()
     error: str = ""
     message: str = ""
+
+    @classmethod
+    def of(cls, error: TransportError) -> StartReport:
+        """Of a start that failed."""
+        return cls(error=type(error).__name__, message=str(error))
 
 
 def is_listener(pid: int) -> bool:
@@ -111,7 +109,7 @@ def send(number: int, pid: int) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-def answer(report: msgspec.Struct) -> None:
+def answer(report: StartReport) -> None:
     """Write one JSON line to the process that started this one. Only the first call writes."""
     global _answers
     descriptor, _answers = _answers, -1
@@ -164,7 +162,7 @@ async def _serve(config: ListenerConfig) -> int:
     try:
         ring = attached(config.segment, "listener")
     except TransportError as error:
-        answer(ListenerReport(error=type(error).__name__, message=str(error)))
+        answer(StartReport.of(error))
         return 1
     with ring:
         listener = Listener(
@@ -178,14 +176,14 @@ async def _serve(config: ListenerConfig) -> int:
         try:
             port = listener.start(config.port)
         except TransportError as error:
-            answer(ListenerReport(error=type(error).__name__, message=str(error)))
+            answer(StartReport.of(error))
             return 1
         ring.native.set_own_port(port)
         lifetime = Lifetime(config.settings.linger_s)
         orphaned = loop.create_task(_stop_when_orphaned(ring, lifetime, config.settings, stop))
         try:
             _left_open.append(listener)
-            await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
+            await serve_until(listener, stop, DRAIN_S, lambda port: answer(StartReport(ports=(port,))), exiting=True)
         finally:
             orphaned.cancel()  # no effect if it has finished
         if orphaned.done() and not orphaned.cancelled() and not ring.native.supervised:
@@ -203,7 +201,7 @@ def main() -> NoReturn:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor
         message = f"listener and supervisor are of different builds ({error}); restart the server"
-        answer(ListenerReport(error=UsageError.__name__, message=message))
+        answer(StartReport.of(UsageError(message)))
         sys.exit(1)
     logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
     status = uvloop.run(_serve(config))

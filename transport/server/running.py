@@ -23,8 +23,8 @@ from transport.runtime.blocking_calls import started
 from transport.runtime.loop_thread import LoopThread
 from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
-from transport.server.process import DRAIN_S, ListenerConfig, is_ending, is_listener, send
-from transport.server.supervisor import STOP_S, SupervisorConfig, SupervisorReport
+from transport.server.process import DRAIN_S, ListenerConfig, StartReport, is_ending, is_listener, send
+from transport.server.supervisor import STOP_S, SupervisorConfig
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ class Processes:
         # Invariant: no process is spawned after stop() has begun. Held while one is spawned, not until it has reported.
         self._spawning = threading.RLock()
         self._watcher: threading.Thread | None = None
-        self._starting: Future[SupervisorReport] | None = None
+        self._starting: Future[StartReport] | None = None
 
-    def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
+    def start(self) -> tuple[int, ...]:
         # In a thread, where Ctrl-C is not raised: an interrupt between spawning and storing the process would leak it.
         self._starting = started(self._started)
         report = self._starting.result()
@@ -75,7 +75,7 @@ class Processes:
         threads.start(self._watcher)
         return report.ports
 
-    def _started(self) -> SupervisorReport:
+    def _started(self) -> StartReport:
         for starts in itertools.count(1):
             report = self._spawn()
             killed = self._process is not None and self._process.returncode == -signal.SIGKILL
@@ -86,10 +86,10 @@ class Processes:
             self._stop_orphans()  # else its listeners would keep the ports of the next supervisor
         return report
 
-    def _spawn(self) -> SupervisorReport:
+    def _spawn(self) -> StartReport:
         with self._spawning:
             if self._stopping.is_set():
-                return SupervisorReport(error=_DIED, message="the server was stopped while it started")
+                return StartReport(error=_DIED, message="the server was stopped while it started")
             process = subprocess.Popen(
                 # -P: not from the current directory, where any module could read the supervisor's secret
                 [sys.executable, "-P", "-m", "transport.server.supervisor"],
@@ -115,8 +115,8 @@ class Processes:
             process.stdout.close()
         if not line:
             process.wait()
-            return SupervisorReport(error=_DIED, message=f"the supervisor ended with status {process.returncode}")
-        report = msgspec.json.decode(line, type=SupervisorReport)
+            return StartReport(error=_DIED, message=f"the supervisor ended with status {process.returncode}")
+        report = msgspec.json.decode(line, type=StartReport)
         if report.error:
             process.wait()
         return report
@@ -134,7 +134,7 @@ class Processes:
             try:
                 report = self._spawn()
             except (OSError, msgspec.MsgspecError) as error:  # cannot start a process now; tried again
-                report = SupervisorReport(error=type(error).__name__, message=str(error))
+                report = StartReport(error=type(error).__name__, message=str(error))
             if report.error and not self._stopping.is_set():  # else `stop` has ended it
                 log.error("the supervisor did not start: %s: %s", report.error, report.message)
 
@@ -185,20 +185,21 @@ class Processes:
 class OneThread:
     """Listeners on a loop in a thread of this process."""
 
-    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig) -> None:
+    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig, ports: tuple[int, ...]) -> None:
         self._ring = ring
         self._config = config
+        self._ports = ports
         self._listeners: list[Listener] = []
         self._thread: LoopThread | None = None
 
-    def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+    def start(self) -> tuple[int, ...]:
         self._thread = LoopThread("transport listeners")
         self._thread.closes(self._stop)
-        return self._thread.run(self._start(ports), _START_TIMEOUT_S)
+        return self._thread.run(self._start(), _START_TIMEOUT_S)
 
-    async def _start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+    async def _start(self) -> tuple[int, ...]:
         config = self._config
-        for port in ports:
+        for port in self._ports:
             listener = Listener(
                 self._ring, settings=config.settings, secret=config.secret, wires=config.wires, bind=config.bind
             )

@@ -153,8 +153,8 @@ class UCXXServer:
             if self._mode == "process":
                 run = Processes(self._ring, self._config, self._wanted, self._after_writer)
             else:
-                run = OneThread(self._ring, self._config)
-            ports = run.start(self._wanted)
+                run = OneThread(self._ring, self._config, self._wanted)
+            ports = run.start()
             self._run, self._process, self._closing = run, os.getpid(), False
             self._ring.native.set_ports(ports)
             return self

@@ -33,7 +33,7 @@ from transport.server.lifetime import Lifetime, Phase, Watchdog
 from transport.server.process import (
     DRAIN_S,
     ListenerConfig,
-    ListenerReport,
+    StartReport,
     answer,
     is_ending,
     is_listener,
@@ -73,7 +73,7 @@ class ServedPort:
         self.starting: asyncio.Task[None] | None = None
         self.failures = 0
         self.not_before = 0.0
-        self.last_error = ListenerReport()
+        self.last_error = StartReport()
         self.killed = False  # its listener, from outside and before it had reported
 
     def __repr__(self) -> str:
@@ -107,14 +107,6 @@ class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     listener: ListenerConfig
     first: bool = True
     after_writer: AfterWriter | None = None
-
-
-class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The one report of a supervisor: all ports, or the first error."""
-
-    ports: tuple[int, ...] = ()
-    error: str = ""
-    message: str = ""
 
 
 class Supervisor:
@@ -248,7 +240,7 @@ class Supervisor:
             if report.error == RingNotFoundError.__name__:
                 self.request_stop()  # the segment was removed: there is nothing left to serve
             return
-        served.port = report.port
+        [served.port] = report.ports
         served.failures = 0
         watcher = asyncio.create_task(self._watch(served, process))
         self._watchers.add(watcher)
@@ -261,7 +253,7 @@ class Supervisor:
             await served.process.wait()
             served.process = None
 
-    async def _started(self, served: ServedPort) -> ListenerReport:
+    async def _started(self, served: ServedPort) -> StartReport:
         """Start the listener of the port; its report, or the reason why there is none."""
         try:
             served.process = await asyncio.create_subprocess_exec(
@@ -275,22 +267,21 @@ class Supervisor:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 config = msgspec.structs.replace(self._config.listener, port=served.port)
                 report = await self._exchange(served.process, config)
-                return report if report is not None else await self._last_words(served.process)
+                if report is not None:
+                    return report
+                status = await served.process.wait()
+                return StartReport(error=SILENT, message=f"the listener ended with status {status}")
         except (TimeoutError, OSError, msgspec.MsgspecError) as error:
-            return ListenerReport(error=SILENT, message=f"the listener did not report ({error!r})")
+            return StartReport(error=SILENT, message=f"the listener did not report ({error!r})")
 
-    async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport | None:
+    async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> StartReport | None:
         if process.stdin is None or process.stdout is None:
             raise OSError("the listener has no pipes")
         with contextlib.suppress(RuntimeError):  # uvloop raises it when the process has ended
             process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         line = await process.stdout.readline()
-        return msgspec.json.decode(line, type=ListenerReport) if line.endswith(b"\n") else None
-
-    async def _last_words(self, process: asyncio.subprocess.Process) -> ListenerReport:
-        """The report for a listener that ends without one."""
-        return ListenerReport(error=SILENT, message=f"the listener ended with status {await process.wait()}")
+        return msgspec.json.decode(line, type=StartReport) if line.endswith(b"\n") else None
 
     async def _watch(self, served: ServedPort, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -407,10 +398,10 @@ async def _supervise(config: SupervisorConfig) -> int:
             await supervisor.filled_at_first()
         failed = supervisor.unserved()
         if failed:
-            answer(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))
+            answer(failed[0].last_error)
             await supervisor._stop_listeners()
             return 1
-        answer(SupervisorReport(ports=ring.native.ports()))
+        answer(StartReport(ports=ring.native.ports()))
         await supervisor.run()
         supervisor.remove_segment()
     return 0
@@ -425,7 +416,7 @@ def main() -> int:
     try:
         return uvloop.run(_supervise(config))
     except TransportError as error:
-        answer(SupervisorReport(error=type(error).__name__, message=str(error)))
+        answer(StartReport.of(error))
         return 1
 
 
