@@ -236,8 +236,8 @@ class Ring:
         timeout_s: float,
         *,
         rank: int = 0,
-        most_bytes: int = ...,
-        oldest_version: int = ...,
+        most_bytes: int | None = None,
+        oldest_version: int | None = None,
         most_attempts: int = 0,
         consumer: str = "",
     ) -> list[Claim]:
@@ -253,8 +253,8 @@ class Ring:
         timeout_s: float,
         *,
         rank: int = 0,
-        most_bytes: int = ...,
-        oldest_version: int = ...,
+        most_bytes: int | None = None,
+        oldest_version: int | None = None,
         most_attempts: int = 0,
         consumer: str = "",
     ) -> ClaimedBatch:

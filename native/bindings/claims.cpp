@@ -41,10 +41,12 @@ struct Unowned {
 };
 
 // With the GIL but for sleeping, as every transition (ring.hpp). Python's signal handlers run while nothing is claimed.
-void claim(Unowned& into, std::size_t most, double timeout_s, unsigned rank, std::uint64_t most_bytes,
-           std::int64_t oldest_version, unsigned most_attempts, const std::string& consumer) {
+void claim(Unowned& into, std::size_t most, double timeout_s, unsigned rank, std::optional<std::uint64_t> most_bytes,
+           std::optional<std::int64_t> oldest_version, unsigned most_attempts, const std::string& consumer) {
   Ring& ring = into.ring;
-  const Asked asked{rank, most, most_bytes, oldest_version, most_attempts, consumer};
+  const Asked any;
+  const Asked asked{rank, most, most_bytes.value_or(any.most_bytes), oldest_version.value_or(any.oldest_version),
+                    most_attempts, consumer};
   const Deadline deadline(timeout_s);
   for (;;) {
     EventWord& published = ring.published();
@@ -96,8 +98,8 @@ class Claim {
 PyType_Slot claim_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Claim::get_buffer)}, {0, nullptr}};
 
 nb::list claim_each(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
-                    std::uint64_t most_bytes, std::int64_t oldest_version, unsigned most_attempts,
-                    const std::string& consumer) {
+                    std::optional<std::uint64_t> most_bytes, std::optional<std::int64_t> oldest_version,
+                    unsigned most_attempts, const std::string& consumer) {
   Unowned found{*nb::inst_ptr<Ring>(ring), {}};
   claim(found, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer);
   nb::list claims;
@@ -110,8 +112,8 @@ nb::list claim_each(nb::handle_t<Ring> ring, std::size_t most, double timeout_s,
 }
 
 nb::object claim_batch(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
-                       std::uint64_t most_bytes, std::int64_t oldest_version, unsigned most_attempts,
-                       const std::string& consumer) {
+                       std::optional<std::uint64_t> most_bytes, std::optional<std::int64_t> oldest_version,
+                       unsigned most_attempts, const std::string& consumer) {
   Unowned found{*nb::inst_ptr<Ring>(ring), {}};
   claim(found, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer);
   std::vector<OwnedClaim> owned;
@@ -241,10 +243,10 @@ void bind_claim_types(nb::module_& module) {
 void bind_claims(nb::class_<Ring>& ring) {
   ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a, "bell"_a = nb::none(), "rung"_a = 0u);
   ring.def("claim", claim_each, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
-           "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
+           "most_bytes"_a = nb::none(), "oldest_version"_a = nb::none(), "most_attempts"_a = 0u,
            "consumer"_a = "")
       .def("claim_batch", claim_batch, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
-           "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
+           "most_bytes"_a = nb::none(), "oldest_version"_a = nb::none(), "most_attempts"_a = 0u,
            "consumer"_a = "")
       .def(
           "set_lease", [](Ring& r, std::optional<double> lease_s) { r.set_lease(duration_ns(lease_s.value_or(0.0))); },

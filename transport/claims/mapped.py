@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
 _ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
-_ANY_SIZE: Final = (1 << 64) - 1
 
 
 @hiding("data", "token", "source", "ring", "native")
@@ -135,8 +134,7 @@ class MappedSource:
                     n - len(claims),
                     0.0,
                     rank=ranks[which],
-                    most_bytes=_ANY_SIZE,
-                    oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+                    oldest_version=oldest_version,
                     most_attempts=self._max_deliveries,
                     consumer=consumer,
                 )

@@ -26,10 +26,17 @@ from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 if TYPE_CHECKING:
     from transport.ring.leases import Slots
 
-__all__ = ["MAX_DELIVERIES", "BatchLayout", "EndingPart", "PayloadBatch", "claim_batch", "wait_for_payloads"]
+__all__ = [
+    "MAX_DELIVERIES",
+    "BatchLayout",
+    "EndingPart",
+    "PayloadBatch",
+    "check_claim",
+    "claim_batch",
+    "wait_for_payloads",
+]
 
 MAX_DELIVERIES: Final = 5
-_ANY_SIZE: Final = (1 << 64) - 1
 _SLICE_S: Final = 0.1  # between looks for events without a wake-up, such as dead claimers
 
 
@@ -69,6 +76,14 @@ class PayloadBatch(Batch):
         self.release()
 
 
+def check_claim(n: int, rank: int) -> None:
+    """Raises UsageError, RankError: no claim is of so many payloads, or no payload of such a rank."""
+    if n < 1:
+        raise UsageError(f"n={n}; claim at least one payload")
+    if not 0 <= rank < _ring.MAX_READERS:
+        raise RankError(f"rank {rank}; a payload is written for ranks 0..{_ring.MAX_READERS - 1}")
+
+
 def claim_batch(
     rings: Sequence[Slots],
     n: int,
@@ -96,10 +111,7 @@ def claim_batch(
     """
     if len({ring.schema for ring in rings}) > 1:
         raise SchemaError("the rings of one batch have the same schema; claim batches of each kind apart")
-    if n < 1:
-        raise UsageError(f"n={n}; a batch is of at least one payload")
-    if not 0 <= rank < _ring.MAX_READERS:
-        raise RankError(f"rank {rank}; a payload is written for ranks 0..{_ring.MAX_READERS - 1}")
+    check_claim(n, rank)
     wanted = Shape(**shape)
     schema = rings[0].schema if rings else None
     wanted.fills(schema)
@@ -124,8 +136,8 @@ def claim_batch(
                     left,
                     deadline.left_s if len(opened) == 1 else 0.0,
                     rank=rank,
-                    most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
-                    oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+                    most_bytes=most_bytes,
+                    oldest_version=oldest_version,
                     most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
                     consumer=consumer,
                 )

@@ -25,7 +25,6 @@ from transport.errors import (
     LayoutError,
     LengthMismatchError,
     PayloadTooLargeError,
-    RankError,
     RingFullError,
     SchemaError,
     StaleSlotError,
@@ -37,7 +36,7 @@ from transport.errors import (
 )
 from transport.ring import attachment
 from transport.ring.attachment import Attachment
-from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, claim_batch
+from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, check_claim, claim_batch
 from transport.ring.claimed import ClaimedPayload
 from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of
 from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
@@ -53,7 +52,6 @@ log = logging.getLogger(__name__)
 MAX_READERS: Final = _ring.MAX_READERS
 _PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
-_ANY_SIZE: Final = (1 << 64) - 1
 
 
 Sync = Literal["never", "publish"]
@@ -586,16 +584,13 @@ class SharedRingBuffer(Attachment):
             consumer: names the claimer in reports of failures.
         """
         found = self.rank_of(rank)
-        if n < 1:
-            raise UsageError(f"n={n}; a claim is of at least one payload")
-        if not 0 <= found < MAX_READERS:
-            raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
+        check_claim(n, found)
         claims = self.native.claim(
             n,
             timeout_s,
             rank=found,
-            most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
-            oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+            most_bytes=most_bytes,
+            oldest_version=oldest_version,
             most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
             consumer=consumer,
         )
