@@ -1,4 +1,6 @@
-"""Rings in files: a job that is killed whole, its host that starts again, and a host that loses its power.
+"""Rings in files: one that is served again after its processes were killed, and a host that loses its power.
+
+test_restart.py has whole jobs over such rings.
 
 What a loss of power leaves is made of copies: the pages of the file as they were when it was synced last, and as they
 were at moments after that, in any mixture. A real disk may also write a part of a page; then the page's payload, or its
@@ -8,17 +10,11 @@ ticket, has another checksum, as after the changes of tests/ring/test_files.py.
 from __future__ import annotations
 
 import random
-import secrets
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import file_job
 import pytest
 from delivery_accounts import Serving, Told, compare, consumed, place_of
-from file_job import checkpoint, written
-from helpers import PATIENCE_S, Child, eventually
-from machines import Machine, why_not
+from helpers import Child
 from preloaded import needs_compiler, preloaded
 from ring_files import SCHEMA, forget, links_to, payload, take_all
 
@@ -29,45 +25,6 @@ from transport.ring.buffer import Sync
 _PAGE = 4096
 _HEADER = 2 * _PAGE
 _SLOTS = 4
-
-
-# --- the whole job ------------------------------------------------------------------------------------------
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[str]:
-    """The name of a run, whose rings' names go at its end."""
-    yield f"files-{secrets.token_hex(4)}-"
-    for ring in tmp_path.glob("*.ring"):
-        forget(ring)
-
-
-@pytest.mark.ucx
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.nightly(keep=2)
-@pytest.mark.parametrize("wires", ["mapped", "tcp"])
-@pytest.mark.parametrize("sync", ["never", "publish"])
-@pytest.mark.parametrize("kind", ["job", "host"])
-@pytest.mark.parametrize("kills", [2])
-def test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed(
-    kind: str, sync: str, wires: str, kills: int, run: str, tmp_path: Path
-) -> None:
-    chosen = random.Random(f"{kind} {sync} {wires}")
-    program = Path(file_job.__file__)
-    for boot in range(kills):
-        lines = sum(map(len, written(tmp_path))) + chosen.randrange(1, 60)
-        with Machine(kind, tmp_path, program, tmp_path, run, boot, 10_000, sync, wires) as machine:  # type: ignore[arg-type]
-            eventually(lambda lines=lines: sum(map(len, written(tmp_path))) >= lines, "it writes")
-            machine.kill()
-        ledger = Counter(checkpoint(tmp_path)[0])
-        assert [number for number, times in ledger.items() if times > 1] == []
-    with Machine(kind, tmp_path, program, tmp_path, run, kills, 20, sync, wires) as machine:  # type: ignore[arg-type]
-        assert machine.wait(PATIENCE_S) == 0
-    begun, done = written(tmp_path)
-    ledger = Counter(checkpoint(tmp_path)[0])
-    assert [number for number, times in ledger.items() if times > 1] == []
-    assert done - ledger.keys() == set(), "lost"
-    assert ledger.keys() - begun == set()
-    assert len(ledger.keys() - done) <= 2 * kills, "a write that did not return is published, or is not"
 
 
 @pytest.mark.ucx
@@ -96,7 +53,6 @@ LIFE = """
 import random, sys
 from ring_files import SCHEMA, payload
 from transport import SharedRingBuffer
-from transport.errors import RingFullError
 
 def say(what, *about):
     print(what, *about, flush=True)

@@ -129,13 +129,12 @@ TESTS: dict[str, dict[str, list[str]]] = {
     },
     "every process of a job is killed, its rings in files": {
         "guarantees/test_files.py": [
-            "test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed",
             "test_a_ring_in_a_file_whose_processes_were_all_killed_is_served_again",
         ],
         "guarantees/test_restart.py": ["test_a_job_killed_whole_goes_on_over_files_and_on_several_hosts"],
     },
     "their host starts again": {
-        "guarantees/test_files.py": ["test_a_job_whose_rings_lie_in_files_goes_on_where_it_was_killed"],
+        "guarantees/test_restart.py": ["test_a_job_killed_whole_goes_on_over_files_and_on_several_hosts"],
     },
     "their host loses its power, with sync": {
         "guarantees/test_files.py": ["test_what_a_write_to_a_synced_ring_returned_for_is_there_after_a_loss_of_power"],
