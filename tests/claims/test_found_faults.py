@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
-from found_processes import TRAINER, WRITER, fill, opened, ring_of
-from found_rings import LONG_S, some
+from found_rings import LONG_S, TRAINER, fill, opened, ring_of, some
 from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 from queue_waits import in_thread
 from silent_server import silent_server
@@ -30,28 +29,6 @@ from transport.packer.rollout import queued
 from transport.queue import FoundRings, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
-both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
-
-
-# Consumes until it is told that all is written and nothing is left; says the numbers of what was accepted.
-GREEDY = """
-import select, sys
-from transport import Schema
-from transport.packer.mixin import UCXXDataPackerMixin
-from transport.queue import open_queue
-class Packer(UCXXDataPackerMixin): ...
-packer = Packer()
-with open_queue(sys.argv[1]) as queue:
-    packer.setup_ucxx_packer(schemas=[Schema.of(number=("int64",))], queue=queue)
-    found = []
-    while (claims := packer.claim_tickets(7, 0.2)) or not select.select([sys.stdin], [], [], 0)[0]:
-        if not claims:
-            continue
-        packer.start_prefetch(claims)
-        found += [int(payload["number"].item()) for payload in packer.consume(packer.collect_prefetch())]
-    packer.cleanup_ucxx_packer()
-    print(*found, flush=True)
-"""
 
 
 class Gone(OnThisHost):
@@ -66,29 +43,9 @@ class Gone(OnThisHost):
         return {"gone": RingAddress(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
-@pytest.mark.nightly(keep=1)
-@both
-def test_trainers_that_claim_at_once_get_every_payload_once(prefix: str, wire: str, over: None) -> None:
-    text, each = f"rings:{prefix}", 200
-    with contextlib.ExitStack() as stack:
-        trainers = [stack.enter_context(Child(GREEDY, text)) for _ in range(3)]
-        writers = [stack.enter_context(Child(WRITER, text, each)) for _ in range(2)]
-        for writer in writers:
-            assert writer.line() == "written"
-        for trainer in trainers:
-            trainer.tell()
-        found = [int(number) for trainer in trainers for number in trainer.process.stdout.readline().split()]  # type: ignore[union-attr]
-        assert sorted(found) == sorted([*range(each), *range(each)])
-        for writer in writers:
-            writer.tell()
-            assert writer.wait() == 0
-        for trainer in trainers:
-            assert trainer.wait() == 0
-
-
-@both
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as slow, opened(prefix) as other:
+    with ring_of(prefix) as ring, opened(prefix) as slow, opened(prefix) as other:
         fill(ring, 32)
         held = some(slow, 4)
         claims = some(other, 32 - 4 - 12)  # three times a batch may lie unused at the slow one
@@ -100,7 +57,7 @@ def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+    with ring_of(prefix) as ring, opened(prefix) as queue:
         fill(ring, 1)
         with Child(TRAINER.replace('print(len(claims)', 'queue.claim(1, 0.2, consumer="child"); print(len(claims)'),
                    f"rings:{prefix}", 1) as trainer:  # fmt: skip
@@ -124,7 +81,7 @@ def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
         return await started(self, *arguments)
 
     monkeypatch.setattr(NetworkSource, "_started", later)
-    with ring_of(prefix, mode="thread") as ring:
+    with ring_of(prefix) as ring:
         fill(ring, 1)
         queue = opened(prefix)
         ended: list[str] = []
@@ -149,7 +106,7 @@ def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
     prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+    with ring_of(prefix) as ring, opened(prefix) as queue:
         fill(ring, 1)
         assert queue.ack_many(some(queue, 1))
         demands = queue._network._rank(0).demands
@@ -202,7 +159,7 @@ def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
 
 def test_a_trainer_whose_address_another_program_takes_goes_on_through_the_next_port_of_its_ring(prefix: str) -> None:
     with (
-        ring_of(prefix, ports=(0, 0)) as ring,
+        ring_of(prefix, mode="process", ports=(0, 0)) as ring,
         socket.socket() as thief,
         open_queue(f"rings://127.0.0.1:{ring.native.ports()[0]}") as queue,
     ):

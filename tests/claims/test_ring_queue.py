@@ -9,12 +9,13 @@ import sys
 
 import numpy as np
 import pytest
+from found_rings import some
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from queue_model import CLAIMED, DEAD, READY, QueueMachine
 from queue_waits import in_thread
-from ring_queues import RingHarness, some
+from ring_queues import RingHarness
 
 from transport import SharedRingBuffer
 from transport.errors import RankError, RingNotFoundError, UsageError

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from found_processes import TRAINER, opened
-from found_rings import ring_of
+from found_rings import TRAINER, opened, ring_of
 from helpers import Child, dead_port, eventually
 from packers import Packer
 

@@ -102,7 +102,6 @@ TESTS: dict[str, dict[str, list[str]]] = {
     },
     "two trainers claim from a ring at once": {
         "guarantees/test_trainers.py": ["test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once"],
-        "claims/test_found_faults.py": ["test_trainers_that_claim_at_once_get_every_payload_once"],
     },
     "a rank of a group dies, the rings as the queue": {
         "guarantees/test_groups.py": ["test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group"],

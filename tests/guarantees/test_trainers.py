@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
-from delivery_accounts import SHORT_LEASE, Run, place_of
+from delivery_accounts import SHORT_LEASE, Run, Told, compare, place_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
@@ -65,15 +66,26 @@ def test_what_a_stopped_trainer_claimed_without_a_lease_stays_its_own(run: Run) 
         second.end()
 
 
-@pytest.mark.nightly
-@mapped
-def test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once(run: Run) -> None:
-    with run.trainer(wires="tcp", **SHORT_LEASE) as there:
+def test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once() -> None:
+    """Two of them map the rings of two writers, two take from them over the network; each takes what it gets."""
+    each = 48  # three times through the slots of a ring
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(place_of("mapped"))
+        writers = [stack.enter_context(Told("writer", place)) for _ in range(2)]
+        ways = [place.environment(**SHORT_LEASE) | {"TRANSPORT_WIRES": wire} for wire in ("mapped", "tcp") * 2]
+        trainers = [stack.enter_context(Told("trainer", place, way)) for way in ways]
+        for number, writer in enumerate(writers):
+            writer.begin("write", number * each, each)
         accepted: list[int] = []
-        for _ in range(4):
-            run.publish(8)
-            for trainer in (run.other, there):
-                trainer.begin("train", 4)
-            accepted += run.other.answer() + there.answer()
-        run.account(accepted)
-        there.end()
+        while len(accepted) < len(writers) * each:
+            for trainer in trainers:
+                trainer.begin("drain")
+            for trainer in trainers:
+                numbers, errors = trainer.answer()
+                assert errors == []
+                accepted += numbers
+        for writer in writers:
+            writer.answer()
+        compare(range(len(writers) * each), accepted)
+        for told in (*trainers, *writers):
+            told.end()

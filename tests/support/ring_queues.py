@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -240,13 +239,3 @@ class RingConformance(QueueConformance):
     stores_tickets = False
     has_leases = False
     has_notices = False
-
-
-def some(queue: TicketQueue, count: int) -> list[Claim]:
-    """So many claims, as they come."""
-    claims: list[Claim] = []
-    give_up = time.monotonic() + 15
-    while len(claims) < count:
-        assert time.monotonic() < give_up, f"only {len(claims)} came"
-        claims += queue.claim(count - len(claims), 1.0, consumer="test")
-    return claims
