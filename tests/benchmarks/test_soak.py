@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import secrets
 import struct
 import subprocess
 import sys
@@ -13,17 +12,10 @@ from typing import Any
 
 import pytest
 from benchmark_programs import BENCHMARKS
-from found_rings import ring_of, some
 from frame_codec import HEADER, Answer, encode_control, encode_status, sealed
-from helpers import eventually
 from preloaded import needs_compiler
 from redis_server import needs_redis
 
-from transport.claims import connection
-from transport.claims.connection import ClaimConnection
-from transport.claims.network import NetworkClaim
-from transport.claims.places import OnThisHost
-from transport.queue import FoundRings
 from transport.wire.frames import VERSION, Hello, Kind, Record, encode_handshake
 
 SOAK = BENCHMARKS / "soak"
@@ -83,23 +75,6 @@ def test_every_planted_fault_finds_what_it_changes() -> None:
         "for plant in PLANTS.values():\n    for name, change in plant.changes.items():\n        change(module(name))\n"
     )
     subprocess.run([sys.executable, "-c", program, str(SOAK)], check=True)
-
-
-@pytest.mark.ucx
-def test_planted_into_the_rings_the_claims_of_a_dead_connection_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    for name in ("_message", "end"):
-        monkeypatch.setattr(ClaimConnection, name, getattr(ClaimConnection, name))  # is what it was after the test
-    prefix = f"planted-{secrets.token_hex(4)}-"
-    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
-        PLANTS["dead-connection"].changes["transport.claims.connection"](connection)
-        ring.write_raw(b"held")
-        [claim] = some(queue, 1)
-        assert isinstance(claim, NetworkClaim)
-        claims = claim.batch.claims
-        claims.soon(claims.connection.link.abort)
-        eventually(lambda: claims.connection.lost, "its connection is gone")
-        assert queue.ack(claim)
 
 
 def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:

@@ -34,7 +34,6 @@ from transport.errors import (
     ClosedError,
     LengthMismatchError,
     PayloadLostError,
-    ReadTimeoutError,
     RetriesExhaustedError,
     RingNotFoundError,
     StaleSlotError,
@@ -73,47 +72,6 @@ async def test_a_connection_that_is_lost_right_after_its_handshake_is_made_again
             monkeypatch.setattr(Endpoint, "wire", lost_before)
             assert np.array_equal((await client.read(ticket))["data"], noise(100))
     assert len(made) == 2
-
-
-# --- time runs out -----------------------------------------------------------------------------------
-IMPATIENT = settings_with(read_timeout_s=1.0, attempts_per_read=1)
-
-
-@pytest.mark.nightly(keep=2)
-@over_ucx
-@pytest.mark.parametrize("size", [5000, 50_000, 4 << 20])
-@asynchronous
-async def test_a_timed_out_read_never_writes_its_buffer_afterwards(wire: Any, size: int) -> None:
-    out = np.zeros(size, np.uint8)
-    with serving(slot_bytes=size) as (ring, server):
-        async with UCXXClient(wire={wire}, settings=IMPATIENT) as client:
-            await client.read(ring.write_raw(noise(10)))
-            ticket = ring.write_raw(noise(size))
-            with stalled(server):
-                with pytest.raises(RetriesExhaustedError) as caught:
-                    await client.read(ticket, out=out)
-                assert isinstance(caught.value.__cause__, ReadTimeoutError)
-                out[:] = 0xEE
-            assert np.array_equal((await client.read(ticket))["data"], noise(size))
-        assert (out == 0xEE).all()
-
-
-@over_ucx
-@asynchronous
-async def test_a_read_cancelled_while_it_arrives_never_writes_its_buffer_afterwards(wire: Any) -> None:
-    size = 32 << 20
-    data, out = noise(size) | 1, np.zeros(size, np.uint8)
-    with serving(slot_bytes=size) as (ring, _):
-        ticket = ring.write_raw(data)
-        async with UCXXClient(wire={wire}, ack="manual") as client:
-            reading = asyncio.create_task(client.read(ticket, out=out))
-            await until(out.any, "the first bytes arrive")
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            out[:] = 0xEE
-            assert np.array_equal((await client.read(ticket))["data"], data)
-        assert (out == 0xEE).all()
-        await until(lambda: states(ring) == (1, 0))
 
 
 # --- trouble on the way ------------------------------------------------------------------------------

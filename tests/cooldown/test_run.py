@@ -389,18 +389,6 @@ asyncio.run(main())
 
 
 @asynchronous
-async def test_a_coordinator_that_is_killed_is_replaced(cooling: Run) -> None:
-    with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
-        assert await asyncio.to_thread(child.line) == "cooldown"
-        child.kill()
-    taking = asyncio.create_task(cooling.client("c").cooldown(7))
-    record = await cooling.host().cooldown(7, 1, CLIENTS)
-    assert record.outcome is Outcome.CHECKPOINTED
-    assert (await taking).part is Part.WON
-    cooling.check_restored(7)
-
-
-@asynchronous
 async def test_an_epoch_whose_coordinator_was_killed_ends_when_a_later_one_has(cooling: Run) -> None:
     with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
         assert await asyncio.to_thread(child.line) == "cooldown"

@@ -12,9 +12,6 @@ import pytest
 from delivery_accounts import SHORT_LEASE, Told, compare, place_of
 from redis_server import RedisServer, needs_redis
 
-from transport.errors import QueueUnsuitableError
-from transport.queue import open_queue
-
 pytestmark = [pytest.mark.ucx, pytest.mark.slow, needs_redis]
 
 
@@ -56,11 +53,3 @@ def test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repe
             assert second.ask("claim", 1, 0.0) == []
             second.end()
             writer.end()
-
-
-def test_a_server_without_an_append_only_file_is_refused(tmp_path: Path) -> None:
-    with (
-        place_of("redis", "--appendonly", "no") as place,
-        pytest.raises(QueueUnsuitableError, match="append"),
-    ):
-        open_queue(place.url)

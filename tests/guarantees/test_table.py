@@ -72,8 +72,8 @@ TESTS: dict[str, dict[str, list[str]]] = {
     "the Redis server of the queue is killed": {
         "guarantees/test_redis_killed.py": [
             "test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repetition",
-            "test_a_server_without_an_append_only_file_is_refused",
         ],
+        "storage/test_redis_forgets.py": ["test_a_server_without_an_append_only_file_is_refused_with_what_to_set"],
     },
     "a trainer that claims from the ring is killed": {
         "guarantees/test_trainers.py": [

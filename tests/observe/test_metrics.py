@@ -18,13 +18,11 @@ import yaml
 from helpers import Child, eventually
 
 from transport import (
-    BlockingClient,
     Rollout,
     Schema,
     SharedRingBuffer,
     UCXXDataPackerMixin,
     UCXXRolloutMixin,
-    UCXXServer,
 )
 from transport.config import Configuration
 from transport.errors import BusyPortError
@@ -69,29 +67,6 @@ def test_every_sample_is_of_a_family_and_has_its_labels(ring: SharedRingBuffer) 
     ring.write_raw(b"x" * 100)
     for name, labels, _ in ring_samples(ring, 0):
         assert len(labels) == len(FAMILIES[name].labels)
-
-
-@pytest.mark.ucx
-def test_a_scrape_tells_which_wire_carried_how_much(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"), Exporter(0) as exporter:
-        exporter.add_ring(ring)
-        for wire, size in (("mapped", 100), ("shm", 200), ("tcp", 300)):
-            with BlockingClient(wire={wire}) as client:  # type: ignore[arg-type]
-                exporter.add_client(wire, client.statistics)
-                payload = client.read(ring.write_raw(b"x" * size))
-                payload.ack()
-                payload.release()
-                seen = scrape(exporter.port)
-                assert value(seen, "transport_client_read_bytes_total", client=wire, wire=wire) == size
-                exporter.remove(client.statistics)
-        seen = scrape(exporter.port)
-    assert {wire: value(seen, "transport_ring_read_bytes_total", wire=wire) for wire in ("mapped", "shm", "tcp")} == {
-        "mapped": 100,
-        "shm": 200,
-        "tcp": 300,
-    }
-    assert value(seen, "transport_ring_published_total") == 3
-    assert value(seen, "transport_ring_published_bytes_total") == 600
 
 
 def test_what_was_closed_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None:

@@ -213,20 +213,3 @@ def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(re
         assert worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread").ring_id == ring_id
         assert queue.depth().ready == 2
         worker.cleanup_ucxx()
-
-
-def test_a_ring_taken_over_keeps_its_payloads_where_the_server_cannot_start(queue: RedisQueue) -> None:
-    name = f"test-rollout-{id(queue):x}"
-    ring_id = ring_of_a_killed_writer(name)
-    worker = Worker()
-    with (
-        SharedRingBuffer.create(SCHEMA, slots=2) as other,
-        UCXXServer(other, mode="thread") as server,
-        pytest.raises(BusyPortError),
-    ):
-        worker.setup_ucxx(
-            SCHEMA, slots=4, name=name, queue=queue, mode="thread", server=ServerOptions(ports=server.ports)
-        )
-    assert worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread").ring_id == ring_id
-    assert queue.depth().ready == 2
-    worker.cleanup_ucxx()

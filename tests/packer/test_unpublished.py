@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
-import signal
-from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from helpers import Child, eventually
 from packers import SCHEMA, Packer, Worker
-from redis_server import RedisServer, needs_redis, redis_server
+from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
 from transport.errors import RingNotFoundError
@@ -25,43 +20,25 @@ from transport.ring.buffer import SharedRingBuffer
 
 pytestmark = pytest.mark.ucx
 
-# arguments: URL of the queue, how many payloads, how they are written
+# arguments: URL of the queue, how many payloads
 WRITER = """
 import sys
 from packers import SCHEMA, Worker
 import numpy as np
 from transport.packer.options import ServerOptions
 from transport.queue import open_queue
-url, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+url, count = sys.argv[1], int(sys.argv[2])
 worker = Worker()
 ring = worker.setup_ucxx(
     SCHEMA, slots=64, queue=open_queue(url), server=ServerOptions(addresses=("127.0.0.1",), linger_s=120.0)
 )
 print(ring.name, flush=True)
 sys.stdin.readline()
-values = [{"obs": np.full((2, 4), step, np.float32), "step": step} for step in range(count)]
-if how == "ring":
-    for each in values:
-        ring.write(each, policy_version=7)
-elif how == "many":
-    worker.write_many_to_buffer(values, policy_version=7)
-else:
-    for each in values:
-        worker.write_to_buffer(each, policy_version=7)
+for step in range(count):
+    ring.write({"obs": np.full((2, 4), step, np.float32), "step": step}, policy_version=7)
 print("written", flush=True)
 sys.stdin.readline()
 """
-
-
-@contextlib.contextmanager
-def stopped(server: RedisServer) -> Iterator[None]:
-    """The server is there and answers nothing."""
-    assert server.process is not None
-    os.kill(server.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.process.pid, signal.SIGCONT)
 
 
 def consumed(queue: TicketQueue, count: int) -> tuple[list[int], set[int | None]]:
@@ -93,7 +70,7 @@ def gone(segment: str) -> bool:
 def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is_published(redis: RedisServer) -> None:
     place = redis.place(secrets.token_hex(4))
     with open_queue(place) as queue:
-        with Child(WRITER, place, 20, "ring") as child:
+        with Child(WRITER, place, 20) as child:
             segment = child.line()
             child.tell()
             assert child.line() == "written"
@@ -101,36 +78,6 @@ def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is
         assert consumed(queue, 20) == (list(range(20)), {7})
         assert queue.depth() == QueueDepth(done=20)
         eventually(lambda: gone(segment), "the ring is gone when everything is consumed")
-
-
-@pytest.mark.nightly(keep=1)
-@needs_redis
-@pytest.mark.parametrize("how", ["one by one", "many"])
-def test_a_backlog_of_a_killed_writer_is_published_when_the_server_answers_again(how: str) -> None:
-    with redis_server() as server, open_queue(server.place()) as queue:
-        with Child(WRITER, server.place(), 40, how) as child:
-            child.line()
-            with stopped(server):
-                child.tell()
-                assert child.line() == "written"
-                child.kill()
-        assert consumed(queue, 40) == (list(range(40)), {7})
-        assert queue.depth() == QueueDepth(done=40)
-
-
-@pytest.mark.nightly
-@needs_redis
-def test_a_writer_that_is_killed_again_and_again_loses_nothing_and_has_nothing_consumed_twice() -> None:
-    with redis_server() as server, open_queue(server.place()) as queue:
-        seen: Counter[int] = Counter()
-        for _ in range(3):
-            with Child(WRITER, server.place(), 60, "one by one") as child:
-                child.line()
-                child.tell()
-                assert child.line() == "written"
-                child.kill()  # whatever the publisher was doing
-            seen.update(consumed(queue, 60)[0])
-        assert seen == Counter(dict.fromkeys(range(60), 3))
 
 
 def test_a_new_writer_that_took_the_ring_over_is_left_alone(redis: RedisServer) -> None:

@@ -185,14 +185,6 @@ def killed_behind_an_acknowledgement(server: RedisServer, run: tuple[Worker, lis
 
 
 @pytest.mark.ucx
-def test_nothing_is_trained_on_twice_when_a_server_is_killed_behind_an_acknowledgement(
-    run: tuple[Worker, list[Packer]],
-) -> None:
-    with redis_server() as server:
-        assert killed_behind_an_acknowledgement(server, run, server.place()) == [7]
-
-
-@pytest.mark.ucx
 def test_where_it_may_forget_a_payload_may_be_trained_on_twice_and_the_worker_says_so(
     run: tuple[Worker, list[Packer]], caplog: pytest.LogCaptureFixture
 ) -> None:
