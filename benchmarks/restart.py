@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import ctypes
 import json
 import logging
 import mmap
@@ -62,17 +61,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "harness"))
 
 import isolation
+from command import write_json
 from hosts import Host, make_bridge, why_not
+from processes import become_reaper
 
 SCHEMA: Final = Schema.of(id=("int64",), values=("uint8", UpTo(40_000)))
 BATCH, EVERY, SLOTS = 8, 5, 24
 RUN: Final = "ledger"
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _LIFE_S: Final = 120.0
 _MOST_RINGS: Final = 4
 _FIRST_PORT: Final = 7001
 _LINE_BYTES: Final = 1000  # of a report, which a pipe takes as a whole
-_SKIPPED: Final = 77  # the exit status where there can be no hosts
 
 Say = Callable[[str], None]
 
@@ -577,42 +576,19 @@ def run_seed(seed: int, folder: Path, chosen: argparse.Namespace, hosts: Sequenc
 
 
 # --- what it costs ------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def empty(size: int, count: int, prefix: str, **where: Any) -> Iterator[tuple[SharedRingBuffer, dict[str, Any]]]:
-    """A ring for this many payloads, and one of them."""
-    schema = Schema.of(values=("uint8", size))
-    values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    with SharedRingBuffer.create(schema, slots=count, prefix=prefix, **where) as ring:
-        yield ring, {"values": values}
-
-
-def through(size: int, count: int, prefix: str, **where: Any) -> float:
-    """Bytes a second, 32 payloads at a time, from write to consumed, for the second time through all slots."""
-    with empty(size, count, prefix, **where) as (ring, payload):
-        began = 0.0
-        for _ in range(2):
-            began = time.monotonic()
-            for done in range(0, count, 32):
-                ring.write_many([payload] * min(32, count - done))
-                ring.consume(ring.claim(32))
-        return size * count / (time.monotonic() - began)
-
-
 def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
-    """A row for each size.
-
-    The pause of a snapshot, its bytes a second beside a plain write of the same bytes, the time to the first batch; and
-    bytes a second through rings in files, with each ``sync``, beside one in /dev/shm.
-    """
+    """A row for each size: the pause of a snapshot, its bytes a second beside a plain write of the same bytes, and the
+    time to the first batch."""
     rows = []
     for size, count in ((4 << 10, 4096), (64 << 10, 1024), (1 << 20, 128), (16 << 20, 16)):
+        schema = Schema.of(values=("uint8", size))
+        payload = {"values": np.random.default_rng(0).integers(0, 256, size, np.uint8)}
         pauses, processor, rates, plain, firsts = [], [], [], [], []
-        kept: dict[str, list[float]] = {"never": [], "publish": []}
         for number in range(repeats):
             root = folder / f"{size}-{number}"
             root.mkdir()
             prefix = f"costs-{secrets.token_hex(4)}-"
-            with empty(size, count, prefix) as (ring, payload):
+            with SharedRingBuffer.create(schema, slots=count, prefix=prefix) as ring:
                 ring.write_many([payload] * count)
                 began, cpu = time.monotonic(), time.thread_time()
                 taken = snapshot(f"rings:{prefix}", str(root), number)
@@ -620,7 +596,6 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
                 processor.append(time.thread_time() - cpu)
                 taken.wait()
                 rates.append(size * count / (time.monotonic() - began) / 1e9)
-                schema = ring.schema
             began = time.monotonic()
             with (root / "plain").open("wb") as file:
                 for _ in range(count):
@@ -633,17 +608,13 @@ def costs(folder: Path, repeats: int) -> list[dict[str, Any]]:
                 saved.restore(ring)
                 assert len(ring.claim(32)) == min(32, count)
                 firsts.append(time.monotonic() - began)
-            memory = through(size, count, prefix)
-            for sync, found in kept.items():
-                found.append(through(size, count, prefix, file=root / sync, sync=sync) / memory)
             shutil.rmtree(root)
         rows.append(
             {
                 "size_bytes": size, "payloads": count, "pause_ms": 1e3 * statistics.median(pauses),
                 "pause_ms_most": 1e3 * max(pauses), "pause_cpu_ms": 1e3 * statistics.median(processor),
-                "snapshot_gb_per_s": statistics.median(rates),
-                "plain_write_gb_per_s": statistics.median(plain), "first_batch_s": statistics.median(firsts),
-                **{f"file_{sync}_beside_memory": statistics.median(found) for sync, found in kept.items()},
+                "snapshot_gb_per_s": statistics.median(rates), "plain_write_gb_per_s": statistics.median(plain),
+                "first_batch_s": statistics.median(firsts),
             }
         )  # fmt: skip
     return rows
@@ -678,8 +649,9 @@ def main() -> int:
     options.add_argument("--costs", action="store_true", help="measure what snapshots cost instead")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--folder", type=Path, help="of checkpoints; default: a temporary one")
-    options.add_argument("--json", default=None)
+    options.add_argument("--json", help="where the report goes besides; -: instead of the table")
     chosen = options.parse_args()
+    target = Path(chosen.json) if chosen.json not in (None, "-") else None
     logging.basicConfig(level="ERROR")  # each take-over is a warning
     if chosen.hosts > 1:
         try:
@@ -688,9 +660,9 @@ def main() -> int:
                 raise isolation.Refused(reason)
         except isolation.Refused as error:
             print(f"there can be no hosts here: {error}", file=sys.stderr)
-            return _SKIPPED
+            return isolation.SKIPPED
         make_bridge()
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what is orphaned by a kill is waited for here
+    become_reaper()  # what is orphaned by a kill is waited for here
     rows: list[dict[str, Any]] = []
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="restart-") as folder:
@@ -705,8 +677,7 @@ def main() -> int:
             shutil.rmtree(Path(folder) / str(seed), ignore_errors=not rows[-1]["passed"])
             if not rows[-1]["passed"]:
                 print(rows[-1], file=sys.stderr, flush=True)
-            if chosen.json not in (None, "-"):  # each time, for a run that is stopped
-                Path(chosen.json).write_text(json.dumps(report_of(rows)))
+            write_json(report_of(rows), target)  # each time, for a run that is stopped
     report = report_of(rows)
     if chosen.json == "-":
         print(json.dumps(report))
@@ -716,8 +687,7 @@ def main() -> int:
     else:
         counts = ", ".join(f"{report[what]} {what}" for what in ("seeds", "lost", "twice", "failed"))
         print(f"{chosen.way}, {chosen.hosts} hosts: {counts}; {sum(report['kills'].values())} kills {report['kills']}")
-    if chosen.json not in (None, "-"):
-        Path(chosen.json).write_text(json.dumps(report))
+    write_json(report, target)
     return 1 if report["failed"] else 0
 
 
