@@ -24,7 +24,7 @@ def main() -> None:
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        os.environ["GLOO_SOCKET_IFNAME"] = "cable0"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(rank), world_size=int(world))
     tensors = [

@@ -5,32 +5,36 @@
         links.address(3)
 
 Needs root and a kernel with token buckets (tc tbf). Where these are not, `Links.made` gives hosts that are none: all on
-loopback, with the rate kept by the sender.
+loopback, with the rate kept by the sender. `namespaces` are the hosts alone; tests/support/two_hosts.py has them, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transport.errors import InternalError
 from transport.wire.addresses import LOOPBACK
 
+INTERFACE = "cable0"  # of each host
 _STREAM_BYTES_S = 2.0  # how long a plain stream runs
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount": "util-linux"}
+_numbers = itertools.count()
 
 
 class Links:
     """The hosts of one measurement. Attribute ``shaped``: whether the kernel keeps the rate."""
 
-    def __init__(self, prefix: str, rate: float, shaped: bool) -> None:
-        self._prefix = prefix
+    def __init__(self, names: Sequence[str], rate: float) -> None:
+        self._names = names
         self.rate = rate
-        self.shaped = shaped
+        self.shaped = bool(names)
 
     @classmethod
     @contextlib.contextmanager
@@ -39,45 +43,19 @@ class Links:
 
         0: none, everything is on loopback.
         """
-        prefix = f"tw{os.getpid() % 100000}"
         if not hosts or why_not():
-            yield cls(prefix, rate, False)
+            yield cls([], rate)
             return
-        bridge = f"{prefix}b"
-        made: list[str] = []
-        try:
-            _ip("netns", "add", bridge)
-            made.append(bridge)
-            _ip("-n", bridge, "link", "add", "br0", "type", "bridge")
-            _ip("-n", bridge, "link", "set", "br0", "up")
-            links = cls(prefix, rate, True)
-            for number in range(hosts):
-                name = links._name(number)
-                _ip("netns", "add", name)
-                made.append(name)
-                port = f"p{number}"
-                _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", bridge)
-                _ip("-n", name, "address", "add", f"{links.address(number)}/16", "dev", "eth0")
-                for where, device in ((name, "eth0"), (name, "lo"), (bridge, port)):
-                    _ip("-n", where, "link", "set", device, "up")
-                _ip("-n", bridge, "link", "set", port, "master", "br0")
-                for where, device in ((name, "eth0"), (bridge, port)):
-                    _shape(where, device, rate)
-            yield links
-        finally:
-            for name in reversed(made):
-                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-    def _name(self, number: int) -> str:
-        return f"{self._prefix}h{number}"
+        with namespaces(hosts, rate) as names:
+            yield cls(names, rate)
 
     def within(self, number: int) -> tuple[str, ...]:
         """What stands before a command that is to run on this host."""
-        return ("ip", "netns", "exec", self._name(number)) if self.shaped else ()
+        return ("ip", "netns", "exec", self._names[number]) if self.shaped else ()
 
     def address(self, number: int) -> str:
         """The host's address."""
-        return f"10.77.{number // 250}.{number % 250 + 1}" if self.shaped else LOOPBACK
+        return address_of(number) if self.shaped else LOOPBACK
 
     def stream(self) -> float:
         """Bytes per second that one plain TCP stream carries from host 1 to host 0, measured at the receiver."""
@@ -99,21 +77,57 @@ class Links:
                 receiver.kill()
 
 
+def address_of(number: int) -> str:
+    """Of a host of `namespaces`."""
+    return f"10.77.{number // 250}.{number % 250 + 1}"
+
+
+@contextlib.contextmanager
+def namespaces(count: int, rate: float = 0.0) -> Iterator[list[str]]:
+    """The names of so many network namespaces on one bridge; with a ``rate`` their links are shaped.
+
+    Each has one way out, INTERFACE. They are gone afterwards.
+    """
+    prefix = f"t{os.getpid()}x{next(_numbers)}"
+    bridge = f"{prefix}b"
+    names = [f"{prefix}h{number}" for number in range(count)]
+    with contextlib.ExitStack() as stack:
+        for name in (bridge, *names):
+            _ip("netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False, capture_output=True)
+        _ip("-n", bridge, "link", "add", "br0", "type", "bridge")
+        _ip("-n", bridge, "link", "set", "br0", "up")
+        for number, name in enumerate(names):
+            port = f"p{number}"
+            _ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", bridge)
+            _ip("-n", name, "address", "add", f"{address_of(number)}/16", "dev", INTERFACE)
+            for where, device in ((name, INTERFACE), (name, "lo"), (bridge, port)):
+                _ip("-n", where, "link", "set", device, "up")
+            _ip("-n", bridge, "link", "set", port, "master", "br0")
+            _ip("-n", name, "route", "add", "default", "dev", INTERFACE)
+            for where, device in ((name, INTERFACE), (bridge, port)):
+                _shape(where, device, rate)
+        yield names
+
+
 def why_not() -> str:
     """Why hosts cannot be namespaces with shaped links here; empty if they can."""
+    return refusal("ip", "tc", rate=1e8)
+
+
+def refusal(*programs: str, rate: float = 0.0, within: Sequence[str] = ("true",)) -> str:
+    """Why there can be no `namespaces` with this rate, or not the command in one of them; empty if there can.
+
+    ``programs``: that are needed.
+    """
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for program in ("ip", "tc"):
+    for program in programs:
         if shutil.which(program) is None:
-            return f"{program} is missing (apt-get install iproute2)"
-    name = f"tw{os.getpid() % 100000}x"
+            return f"{program} is missing (apt-get install {_PACKAGES[program]})"
     try:
-        _ip("netns", "add", name)
-        try:
-            _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
-            _shape(name, "eth0", 1e8)
-        finally:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        with namespaces(1, rate) as [name]:
+            _ip("netns", "exec", name, *within)
     except subprocess.CalledProcessError as error:
         return f"this kernel or container allows none: {error.stderr.decode().strip()}"
     return ""
