@@ -16,17 +16,17 @@ import redis
 
 _KEY = "payloads"
 _HEADER = 32
-_WAIT_S = 0.0002  # between two looks: no command of Redis waits until a list is shorter
+_WAIT_S = 0.0002  # between two looks: no command of Redis waits until a list or a stream is shorter
 _COMMAND_BYTES = 256 << 10
 
 
-def connect(job: Any) -> redis.Redis:
+def _connect(job: Any) -> redis.Redis:
     """To the server of this repetition."""
     host, _, port = job.place.rpartition(":")
     return redis.Redis(host=host, port=int(port))
 
 
-def at_once(job: Any) -> int:
+def _at_once(job: Any) -> int:
     """Payloads of a command or an answer."""
     most: int = max(1, _COMMAND_BYTES // job.size_bytes)
     return most
@@ -40,10 +40,10 @@ class Writer:
 
     def __init__(self, job: Any) -> None:
         self._job = job
-        self._redis = connect(job)
+        self._redis = _connect(job)
         self._most = job.window * job.writers
         self._length = 0
-        self._at_once = at_once(job)
+        self._at_once = _at_once(job)
 
     def prepare(self, body: bytes) -> bytes:
         """As it is."""
@@ -52,15 +52,23 @@ class Writer:
     def write_many(self, payloads: Sequence[tuple[bytes, bytes]]) -> None:
         """As few commands as may be."""
         for at in range(0, len(payloads), self._at_once):
-            self._push(payloads[at : at + self._at_once])
+            some = payloads[at : at + self._at_once]
+            while self._length + len(some) > self._most:
+                self._length = self._unread()
+                if self._length + len(some) > self._most:
+                    self._job.check()
+                    time.sleep(_WAIT_S)
+            self._length = self._push(some)
 
-    def _push(self, payloads: Sequence[tuple[bytes, bytes]]) -> None:
-        while self._length + len(payloads) > self._most:
-            self._length = self._redis.llen(_KEY)
-            if self._length + len(payloads) > self._most:
-                self._job.check()
-                time.sleep(_WAIT_S)
-        self._length = self._redis.lpush(_KEY, *map(b"".join, payloads))
+    def _unread(self) -> int:
+        """How many the server has."""
+        length: int = self._redis.llen(_KEY)
+        return length
+
+    def _push(self, payloads: Sequence[tuple[bytes, bytes]]) -> int:
+        """Send them; how many the server has then."""
+        length: int = self._redis.lpush(_KEY, *map(b"".join, payloads))
+        return length
 
     def close(self) -> None:
         """Close the connection."""
@@ -71,8 +79,8 @@ class Trainer:
     """Pops from the other end."""
 
     def __init__(self, job: Any) -> None:
-        self._redis = connect(job)
-        self._at_once = at_once(job)
+        self._redis = _connect(job)
+        self._at_once = _at_once(job)
 
     def claim(self, n: int, timeout_s: float) -> list[bytes] | None:
         """Up to n; by then they are gone from the list."""

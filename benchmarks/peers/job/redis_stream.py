@@ -6,64 +6,39 @@ What a trainer that dies had not acknowledged stays pending, for others to claim
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import redis
-from redis_list import at_once, connect
+import redis_list
 
 _KEY = "payloads"
 _GROUP = "trainers"
-_WAIT_S = 0.0002  # between two looks: no command of Redis waits until a stream is shorter
 
 
-class Writer:
+class Writer(redis_list.Writer):
     """Waits while the stream has as many payloads as all writers together may leave unacknowledged."""
 
-    address = ""
-    helpers: Sequence[int] = ()
+    def _unread(self) -> int:
+        length: int = self._redis.xlen(_KEY)
+        return length
 
-    def __init__(self, job: Any) -> None:
-        self._job = job
-        self._redis = connect(job)
-        self._most = job.window * job.writers
-        self._length = 0
-        self._at_once = at_once(job)
-
-    def prepare(self, body: bytes) -> bytes:
-        """As it is."""
-        return body
-
-    def write_many(self, payloads: Sequence[tuple[bytes, bytes]]) -> None:
+    def _push(self, payloads: Sequence[tuple[bytes, bytes]]) -> int:
         """An entry each, several sent together."""
-        for at in range(0, len(payloads), self._at_once):
-            self._add(payloads[at : at + self._at_once])
-
-    def _add(self, payloads: Sequence[tuple[bytes, bytes]]) -> None:
-        while self._length + len(payloads) > self._most:
-            self._length = self._redis.xlen(_KEY)
-            if self._length + len(payloads) > self._most:
-                self._job.check()
-                time.sleep(_WAIT_S)
         with self._redis.pipeline(transaction=False) as pipeline:
             for header, body in payloads:
                 pipeline.xadd(_KEY, {b"header": header, b"body": body})
             pipeline.xlen(_KEY)
-            self._length = pipeline.execute()[-1]
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._redis.close()
+            length: int = pipeline.execute()[-1]
+        return length
 
 
-class Trainer:
+class Trainer(redis_list.Trainer):
     """One consumer of the group."""
 
     def __init__(self, job: Any) -> None:
-        self._redis = connect(job)
+        super().__init__(job)
         self._name = f"trainer {job.index}"
-        self._at_once = at_once(job)
         with contextlib.suppress(redis.ResponseError):  # another trainer was first
             self._redis.xgroup_create(_KEY, _GROUP, id="0", mkstream=True)
 
@@ -86,7 +61,3 @@ class Trainer:
         if acknowledged != len(batch):
             raise RuntimeError(f"{acknowledged} of {len(batch)} entries were acknowledged")
         return [(fields[b"header"], fields[b"body"]) for _, fields in batch]
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._redis.close()
