@@ -87,10 +87,8 @@ async def test_two_that_finish_at_once_make_one_checkpoint(cooling: Run, monkeyp
         return done
 
     monkeypatch.setattr(client_module, "upload", upload)
-    host = cooling.host()
-    await host.open(7)
     clients = [cooling.client(name) for name in ("c", "e")]
-    record, *taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), *(client.cooldown(7) for client in clients))
+    record, *taken = await asyncio.gather(await cooling.leading(CLIENTS), *(client.cooldown(7) for client in clients))
     assert set(record.elected) == {"c", "e"}
     assert sorted(each.part.value for each in taken) == ["cancelled", "won"]
     assert cooling.manifests() == [record.checkpoint.client if record.checkpoint else None]
@@ -110,9 +108,7 @@ async def test_an_upload_that_is_being_verified_when_the_limit_ends_is_the_check
         return real(*arguments)
 
     monkeypatch.setattr(coordination, "verified", verified)
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS)
     taking = asyncio.create_task(cooling.client("c").cooldown(7))
     await until(begun.is_set)
     cooling.clock.now += 6.0  # the limit
@@ -136,9 +132,7 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
         raise RefusedUpload(Refusal.UNREADABLE, "over")
 
     monkeypatch.setattr(coordination, "verified", verified)
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS)
     taking = asyncio.create_task(cooling.client("c").cooldown(7))
     await until(begun.is_set)
     record = await passing(cooling, leading)
@@ -159,9 +153,7 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
 @pytest.mark.parametrize("clients", [CLIENTS, ()])
 @asynchronous
 async def test_nobody_elected_is_healthy(cooling: Run, clients: tuple[str, ...]) -> None:
-    host = cooling.host()
-    await host.open(7)
-    record = await passing(cooling, host.cooldown(7, 1, clients))
+    record = await passing(cooling, await cooling.leading(clients))
     assert (record.outcome, record.checkpoint) == (Outcome.TIMED_OUT, None)
     assert recorded_outcomes(Folder(cooling.root), "run")[7] == record
     with pytest.raises(NoCheckpointError):
@@ -198,9 +190,7 @@ asyncio.run(main())
 
 @asynchronous
 async def test_another_completes_what_a_killed_client_could_not(cooling: Run) -> None:
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS)
     with Child(_UPLOADER, cooling.path, "c", env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
         assert await asyncio.to_thread(child.line) == "half"
         child.kill()
@@ -217,9 +207,7 @@ async def test_another_completes_what_a_killed_client_could_not(cooling: Run) ->
 )
 @asynchronous
 async def test_a_report_that_must_not_count_is_refused(cooling: Run, client: str, epoch: int, refusal: Refusal) -> None:
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS)
     report = Report(
         run="run", epoch=epoch, client=client, kind=ReportKind.UPLOADED, attempt="0" * 16, manifest_sha256="0"
     )
@@ -235,9 +223,7 @@ async def test_a_report_that_must_not_count_is_refused(cooling: Run, client: str
 
 @asynchronous
 async def test_a_late_report_changes_nothing(cooling: Run) -> None:
-    host = cooling.host()
-    await host.open(7)
-    record = await passing(cooling, host.cooldown(7, 1, CLIENTS))
+    record = await passing(cooling, await cooling.leading(CLIENTS))
     taken = await cooling.client("c").cooldown(7)
     cooling.ledger.report(Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16))
     again = await cooling.host().cooldown(7, 2, ("x",))
@@ -263,9 +249,7 @@ async def test_an_upload_that_was_damaged_is_refused_and_made_again(
 
     monkeypatch.setattr(client_module, "upload", upload)
     monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
-    host = cooling.host()
-    await host.open(7)
-    record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7))
+    record, taken = await asyncio.gather(await cooling.leading(CLIENTS), cooling.client("c").cooldown(7))
     assert taken.part is Part.WON
     assert record.checkpoint is not None
     assert record.checkpoint.attempt == attempts[1]
@@ -428,9 +412,7 @@ async def test_a_client_that_is_called_off_says_so_and_leaves_no_manifest(coolin
             half.set()
             go_on.wait(PATIENCE_S)
 
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS)
     taking = asyncio.create_task(cooling.client("c", progress=progress).cooldown(7))
     await until(half.is_set)
     taking.cancel()
@@ -457,9 +439,7 @@ async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint
 
     with redis_server() as server, open_store(server.place()) as store:
         run = Run(tmp_path, store)
-        host = run.host()
-        await host.open(7)
-        leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+        leading = await run.leading(CLIENTS)
         taking = asyncio.create_task(run.client("c", progress=progress).cooldown(7))
         await until(half.is_set)
         await asyncio.to_thread(server.kill)
@@ -546,9 +526,7 @@ async def test_a_save_that_outlasts_its_cooldown_writes_into_no_later_one(coolin
             go_on.set()
             assert cut.wait(PATIENCE_S)
 
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS)
     client = cooling.client("c", save=slow, progress=progress)
     taking = asyncio.create_task(client.cooldown(7))
     await until(begun.is_set)
@@ -581,9 +559,7 @@ async def test_a_destination_that_hangs_does_not_keep_who_was_not_first(
     monkeypatch.setattr(CooldownHost, "_verify", verify_when_both_have_reported)
     monkeypatch.setattr(client_module, "STOP_WAIT_S", 0.01)
     monkeypatch.setattr(Folder, "delete", hang)
-    host = cooling.host(cooldown_s=600)
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    leading = await cooling.leading(CLIENTS, cooldown_s=600)
     taking = [asyncio.create_task(cooling.client(name).cooldown(7)) for name in ("c", "e")]
     await until(lambda: len(cooling.record(7).notes) == 2)
     reported.set()
@@ -647,9 +623,7 @@ async def test_an_error_of_the_programs_progress_costs_one_attempt_only(cooling:
             raised.append(True)
             raise ValueError("the terminal is gone")
 
-    host = cooling.host()
-    await host.open(7)
     taking = cooling.client("c", progress=progress).cooldown(7)
-    record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), taking)
+    record, taken = await asyncio.gather(await cooling.leading(CLIENTS), taking)
     assert raised
     assert (record.outcome, taken.part) == (Outcome.CHECKPOINTED, Part.WON)

@@ -55,11 +55,9 @@ async def test_different_files_under_one_name_are_no_checkpoint(job: ShardedRun)
     def save(folder: Path, step: int) -> None:
         write(folder, {**model("b0"), "config.json": b"{other}"})
 
-    host = job.host()
-    await host.open(7)
     job.together = threading.Barrier(3)
     members = [job.member(name, **({"save": save} if name == "b0" else {})).cooldown(7) for name in HOSTS]
-    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    work = asyncio.gather(await job.leading(HOSTS), *members)
     await until(lambda: "sharded" in job.record(7).notes and job.record(7).notes["sharded"].refusal)
     assert "different files named config.json" in job.record(7).notes["sharded"].detail
     record = (await passing(job, work))[0]
@@ -72,11 +70,9 @@ async def test_different_files_of_one_host_under_one_name_are_said_by_the_upload
     def save(folder: Path, step: int) -> None:
         write(folder, {**model("a2"), "config.json": b"[]"})
 
-    host = job.host()
-    await host.open(7)
     job.together = threading.Barrier(3)
     members = [job.member(name, **({"save": save} if name == "a2" else {})).cooldown(7) for name in HOSTS]
-    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    work = asyncio.gather(await job.leading(HOSTS), *members)
     await until(lambda: any("two members saved different" in note.detail for note in job.record(7).notes.values()))
     assert (await passing(job, work))[0].outcome is Outcome.TIMED_OUT
     assert job.manifests() == []
@@ -86,10 +82,8 @@ async def test_different_files_of_one_host_under_one_name_are_said_by_the_upload
 # --- nobody is left alone in a collective call ----------------------------------------------------
 @asynchronous
 async def test_a_member_that_comes_after_the_end_saves_if_others_wait_for_it(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
     early = [asyncio.create_task(job.member(name).cooldown(7)) for name in HOSTS if name != "b0"]
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     await until(lambda: len(job.saves) == 3)
     assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
     assert not any(task.done() for task in early)  # in save(), and waited for
@@ -101,9 +95,7 @@ async def test_a_member_that_comes_after_the_end_saves_if_others_wait_for_it(job
 
 @asynchronous
 async def test_nobody_saves_in_an_epoch_that_one_member_has_seen_ended(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
-    record = await passing(job, host.cooldown(7, 1, HOSTS))
+    record = await passing(job, await job.leading(HOSTS))
     assert record.outcome is Outcome.TIMED_OUT
     await job.member("a0").cooldown(7)
     assert job.ledger.decide(7, "first") == NO_SAVE
@@ -114,9 +106,7 @@ async def test_nobody_saves_in_an_epoch_that_one_member_has_seen_ended(job: Shar
 @asynchronous
 async def test_a_launch_that_was_started_again_does_not_save_what_another_began(job: ShardedRun) -> None:
     """One member of the first launch was killed while saving; all members are started again."""
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     await until(lambda: job.record(7).phase is Phase.COOLDOWN)
     assert job.ledger.decide(7, "first") == "first"
     again = [asyncio.create_task(job.member(name, launch="second").cooldown(7)) for name in HOSTS]
@@ -131,9 +121,7 @@ async def test_a_launch_that_was_started_again_does_not_save_what_another_began(
 async def test_a_launch_that_was_started_again_uploads_what_was_saved(
     job: ShardedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     hanging = threading.Event()
     monkeypatch.setattr(sharded, "copied", lambda *_: hanging.wait(PATIENCE_S))
     first = [asyncio.create_task(job.member(name).cooldown(7)) for name in HOSTS]
@@ -174,9 +162,7 @@ async def test_arguments_are_checked(job: ShardedRun) -> None:
 
 @asynchronous
 async def test_a_member_that_was_not_named_saves_nothing_and_says_so(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, {"a1": "a"}))
+    leading = await job.leading({"a1": "a"})
     with pytest.raises(UsageError, match="a0 is not among the members"):
         await job.member("a0").cooldown(7)
     await passing(job, leading)

@@ -26,11 +26,9 @@ async def test_a_save_that_fails_on_one_member_is_no_checkpoint(job: ShardedRun)
     def save(folder: Path, step: int) -> None:
         raise OSError(28, "No space left on device")
 
-    host = job.host()
-    await host.open(7)
     job.together = threading.Barrier(3)
     members = [job.member(name, **({"save": save} if name == "b0" else {})).cooldown(7) for name in HOSTS]
-    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    work = asyncio.gather(await job.leading(HOSTS), *members)
     await until(lambda: "b0" in job.record(7).notes)
     assert "No space left on device" in job.record(7).notes["b0"].detail
     assert (await passing(job, work))[0].outcome is Outcome.TIMED_OUT
@@ -40,9 +38,7 @@ async def test_a_save_that_fails_on_one_member_is_no_checkpoint(job: ShardedRun)
 
 @asynchronous
 async def test_another_member_of_the_host_uploads_the_share_of_a_silent_one(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     await until(lambda: job.record(7).phase is Phase.COOLDOWN)
     first = job.record(7).elected_of("a")[0]
     stands_in = turns(job.record(7), "a", 0)[1]
@@ -71,9 +67,7 @@ async def test_a_share_that_was_damaged_is_refused_and_uploaded_again(
         return done
 
     monkeypatch.setattr(sharded, "copied", copied)
-    host = job.host()
-    await host.open(7)
-    record, *_ = await asyncio.gather(host.cooldown(7, 1, HOSTS), *(job.member(name).cooldown(7) for name in HOSTS))
+    record, *_ = await asyncio.gather(await job.leading(HOSTS), *(job.member(name).cooldown(7) for name in HOSTS))
     assert record.outcome is Outcome.CHECKPOINTED
     assert [damaged[0].removeprefix("run/epoch-000000000007/")] == list(record.refused)
     assert len(list(job.root.glob("run/epoch-*/b0/*/files"))) == 1  # the refused one is gone
@@ -92,9 +86,7 @@ async def test_a_complete_set_that_was_not_verified_in_time_stays(
         raise RefusedUpload(Refusal.UNREADABLE, "over")
 
     monkeypatch.setattr(coordination, "verified", verified)
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     members = asyncio.gather(*(job.member(name).cooldown(7) for name in HOSTS))
     await until(begun.is_set)
     record = await passing(job, leading)
@@ -119,9 +111,7 @@ async def test_the_limit_ends_an_upload_in_the_middle_and_leaves_nothing(job: Sh
         half.set()
         go_on.wait(PATIENCE_S)
 
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     members = asyncio.gather(*(job.member(name, progress=progress).cooldown(7) for name in HOSTS))
     await until(half.is_set)
     assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
@@ -152,9 +142,7 @@ async def test_a_new_coordinator_verifies_the_set_that_it_finds(job: ShardedRun)
 @asynchronous
 async def test_a_member_that_was_started_again_alone_does_not_save_alone(job: ShardedRun) -> None:
     """Its first process was killed in the save; the launch has no new name."""
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     await until(lambda: job.record(7).phase is Phase.COOLDOWN)
     assert job.ledger.begin_save(7, "b0", "killed") == "killed"
     again = asyncio.create_task(job.member("b0").cooldown(7))
@@ -170,9 +158,7 @@ async def test_a_save_that_the_store_could_not_be_told_is_not_repeated(
     job: ShardedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller calls cooldown() again once the store is back."""
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     members = {name: job.member(name) for name in HOSTS}
     real = members["a0"]._ledger.put_saved
 
@@ -199,11 +185,9 @@ async def test_a_file_of_one_member_is_not_a_folder_of_another(job: ShardedRun) 
     def save(folder: Path, step: int) -> None:
         write(folder, {"config.json/inner": b"1"})
 
-    host = job.host()
-    await host.open(7)
     job.together = threading.Barrier(3)
     members = [job.member(name, **({"save": save} if name == "b0" else {})).cooldown(7) for name in HOSTS]
-    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    work = asyncio.gather(await job.leading(HOSTS), *members)
     await until(lambda: "sharded" in job.record(7).notes and job.record(7).notes["sharded"].refusal)
     assert "config.json is a file of one member, and a folder of another" in job.record(7).notes["sharded"].detail
     assert (await passing(job, work))[0].outcome is Outcome.TIMED_OUT
@@ -211,9 +195,7 @@ async def test_a_file_of_one_member_is_not_a_folder_of_another(job: ShardedRun) 
 
 @asynchronous
 async def test_a_name_that_leads_elsewhere_is_not_uploaded(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, {"b0": "b"}))
+    leading = await job.leading({"b0": "b"})
     (job.path / "secret").write_bytes(b"secret")
     job.ledger.put_saved(7, Saved(member="b0", host="b", folder=str(job.path / "x"), files=(("../secret", 6),)))
     member = asyncio.create_task(job.member("b0").cooldown(7))
@@ -226,9 +208,7 @@ async def test_a_name_that_leads_elsewhere_is_not_uploaded(job: ShardedRun) -> N
 
 @asynchronous
 async def test_a_client_that_would_save_alone_is_told_to_save_with_the_others(job: ShardedRun) -> None:
-    host = job.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    leading = await job.leading(HOSTS)
     with pytest.raises(UsageError, match="use ShardedClient"):
         await job.client("a0").cooldown(7)
     await passing(job, leading)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,12 @@ class Run:
     def host(self, **changed: Any) -> CooldownHost:
         options = {"cooldown_s": 6.0, "seed": 49, "clock": self.clock, **changed}
         return CooldownHost(self.store, "run", str(self.root), **options)
+
+    async def leading(self, members: Sequence[str] | Mapping[str, str], **changed: Any) -> asyncio.Task[EpochRecord]:
+        """A host that has opened epoch 7 and begins its cooldown."""
+        host = self.host(**changed)
+        await host.open(7)
+        return asyncio.create_task(host.cooldown(7, 1, members))
 
     def client(self, name: str, **changed: Any) -> CooldownClient:
         options = {"save": save, "scratch": self.path / "scratch" / name, **changed}
