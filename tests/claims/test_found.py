@@ -199,25 +199,6 @@ def test_a_text_without_a_name_is_what_the_mixins_do_without_a_queue() -> None:
 
 # --- the mixins ----------------------------------------------------------------------------------------
 @both
-def test_without_a_queue_the_mixins_find_each_other(wire: str) -> None:
-    worker, packer = Worker(), Packer()
-    try:
-        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
-        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
-        for step in range(10):
-            write(worker, step)
-            [payload] = packer.consume(fetch(packer, 1))
-            assert (payload.wire, payload["step"].item(), payload.metadata) == (wire, step, {"reward": step})
-            assert payload["obs"].shape == (step + 1, 4)
-            del payload
-        assert packer.ucxx_statistics().client.bytes_by_wire.keys() == {wire}
-        eventually(lambda: free(ring), "every slot is free")
-    finally:
-        packer.cleanup_ucxx_packer()
-        worker.cleanup_ucxx()
-
-
-@both
 def test_rings_of_another_schema_are_left_alone(wire: str) -> None:
     other = Schema.of(weights=("float32", UpTo(10)))
     stranger, worker, packer = Worker(), Worker(), Packer()

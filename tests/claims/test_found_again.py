@@ -1,4 +1,4 @@
-"""Rings that are being made, or were made again under their name; runs whose names begin alike; another schema."""
+"""Rings that are being made, or were made again under their name; another schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.claims.places import OnThisHost, default_prefix
+from transport.claims.places import OnThisHost
 from transport.client.client import UCXXClient
 from transport.errors import SchemaError
 from transport.queue import FoundRings
@@ -53,24 +53,6 @@ def test_a_ring_that_was_made_again_is_found_while_an_array_of_the_old_one_is_he
             assert queue.ack(claim)
             assert (kept == np.arange(4)).all()
             del kept, claim
-
-
-def test_runs_whose_names_begin_alike_have_rings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(name: str) -> str:
-        monkeypatch.setenv("TRANSPORT_RUN", name)
-        return default_prefix()
-
-    run = f"exp{os.getpid()}"
-    with SharedRingBuffer.create(SCHEMA, slots=2, prefix=of(f"{run}-2")) as ring:
-        ticket = ring.write(ONE)
-        monkeypatch.setenv("TRANSPORT_RUN", run)
-        with FoundRings(OnThisHost()) as queue:
-            assert queue.claim(1, 0.0, consumer="t") == []
-        monkeypatch.setenv("TRANSPORT_RUN", f"{run}-2")
-        with FoundRings(OnThisHost()) as queue:
-            (claim,) = queue.claim(1, PATIENCE_S, consumer="t")
-            assert claim.ticket_id.startswith(ticket.ring)
-            assert queue.ack(claim)
 
 
 @pytest.mark.ucx

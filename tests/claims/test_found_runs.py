@@ -1,4 +1,4 @@
-"""Two runs on one host: neither gets the other's payloads, also where nobody was given a queue."""
+"""Runs on one host, also with names that begin alike: none gets another's payloads, also where no queue was given."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Worker(UCXXRolloutMixin):
 @pytest.mark.ucx
 @pytest.mark.parametrize(
     ("variables", "found"),
-    [({"TRANSPORT_RUN": "seven"}, 1), ({"TRANSPORT_RUN": "eight"}, 0), ({"SLURM_JOB_ID": "seven"}, 1), ({}, 0)],
+    [({"TRANSPORT_RUN": "se-ven"}, 1), ({"TRANSPORT_RUN": "se"}, 0), ({"SLURM_JOB_ID": "se-ven"}, 1), ({}, 0)],
 )
 def test_a_run_that_has_a_name_keeps_its_payloads_to_itself(
     variables: dict[str, str], found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker()
     with monkeypatch.context() as patched:
-        patched.setenv("TRANSPORT_RUN", "seven")
+        patched.setenv("TRANSPORT_RUN", "se-ven")
         worker.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64))
     try:
         worker.write_to_buffer({"step": np.zeros(1)})

@@ -93,22 +93,6 @@ def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, q
 
 
 @pytest.mark.ucx
-def test_the_record_of_a_checkpoint_drops_what_was_trained_on(worker: Worker, queue: RedisQueue) -> None:
-    ticket = write(worker, 1)
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
-    packer.consume(fetch(packer, 1))
-    stored = packer.consumed_record().to_bytes()
-    packer.cleanup_ucxx_packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored))
-    packer.start_prefetch([ticket])
-    batch = packer.collect_prefetch(20)
-    assert batch is not None
-    assert batch.items[0].duplicate
-    packer.cleanup_ucxx_packer()
-
-
-@pytest.mark.ucx
 def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, queue: RedisQueue) -> None:
     prefetched, cold = write(worker, 1), write(worker, 2)
     packer = MixedPacker()

@@ -557,17 +557,6 @@ def test_sixteen_owners_fit_and_observers_do_not_count(ring: SharedRingBuffer) -
         reader.close()
 
 
-def test_the_segment_goes_with_the_last_of_its_users(ring: SharedRingBuffer) -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=10) as writer:
-        file = segment_file(writer)
-        other = SharedRingBuffer.attach(writer.name, role="writer")
-    assert file.exists()
-    other.close()
-    assert not file.exists()
-    other.close()
-    assert segment_file(ring).exists()
-
-
 def test_of_several_that_leave_at_once_the_last_one_removes_the_segment() -> None:
     rings = [SharedRingBuffer.create(slots=1, slot_bytes=10)]
     rings += [SharedRingBuffer.attach(rings[0].name, role="writer") for _ in range(3)]
@@ -608,18 +597,6 @@ def test_use_after_close_is_a_closed_error(ring: SharedRingBuffer, use: str) -> 
     assert "closed" in repr(ring)
     with pytest.raises(ClosedError):
         USES[use](ring, ticket)
-
-
-def test_leases_that_outlive_their_ring_say_that_it_is_closed() -> None:
-    ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
-    reading = ring.read_raw(ring.write_raw(noise(100)))
-    writing = ring.reserve(Schema.of(x=("int8", 3)))
-    ring.close()
-    with pytest.raises(ClosedError):
-        reading.consume()
-    with pytest.raises(ClosedError):
-        writing.publish()
-    assert bytes(reading.view) == noise(100).tobytes()  # memory that is lent stays mapped
 
 
 def test_a_lease_is_released_while_another_thread_closes_its_ring() -> None:
