@@ -46,18 +46,6 @@ def needs_peer(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not installed, reason=f"SKIPPED: {name} is not installed; run: make bench-peers")
 
 
-@pytest.mark.nightly
-@pytest.mark.ucx
-def test_every_payload_is_consumed_once_over_each_wire(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = rows_of(capsys, "--queue", "rings", "--wire", "mapped,tcp")
-    assert [(row["peer"], row["queue"], row["wire"], row["layout"]) for row in rows] == [
-        ("transport", "rings", "mapped", "list"),
-        ("transport", "rings", "tcp", "list"),
-    ]
-
-
 @pytest.mark.nightly(keep=1)
 @pytest.mark.ucx
 @pytest.mark.parametrize("layout", ["list", "padded", "packed"])
@@ -74,13 +62,6 @@ def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout
 def test_every_payload_of_rings_is_consumed_once_by_a_trainer(capsys: pytest.CaptureFixture[str], wire: str) -> None:
     (row,) = rows_of(capsys, "--queue", "trainer", "--wire", wire)
     assert (row["queue"], row["wire"]) == ("trainer", wire)
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = rows_of(capsys, "--queue", "rings", "--wire", "mapped", "--writers", "2", "--trainers", "2")
-    assert (row["writers"], row["trainers"]) == (2, 2)
 
 
 @pytest.mark.nightly

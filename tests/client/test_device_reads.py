@@ -193,24 +193,6 @@ async def test_no_stream_waits_for_a_copy_that_is_done(cupy: Any) -> None:
                 assert cupy.fake.queues[stream.ptr] == []
 
 
-@asynchronous
-async def test_another_threads_default_stream_waits_for_a_read_on_this_ones(cupy: Any) -> None:
-    cupy.fake.per_thread = cupy.fake.stopped = True
-    out = cupy.empty(100, np.uint8)
-
-    def look() -> tuple[Any, int]:
-        return payload["x"].astype(np.int32), cupy.fake.named(cupy.cuda.get_current_stream().ptr)
-
-    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
-        async with mapped() as client:
-            payload = await client.read(ring.write({"x": noise(100)}), out=out)
-            with ThreadPoolExecutor(1) as threads:
-                seen, stream = threads.submit(look).result()
-            while cupy.fake.queues[stream]:  # the second thread's default stream alone is driven
-                cupy.fake.step(stream)
-            assert (seen.host == noise(100)).all()
-
-
 # --- into new memory --------------------------------------------------------------------------------
 @pytest.mark.ucx
 @every_wire

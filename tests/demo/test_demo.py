@@ -115,16 +115,6 @@ def test_missing_the_target_fails_in_one_line_after_the_summary(tmp_path: Path) 
     assert err.splitlines()[-1].startswith("transport demo: the policy did not learn: the mean return went from ")
 
 
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_a_queue_of_ones_own_stays_and_is_finished(tmp_path: Path, queue_url: str, queue: RedisQueue) -> None:
-    with running(tmp_path, "--episodes", "16", "--target", "0", "--queue", queue_url) as demo:
-        status, _, err = demo.finished()
-    assert status == 0, err
-    assert queue.depth() == QueueDepth(done=16)
-
-
 # --- parts ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("episodes", [1, 16, 479, 480])
 @pytest.mark.parametrize("rollouts", [1, 3, 14])
@@ -337,17 +327,3 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         demo.finished()
     assert before.leaks(grace_s=_CLEAN_UP_S) == []
     assert demo.left() == []
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_a_killed_listener_costs_no_payload(tmp_path: Path) -> None:
-    with running(tmp_path, "--wire", "tcp", "--target", "0", "--json", "-") as demo:
-        demo.until_at_work()
-        os.kill(demo.processes("transport.server.process")[0], signal.SIGKILL)
-        status, out, err = demo.finished()
-    assert status == 0, err
-    result = json.loads(out)
-    assert result["deliveries"] == 480
-    assert (result["lost"], result["duplicates"], result["unread"]) == (0, 0, 0)

@@ -297,35 +297,6 @@ async def test_a_peer_that_closes_fails_what_waits_and_what_comes_later(wire: An
                 await later()
 
 
-@asynchronous
-async def test_a_killed_peer_is_noticed() -> None:
-    code = """
-import asyncio, sys
-from transport.wire.ucx import Worker
-from transport.wires import settings_for
-async def main():
-    worker = Worker(settings_for(frozenset({"tcp"})))
-    endpoint = await worker.connect("127.0.0.1", int(sys.argv[1]))
-    await endpoint.send_stream(b"hello")
-    print("sent", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
-asyncio.run(main())
-"""
-    worker = Worker(settings_for(frozenset({"tcp"})))
-    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
-    listening = worker.listen(0, accepted.put_nowait)
-    with Child(code, listening.port) as child:
-        endpoint = await accepted.get()
-        await endpoint.receive_stream(bytearray(5))
-        waiting = endpoint.receive(bytearray(4), 7)
-        assert await asyncio.to_thread(child.line) == "sent"
-        child.process.kill()
-        with pytest.raises(ConnectionLostError):
-            await waiting
-    listening.close()
-    worker.close()
-
-
 @over_ucx
 @asynchronous
 async def test_abort_ends_every_future_and_then_the_memory_is_the_callers(wire: Any) -> None:
