@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import logging
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -180,23 +179,6 @@ async def test_a_welcome_for_another_ring_is_not_taken(monkeypatch: pytest.Monke
                 await Link.open(
                     stage.worker, "127.0.0.1", stage.port, ring="f" * 32, tag_base=1, secret=None, settings=Settings()
                 )
-
-
-# --- the segment ------------------------------------------------------------------------------------------
-def test_a_segment_is_its_users_alone() -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
-        assert stat.S_IMODE(segment_file(ring).stat().st_mode) == 0o600
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a segment of another user")
-def test_a_segment_of_another_user_is_not_attached_although_its_mode_would_allow_it() -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
-        path = segment_file(ring)
-        path.chmod(0o666)
-        os.chown(path, 12345, 12345)  # somebody else's now, and root may open everything
-        with pytest.raises(transport.TransportError, match="belongs to user 12345"):
-            SharedRingBuffer.attach(ring.name, role="reader")
-        os.chown(path, os.geteuid(), os.getegid())
 
 
 # --- pids that stand in the segment -------------------------------------------------------------------------

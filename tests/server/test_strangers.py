@@ -116,19 +116,6 @@ def test_a_stranger_that_stays_is_ended_and_keeps_no_core_busy(mode: Any, saying
         assert mode == "thread" or listener_pids(ring)[port] == pid
 
 
-@pytest.mark.nightly(keep=1)
-@both_modes
-def test_a_stranger_that_has_gone_leaves_no_descriptor_and_keeps_no_core_busy(mode: Any) -> None:
-    with served(mode) as (ring, port, pid):
-        before = descriptors(pid)
-        for saying in SAYINGS.values():
-            said(port, saying).close()
-        eventually(lambda: not connections(port))
-        eventually(lambda: descriptors(pid) <= before)
-        eventually(lambda: share_of_a_core(pid) < 0.5)
-        reads(ring, 1)
-
-
 def crowd(port: int, count: int, kept: int) -> Iterator[socket.socket]:
     """Strangers of all kinds; each is closed when ``kept`` others have come."""
     seeded = random.Random(25)
