@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from helpers import eventually
-from packers import SCHEMA, Packer, Worker, fetch, replace_client, ticket_of, write
+from packers import SCHEMA, Packer, Worker, fetch, write
 
 from transport.client.payload import ReadOutcome
 from transport.errors import (
     ClosedError,
 )
-from transport.packer.rollout import queued
 from transport.queue import RedisQueue
 
 
@@ -106,39 +105,3 @@ def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue
         packer.abandon(batch, reason)
     packer.abandon(batch)
     assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
-
-
-class StalledClient:
-    """A client whose reads begin and never end."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.cancelled = False
-
-    async def read_many(self, tickets: Any, **_: Any) -> AsyncGenerator[ReadOutcome, None]:
-        self.begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled = True
-        yield ReadOutcome(0, tickets[0], None, None)
-
-    def end(self) -> None: ...
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_stopping_in_mid_fetch_gives_the_claims_back(queue: RedisQueue, how: str) -> None:
-    queue.publish(queued(ticket_of(0)))
-    packer = Packer()
-    packer.setup_ucxx_packer(queue=queue)
-    client = StalledClient()
-    replace_client(packer, client)
-    packer.start_prefetch(packer.claim_tickets(1, 20))
-    assert client.begun.wait(20)
-    getattr(packer, how)()
-    assert client.cancelled
-    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
-    packer.cleanup_ucxx_packer()
