@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import dead_port, noise, serving, settings_with
-from packers import Packer
+from packers import Packer, collected
 
 import transport
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXRolloutMixin, config
@@ -78,9 +78,7 @@ def wire_of_a_payload(found: Configuration) -> str:
     try:
         worker.setup_ucxx(SCHEMA, slots=2, mode="thread")
         packer.setup_ucxx_packer(schemas=[SCHEMA])
-        packer.start_prefetch([worker.write_to_buffer({"step": 3})])
-        batch = packer.collect_prefetch()
-        assert batch is not None
+        batch = collected(packer, [worker.write_to_buffer({"step": 3})])
         (payload,) = packer.consume(batch)
         payload.release()
         return payload.wire

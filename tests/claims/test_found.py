@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of, some
 from helpers import Child, eventually, free
-from packers import SCHEMA, Packer, Worker, fetch, write
+from packers import SCHEMA, Packer, Worker, collected, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import MAX_OWNERS, ROLE_READER
@@ -225,9 +225,7 @@ def test_payloads_of_different_schemas_in_one_take(prefix: str, monkeypatch: pyt
             ring.write({"a": np.arange(3)})
             ring.write({"b": np.ones((2, 2)), "c": np.zeros(1, np.int8)})
             claims = some(queue, 2)
-            packer.start_prefetch(claims)
-            batch = packer.collect_prefetch()
-            assert batch is not None
+            batch = collected(packer, claims)
             assert [sorted(payload) for payload in batch.payloads] == [["a"], ["b", "c"]]
             assert queue.ack_many(claims) == claims
         finally:

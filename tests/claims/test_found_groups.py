@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import Child, eventually, free
-from packers import Packer, Worker
+from packers import Packer, Worker, collected
 
 from transport.packer.options import RingOptions, ServerOptions
 from transport.queue import FoundRings, open_queue
@@ -56,10 +56,7 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
 
 
 def train(packer: Packer, n: int) -> list[int]:
-    claims = packer.claim_tickets(n, LONG_S)
-    packer.start_prefetch(claims)
-    batch = packer.collect_prefetch()
-    assert batch is not None
+    batch = collected(packer, packer.claim_tickets(n, LONG_S))
     return [int(payload["step"]) for payload in packer.consume(batch)]
 
 
@@ -87,11 +84,7 @@ def test_what_one_rank_gives_back_no_rank_trains_on_and_it_comes_again(store: St
             worker.write_to_buffer({"step": np.int64(1)})
 
             def refuse() -> list[int]:
-                claims = follower.claim_tickets(1, LONG_S)
-                follower.start_prefetch(claims)
-                batch = follower.collect_prefetch()
-                assert batch is not None
-                follower.abandon(batch, "not now")
+                follower.abandon(collected(follower, follower.claim_tickets(1, LONG_S)), "not now")
                 return []
 
             assert at_once(lambda: train(leader, 1), refuse) == [[], []]

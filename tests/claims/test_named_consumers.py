@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import eventually
+from packers import collected, fetch
 
 from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.claims.places import AtAddresses, OnThisHost
@@ -92,10 +93,7 @@ def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path:
             ):
                 seen: list[int] = []
                 while len(seen) < 4:
-                    claims = trainer.claim_tickets(4, 30.0)
-                    trainer.start_prefetch(claims)
-                    batch = trainer.collect_prefetch()
-                    assert batch is not None
+                    batch = fetch(trainer, 4)
                     seen += [int(payload["x"]) for payload in trainer.consume(batch)]
                     batch.release()
                 assert sorted(seen) == [0, 1, 2, 3]
@@ -110,9 +108,7 @@ def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> 
             trainer.start_prefetch([first, ticket])
         with pytest.raises(RankError, match="came as a ticket"):
             trainer.get_policy_input(ticket)
-        trainer.start_prefetch([first])
-        batch = trainer.collect_prefetch()
-        assert batch is not None
+        batch = collected(trainer, [first])
         assert [int(payload["x"]) for payload in trainer.consume(batch)] == [0]
         assert int(trainer.get_policy_input(first)["x"]) == 0
         batch.release()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import Child, eventually
+from packers import collected, fetch
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer
 from transport._ring import segments
@@ -103,9 +104,7 @@ def end(child: Child) -> None:
 
 
 def consume(trainer: Trainer, claims: list[Claim]) -> int:
-    trainer.start_prefetch(claims)
-    batch = trainer.collect_prefetch()
-    assert batch is not None
+    batch = collected(trainer, claims)
     count = len(trainer.consume(batch))
     batch.release()
     return count
@@ -253,9 +252,7 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
 @mapped
 def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> None:
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
-        trainer.start_prefetch(trainer.claim_tickets(1, 30.0))
-        batch = trainer.collect_prefetch()
-        assert batch is not None
+        batch = fetch(trainer, 1)
         [payload] = trainer.consume(batch)
         number = payload["number"]
         end(child)

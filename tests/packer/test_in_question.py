@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import eventually, free
+from packers import collected
 from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.claims.outcomes import Outcomes
 from transport.errors import ConnectionLostError, UsageError
 from transport.packer.mixin import UCXXDataPackerMixin
-from transport.packer.prefetch import FetchedBatch
 from transport.queue import Claim, open_queue
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -72,12 +72,6 @@ class Packer(UCXXDataPackerMixin):
             claims += self.claim_tickets(count - len(claims), LONG_S)
         return claims
 
-    def collected(self, claims: Sequence[Claim]) -> FetchedBatch:
-        self.start_prefetch(claims)
-        batch = self.collect_prefetch(LONG_S)
-        assert batch is not None
-        return batch
-
     def payload_to_policy_input(self, payload: Any, *_: Any, **__: Any) -> int:
         return int(payload["number"].item())
 
@@ -101,7 +95,7 @@ def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, 
     write(host, range(3))
     claims = packer.take(3)
     host.ends_between(claims)
-    batch = packer.collected(claims)
+    batch = collected(packer, claims)
     assert packer.consume(batch) == []
     assert [item.claim for item in batch.in_question] == claims
     assert batch.trainable == []
@@ -121,7 +115,7 @@ def test_what_was_accepted_stays_in_the_record_though_its_consume_is_in_question
     write(host, range(2))
     claims = packer.take(2)
     host.ends_between(claims)
-    batch = packer.collected(claims)
+    batch = collected(packer, claims)
     assert len(packer.accept(batch)) == 2
     assert packer.consume(batch) == []
     packer.abandon(batch)
@@ -132,11 +126,11 @@ def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(
     write(host, range(SLOTS))
     claims = packer.take(SLOTS)
     host.ends_between(claims)
-    batch = packer.collected(claims)
+    batch = collected(packer, claims)
     assert packer.consume(batch) == []
     host.serve()
     write(host, range(SLOTS, 2 * SLOTS))
-    later = packer.consume(packer.collected(packer.take(SLOTS)))
+    later = packer.consume(collected(packer, packer.take(SLOTS)))
     assert sorted(map(packer.payload_to_policy_input, later)) == list(range(SLOTS, 2 * SLOTS))
     assert sorted(map(packer.payload_to_policy_input, packer.consume(batch))) == list(range(SLOTS))
     assert packer.ucxx_statistics().duplicates == 0
@@ -157,7 +151,7 @@ def test_an_abandoned_batch_has_nothing_in_question(host: Host, packer: Packer) 
     write(host, range(2))
     claims = packer.take(2)
     host.ends_between(claims)
-    batch = packer.collected(claims)
+    batch = collected(packer, claims)
     assert packer.consume(batch) == []
     packer.abandon(batch)
     with pytest.raises(UsageError, match="already consumed"):

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from packers import FAST, SCHEMA, Packer, Worker, fetch, write
+from packers import FAST, SCHEMA, Packer, Worker, collected, fetch, write
 
 from transport.client.retry import Deadline
 from transport.errors import (
@@ -54,9 +54,7 @@ def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer
     for step in range(2):
         write(worker, step)
     claims = packer.claim_tickets(2, timeout_s=20)
-    packer.start_prefetch(claims)
-    batch = packer.collect_prefetch(timeout=20)
-    assert batch is not None
+    batch = collected(packer, claims)
     assert queue.retry(claims[0], reason="taken away by the test")
     assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
     assert packer.ucxx_statistics().lost_claims == 1
@@ -112,9 +110,7 @@ def test_progress_is_reported_up_to_the_whole_batch(worker: Worker) -> None:
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], progress=lambda *state: seen.append(state))
     tickets = [write(worker, step) for step in range(4)]
-    packer.start_prefetch(tickets)
-    batch = packer.collect_prefetch(20)
-    assert batch is not None
+    batch = collected(packer, tickets)
     assert seen[-1] == (4, 4, sum(ticket.size for ticket in tickets))
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
     batch.release()
@@ -223,9 +219,7 @@ def test_a_duplicate_frees_its_slot(worker: Worker, queue: RedisQueue, wire: str
     assert record.accept(*ticket.identity, 0)  # and the slot was never told
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], consumed=record, wire={wire})
-    packer.start_prefetch([ticket])
-    batch = packer.collect_prefetch(20)
-    assert batch is not None
+    batch = collected(packer, [ticket])
     assert batch.items[0].duplicate
     packer.cleanup_ucxx_packer()
     assert worker.ring_statistics().ready == 0

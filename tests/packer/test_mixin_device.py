@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import eventually, every_wire, free, settings_with
+from packers import Packer, Worker, fetch
 
 from transport.client.device_reads import DevicePayload, DeviceReceive
 from transport.errors import MissingDependencyError, UsageError
-from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.options import ClientOptions
-from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import RedisQueue
 from transport.schema import Schema, UpTo
 from transport.ticket import Ticket
@@ -22,14 +21,6 @@ from transport.ticket import Ticket
 pytestmark = pytest.mark.ucx
 
 SCHEMA = Schema.of(obs=("float32", UpTo(4096), 4), step=("int64",))
-
-
-class Packer(UCXXDataPackerMixin):
-    """The mixin alone."""
-
-
-class Worker(UCXXRolloutMixin):
-    """The mixin alone."""
 
 
 @pytest.fixture
@@ -54,13 +45,6 @@ def obs_of(step: int) -> np.ndarray:
 
 def write(worker: Worker, step: int, cupy: Any) -> Ticket:
     return worker.write_to_buffer({"obs": cupy.on_device(obs_of(step)), "step": step})
-
-
-def fetch(packer: Packer, count: int) -> FetchedBatch:
-    packer.start_prefetch(packer.claim_tickets(count, timeout_s=20))
-    batch = packer.collect_prefetch(timeout=20)
-    assert batch is not None
-    return batch
 
 
 @every_wire

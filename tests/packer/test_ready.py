@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import Child, eventually
+from packers import collected, fetch
 
 from transport import (
     RingOptions,
     Rollout,
     Schema,
     SharedRingBuffer,
-    Ticket,
     Trainer,
     UCXXDataPackerMixin,
     UCXXRolloutMixin,
@@ -29,7 +29,6 @@ from transport import (
 )
 from transport.errors import ClosedError, StopRequestedError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.prefetch import FetchedBatch
 from transport.queue import RedisQueue
 from transport.runtime.signals import until_stopped
 
@@ -74,10 +73,7 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RedisQueue) -> None:
         Trainer(schemas=[SCHEMA], queue=queue) as trainer,
     ):
         rollout.write_to_buffer(VALUES)
-        trainer.start_prefetch(trainer.claim_tickets(1, timeout_s=20))
-        batch = trainer.collect_prefetch(timeout=20)
-        assert batch is not None
-        (payload,) = trainer.consume(batch)
+        (payload,) = trainer.consume(fetch(trainer, 1))
         assert np.array_equal(payload["obs"], VALUES["obs"])
         payload.release()
         segment = Path("/dev/shm") / rollout.ring.name.removeprefix("/")
@@ -95,16 +91,10 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RedisQueue) -> None:
 def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_RUN", f"accepted-{os.getpid()}")
 
-    def fetched(trainer: Trainer) -> FetchedBatch:
-        trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=20))
-        batch = trainer.collect_prefetch(timeout=20)
-        assert batch is not None
-        return batch
-
     with Rollout(SCHEMA, slots=4, mode="thread") as rollout:
         rollout.write_many_to_buffer([VALUES, VALUES])
         with Trainer(schemas=[SCHEMA]) as trainer:
-            batch = fetched(trainer)
+            batch = fetch(trainer, 4)
             accepted = trainer.accept(batch)
             assert len(accepted) == 2
             assert trainer.accept(batch) == accepted
@@ -114,7 +104,7 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
         assert rollout.ring_statistics().ready == 2  # its end gave the claims back
         with Trainer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored)) as again:
             rollout.write_to_buffer(VALUES)
-            batch = fetched(again)
+            batch = fetch(again, 4)
             assert len(again.accept(batch)) == 1
             assert len(again.consume(batch)) == 1
             assert again.ucxx_statistics().duplicates == 2
@@ -130,9 +120,7 @@ def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monk
     with Rollout(SCHEMA, slots=4, mode="thread") as rollout, Trainer(schemas=[SCHEMA]) as trainer:
         rollout.write_many_to_buffer([VALUES, VALUES])
         for again in (False, True):
-            trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=20))
-            batch = trainer.collect_prefetch(timeout=20)
-            assert batch is not None
+            batch = fetch(trainer, 4)
             assert len(trainer.accept(batch)) == 2
             record = trainer.consumed_record()
             assert len(record) == 2
@@ -151,17 +139,11 @@ def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monk
 @pytest.mark.ucx
 @pytest.mark.parametrize("end", ["abandoned", "dropped", "consumed"])
 def test_a_payload_that_comes_twice_is_ended_by_the_batch_that_accepted_it(end: str) -> None:
-    def fetched(trainer: Trainer, ticket: Ticket) -> FetchedBatch:
-        trainer.start_prefetch([ticket])
-        batch = trainer.collect_prefetch(timeout=20)
-        assert batch is not None
-        return batch
-
     with Rollout(SCHEMA, slots=4, mode="thread") as rollout, Trainer(schemas=[SCHEMA]) as trainer:
         ticket = rollout.write_to_buffer(VALUES)
-        first = fetched(trainer, ticket)
+        first = collected(trainer, [ticket])
         assert len(trainer.accept(first)) == 1
-        second, third = fetched(trainer, ticket), fetched(trainer, ticket)
+        second, third = collected(trainer, [ticket]), collected(trainer, [ticket])
         assert trainer.accept(third) == []
         assert trainer.consume(second) == []
         assert rollout.ring_statistics().consumes == 0

@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 import pytest
 from helpers import Child, eventually
-from packers import SCHEMA, Packer, Worker
+from packers import SCHEMA, Packer, Worker, collected
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
@@ -50,9 +50,7 @@ def consumed(queue: TicketQueue, count: int) -> tuple[list[int], set[int | None]
     try:
         while claims := packer.claim_tickets(16, 60.0 if len(steps) < count else 0.2):
             versions |= {claim.policy_version for claim in claims}
-            packer.start_prefetch(claims)
-            batch = packer.collect_prefetch()
-            assert batch is not None
+            batch = collected(packer, claims)
             steps += [int(payload["step"]) for payload in packer.consume(batch)]
     finally:
         packer.cleanup_ucxx_packer()

@@ -19,6 +19,7 @@ import pytest
 from helpers import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packers import collected
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo
 from transport.claims.open import open_rings
@@ -169,9 +170,7 @@ def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuse
         assert len(again.tickets) == 3
         trained: list[int] = []
         while claims := trainer.claim_tickets(10, timeout_s=0.1):
-            trainer.start_prefetch(claims)
-            batch = trainer.collect_prefetch()
-            assert batch is not None
+            batch = collected(trainer, claims)
             trained += [int(payload["number"]) for payload in trainer.consume(batch)]
             batch.release()
         assert sorted(trained) == [1, 2]  # each once, although the second call wrote them again
@@ -663,9 +662,7 @@ def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefi
         with open_rings(address) as elsewhere, Trainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer:
             found: list[int] = []
             while len(found) < 5 and (claims := trainer.claim_tickets(5, timeout_s=30)):
-                trainer.start_prefetch(claims)
-                batch = trainer.collect_prefetch()
-                assert batch is not None
+                batch = collected(trainer, claims)
                 found += [int(payload["number"]) for payload in trainer.consume(batch)]
                 batch.release()
             assert sorted(found) == list(range(5))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from helpers import PATIENCE_S
 
 from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.rollout import UCXXRolloutMixin
+from transport.queue import Claim
 from transport.schema import Schema, UpTo
 from transport.settings import DEFAULTS
 from transport.ticket import Ticket, host_identity
@@ -31,11 +34,15 @@ def write(worker: Worker, step: int) -> Ticket:
     )
 
 
-def fetch(packer: Packer, n: int) -> FetchedBatch:
-    packer.start_prefetch(packer.claim_tickets(n, timeout_s=20))
-    batch = packer.collect_prefetch(timeout=20)
+def collected(packer: UCXXDataPackerMixin, wanted: Sequence[Claim | Ticket]) -> FetchedBatch:
+    packer.start_prefetch(wanted)
+    batch = packer.collect_prefetch(timeout=PATIENCE_S)
     assert batch is not None
     return batch
+
+
+def fetch(packer: UCXXDataPackerMixin, n: int) -> FetchedBatch:
+    return collected(packer, packer.claim_tickets(n, timeout_s=20))
 
 
 def ticket_of(slot: int) -> Ticket:
