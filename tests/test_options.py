@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import dead_port, noise, serving, settings_with
-from packers import Packer, collected
+from packers import Packer, Worker, collected
 
 import transport
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXRolloutMixin, config
+from transport import BlockingClient, Schema, SharedRingBuffer, config
 from transport.cli import run as command
 from transport.client.reading import grouped
 from transport.errors import RetriesExhaustedError, TransportError
@@ -36,9 +36,6 @@ from transport.testing import MemoryQueue
 Configuration = config.Configuration
 SCHEMA = Schema.of(step=("int64",))
 HERE = Path(transport.__file__).parent
-
-
-class Worker(UCXXRolloutMixin): ...
 
 
 # --- no field is without effect -------------------------------------------------------------------------

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from packers import Worker
 
-from transport import RingOptions, UCXXRolloutMixin
+from transport import RingOptions
 from transport.errors import ConfigurationError
 from transport.queue import open_queue
-
-
-class Worker(UCXXRolloutMixin):
-    pass
 
 
 @pytest.mark.ucx

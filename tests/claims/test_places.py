@@ -6,8 +6,9 @@ import threading
 import time
 
 import pytest
+from packers import Worker
 
-from transport import Schema, UCXXRolloutMixin
+from transport import Schema
 from transport.claims.places import InDirectory
 from transport.errors import RingFullError, StoreUnavailableError
 from transport.packer.options import ServerOptions
@@ -103,9 +104,6 @@ def test_a_store_that_is_away_when_rings_are_first_looked_for_is_an_error(monkey
     for _ in range(2):
         with pytest.raises(StoreUnavailableError):
             places.segments()
-
-
-class Worker(UCXXRolloutMixin): ...
 
 
 @pytest.mark.ucx

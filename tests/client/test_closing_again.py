@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import os
 from typing import Any
 
 import pytest
-from helpers import eventually, noise, serving
+from helpers import descriptors, eventually, noise, serving
 
 from transport import UCXXClient
 
 pytestmark = pytest.mark.ucx
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])  # after the first one, closing is still to begin
@@ -33,7 +29,7 @@ def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(st
     with serving() as (ring, _):
         ticket = ring.write_raw(noise(100))
         asyncio.run(leave())  # what is made once for a process
-        before = descriptors()
+        before = descriptors(os.getpid())
         ticket = ring.write_raw(noise(100))
         assert asyncio.run(leave()).closed
-        eventually(lambda: descriptors() <= before)
+        eventually(lambda: descriptors(os.getpid()) <= before)

@@ -26,7 +26,7 @@ from transport.client.blocking import BlockingClient
 from transport.demo.plan import POLICY_SCHEMA, POLICY_TOPIC, Plan
 from transport.demo.policy import Policy
 from transport.demo.rollout import PolicyFollower
-from transport.queue import QueueDepth, RedisQueue, open_queue
+from transport.queue import RedisQueue, open_queue
 from transport.testing import ResourceSnapshot
 from transport.weights.offers import offer
 

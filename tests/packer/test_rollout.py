@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
+from packers import Worker
 from redis_server import RedisServer
 from ticket_queues import run_of
 
 from transport.errors import BusyPortError, ClosedError, QueueError, SchemaError
 from transport.packer.options import RingOptions, ServerOptions
-from transport.packer.rollout import UCXXRolloutMixin, ticket_id
+from transport.packer.rollout import ticket_id
 from transport.queue import RedisQueue
 from transport.queue.base import DeliveryState
 from transport.ring.buffer import SharedRingBuffer
@@ -27,10 +28,6 @@ SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
 VALUES = {"obs": np.ones((3, 2), np.float32)}
 
 pytestmark = pytest.mark.ucx
-
-
-class Worker(UCXXRolloutMixin):
-    """The mixin alone."""
 
 
 @pytest.fixture

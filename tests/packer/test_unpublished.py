@@ -6,12 +6,12 @@ import secrets
 
 import numpy as np
 import pytest
+from delivery_accounts import gone
 from helpers import Child, eventually
 from packers import SCHEMA, Packer, Worker, collected
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
-from transport.errors import RingNotFoundError
 from transport.packer.republish import Republishing, republish
 from transport.packer.rollout import queued, ticket_id
 from transport.packer.unpublished import Finished
@@ -55,14 +55,6 @@ def consumed(queue: TicketQueue, count: int) -> tuple[list[int], set[int | None]
     finally:
         packer.cleanup_ucxx_packer()
     return steps, versions
-
-
-def gone(segment: str) -> bool:
-    try:
-        SharedRingBuffer.attach(segment, role="observer").close()
-    except RingNotFoundError:
-        return True
-    return False
 
 
 def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is_published(redis: RedisServer) -> None:

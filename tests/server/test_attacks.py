@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, Child, asynchronous, eventually, listener_pids, noise, settings_with, until
+from helpers import PATIENCE_S, Child, asynchronous, descriptors, eventually, listener_pids, noise, settings_with, until
 from supervised import read_all
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
@@ -40,10 +40,6 @@ def memory(pid: int) -> int:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
     return 0
-
-
-def descriptors(pid: int) -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 class Attack(Child):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ended, eventually, listener_pids, noise, settings_with, until
+from helpers import descriptors, ended, eventually, listener_pids, noise, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.testing import run
@@ -39,10 +39,6 @@ SAYINGS: dict[str, bytes] = {
 }
 
 both_modes = pytest.mark.parametrize("mode", ["process", "thread"])
-
-
-def descriptors(pid: int) -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def connections(port: int) -> int:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import eventually, free
-from packers import Packer
+from packers import Packer, Worker
 from queue_waits import in_thread
 from redis_server import RedisServer, needs_redis, redis_server
 
-from transport import Schema, UCXXRolloutMixin
+from transport import Schema
 from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError
 from transport.queue import open_queue
 from transport.storage.urls import RedisURL, parse_url
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 pytestmark = needs_redis
 FORGETFUL = ("--appendonly", "no")
 SCHEMA = Schema.of(step=("int64",))
-
-
-class Worker(UCXXRolloutMixin): ...
 
 
 @pytest.mark.parametrize(

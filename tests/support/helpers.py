@@ -127,6 +127,11 @@ def free(ring: SharedRingBuffer) -> bool:
     return ring.statistics().free == ring.slot_count
 
 
+def descriptors(pid: int) -> int:
+    """How many files the process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
 def states(ring: SharedRingBuffer) -> tuple[int, int]:
     """How many slots are READY and READING."""
     look = ring.statistics()

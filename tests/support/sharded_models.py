@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -45,3 +47,9 @@ def of_vllm(engine: Any) -> RankShards:
 
 def of_training(source: Training) -> RankShards:
     return RankShards(source.rank, source.layout, source.weights)
+
+
+def together(*calls: Callable[[], object]) -> list[BaseException | None]:
+    """Run all at once, each in a thread; their errors."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.exception() for future in [threads.submit(call) for call in calls]]

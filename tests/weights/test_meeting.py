@@ -7,7 +7,6 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import asynchronous
 from shard_members import MODEL, checksum_of
-from sharded_models import TRAINERS, WORKERS, Model, Training, of_training
+from sharded_models import TRAINERS, WORKERS, Model, Training, of_training, together
 
 from transport.errors import (
     SchemaError,
@@ -42,12 +41,6 @@ OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
 def meeting(tmp_path: Path) -> Meeting:
     url = f"sqlite:///{tmp_path}/store"
     return Meeting(store=url, run="test", senders=TRAINERS, receivers=WORKERS, timeout_s=30)
-
-
-def together(*calls: Callable[[], object]) -> list[BaseException | None]:
-    """Run all at once, each in a thread; their errors."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.exception(60) for future in [threads.submit(call) for call in calls]]
 
 
 def serves(model: Model, version: int) -> bool:
