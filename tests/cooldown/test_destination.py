@@ -45,7 +45,7 @@ def s3_server() -> Iterator[str]:
     import fsspec.asyn
     import s3fs
 
-    with pytest.MonkeyPatch.context() as patch, Child(_SERVER) as child:
+    with pytest.MonkeyPatch.context() as patch, Child("import s3_server; s3_server.main()", 0) as child:
         url = child.line()
         patch.setenv("AWS_ACCESS_KEY_ID", "testing")
         patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -57,20 +57,6 @@ def s3_server() -> Iterator[str]:
         fsspec.asyn.sync(system.loop, system._s3creator.__aexit__, None, None, None)
         del system
         yield url
-        child.tell()
-
-
-_SERVER = """
-import sys, logging
-logging.disable(logging.CRITICAL)
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-out, sys.stdout = sys.stdout, sys.stderr
-print("http://127.0.0.1:%d" % server.get_host_and_port()[1], file=out, flush=True)
-sys.stdin.readline()
-server.stop()
-"""
 
 
 @pytest.fixture(autouse=True)

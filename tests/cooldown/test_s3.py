@@ -34,9 +34,6 @@ from transport.store.sqlite import SQLiteStore
 pytestmark = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("moto", "s3fs", "flask"))), reason="needs moto's server and s3fs"
 )
-SERVER = (
-    "import runpy, sys; sys.argv = ['s3_server', *sys.argv[1:]]; runpy.run_module('s3_server', run_name='__main__')"
-)
 MODEL = {"large": secrets.token_bytes(17 << 20), "small": b"1"}  # four parts, and none
 RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
 ATTEMPT = "0" * 16
@@ -62,7 +59,7 @@ def shared() -> Iterator[Child]:
 @contextlib.contextmanager
 def serving(port: int = 0) -> Iterator[Child]:
     """A server with an empty bucket "checkpoints"; each is a process that forgets everything when it ends."""
-    with Child(SERVER, port, stderr=subprocess.DEVNULL) as server:
+    with Child("import s3_server; s3_server.main()", port, stderr=subprocess.DEVNULL) as server:
         os.environ["AWS_ENDPOINT_URL"] = server.line()
         with open_destination("s3://checkpoints") as place:
             assert isinstance(place, S3)

@@ -1,4 +1,4 @@
-"""moto's S3 server as a program: ``python -m s3_server PORT``, which prints its URL, and does what lines tell it.
+"""moto's S3 server in a process of its own, at the port of its argument: prints its URL, and does what lines tell it.
 
 throttle N   the next N uploads of a part are answered "503 SlowDown"
 pair         an upload of a part is answered when a second one has come
@@ -70,7 +70,3 @@ def main() -> None:
                 server.pair = True
             case ["said"]:
                 print(server.throttled, server.most, file=out, flush=True)
-
-
-if __name__ == "__main__":
-    main()
