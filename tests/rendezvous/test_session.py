@@ -240,7 +240,7 @@ class BusyGate(MemoryStore):
 
 
 def test_a_gate_that_is_passed_without_end_closes_all_the_same(run: SimulatedRun) -> None:
-    run.store = BusyGate(beside=run.store)
+    run.store = BusyGate(clock=lambda: run.now)
     members = run.joined(3)
     run.run(3)
     assert ranks(members) == [0, 1, 2]
