@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 
 import numpy as np
@@ -12,26 +13,28 @@ from packers import SCHEMA, Packer, Worker, collected
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
+from transport.errors import QueueFullError
+from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
 from transport.packer.rollout import queued, ticket_id
 from transport.packer.unpublished import Finished
-from transport.queue import QueueDepth, TicketQueue, open_queue
+from transport.queue import Claim, QueueDepth, QueuedTicket, TicketQueue, open_queue
 from transport.ring.buffer import SharedRingBuffer
 
 pytestmark = pytest.mark.ucx
 
-# arguments: URL of the queue, how many payloads
+# arguments: URL of the queue, how many payloads, bound of the queue
 WRITER = """
 import sys
 from packers import SCHEMA, Worker
 import numpy as np
 from transport.packer.options import ServerOptions
-from transport.queue import open_queue
+from transport.queue import RedisQueue
+from transport.storage.urls import parse_url
 url, count = sys.argv[1], int(sys.argv[2])
 worker = Worker()
-ring = worker.setup_ucxx(
-    SCHEMA, slots=64, queue=open_queue(url), server=ServerOptions(addresses=("127.0.0.1",), linger_s=120.0)
-)
+queue = RedisQueue(parse_url(url), max_tickets=next(map(int, sys.argv[3:]), None))
+ring = worker.setup_ucxx(SCHEMA, slots=64, queue=queue, server=ServerOptions(addresses=("127.0.0.1",), linger_s=120.0))
 print(ring.name, flush=True)
 sys.stdin.readline()
 for step in range(count):
@@ -68,6 +71,56 @@ def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is
         assert consumed(queue, 20) == (list(range(20)), {7})
         assert queue.depth() == QueueDepth(done=20)
         eventually(lambda: gone(segment), "the ring is gone when everything is consumed")
+
+
+def test_more_than_the_queue_takes_is_published_as_trainers_make_room(redis: RedisServer) -> None:
+    place = redis.place(secrets.token_hex(4))
+    with open_queue(place) as queue:
+        with Child(WRITER, place, 20, 8) as child:
+            segment = child.line()
+            child.tell()
+            assert child.line() == "written"
+            child.kill()
+        assert consumed(queue, 20) == (list(range(20)), {7})
+        eventually(lambda: gone(segment), "the ring is gone when everything is consumed")
+
+
+KILLED = """
+import sys
+import numpy as np
+from packers import SCHEMA
+from transport.ring.buffer import SharedRingBuffer
+ring = SharedRingBuffer.create(SCHEMA, slots=64, name=sys.argv[1])
+for step in range(20):
+    ring.write({"obs": np.full((2, 4), step, np.float32), "step": step})
+print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("publish", ["background", "immediate"])
+def test_a_ring_is_taken_over_beside_a_full_queue_which_gets_its_payloads_later(
+    redis: RedisServer, publish: PublishMode
+) -> None:
+    name = secrets.token_hex(8)
+    with Child(KILLED, name) as child:
+        assert child.line() == "written"
+        child.kill()
+    worker = Worker()
+    with ticket_queue(redis, max_tickets=8) as queue:
+        queue.publish([QueuedTicket(f"other/{number}/1", b"") for number in range(8)])
+        ring = worker.setup_ucxx(SCHEMA, slots=64, name=name, queue=queue, mode="thread", publish=publish)
+        try:
+            waiting = [ticket_id(ticket) for ticket in ring.tickets()]
+            assert len(waiting) == 20
+            claims: list[Claim] = []
+            while len(claims) < 28:
+                claims += queue.ack_many(queue.claim(8, 20.0, consumer="a"))
+                with contextlib.suppress(QueueFullError):
+                    worker.flush_ucxx()
+            assert [claim.ticket_id for claim in claims[8:]] == waiting
+        finally:
+            worker.cleanup_ucxx()
 
 
 def test_a_new_writer_that_took_the_ring_over_is_left_alone(redis: RedisServer) -> None:

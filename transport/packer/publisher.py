@@ -5,7 +5,8 @@
               └─┘ publish failed: tried again after a pause; the failure is raised at the next write, and at flush
 
 * A payload is in its ring before its ticket is here, and its slot stays READY until its ticket was claimed. What waits
-  here when the process dies is therefore found in the ring, and published by another process (republish.py).
+  here when the process dies is therefore found in the ring, and published by another process (republish.py), or by the
+  writer that takes the ring over. Both do it with a Publisher: nothing else publishes what a ring has.
 * While one batch is published the next one gathers: the faster tickets come, the more share one transaction.
 * Publishing is idempotent for each id, so that a batch whose outcome is unknown is published again. No payload is
   withdrawn whose ticket may have been published: a trainer may have claimed it.
@@ -60,12 +61,6 @@ def runs(waiting: Iterable[Waiting], most: int = MOST_AT_ONCE) -> Iterable[list[
         each = list(run)
         for start in range(0, len(each), most):
             yield each[start : start + most]
-
-
-def publish_run(queue: TicketQueue, run: Sequence[Waiting]) -> int:
-    """Publish tickets with equal terms in one call; returns how many were new."""
-    readers, policy_version = run[0].terms
-    return queue.publish([each.queued for each in run], readers=readers, policy_version=policy_version)
 
 
 class Publisher:
@@ -214,7 +209,8 @@ class Publisher:
         if batch is None:
             return False
         try:
-            publish_run(self._queue, batch)
+            readers, policy_version = batch[0].terms
+            self._queue.publish([each.queued for each in batch], readers=readers, policy_version=policy_version)
         except QueueFullError:
             self._most_at_once = max(1, len(batch) // 2)
             if len(batch) > 1:

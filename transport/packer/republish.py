@@ -16,7 +16,8 @@ import msgspec
 
 from transport.config import LogFormat, LogLevel
 from transport.errors import QueueError, QueueUnsuitableError, RingNotFoundError, TransportError
-from transport.packer.unpublished import reconciled
+from transport.packer.publisher import Publisher
+from transport.packer.unpublished import compared
 from transport.queue.base import QueueAddress
 from transport.queue.redis import open_address
 from transport.ring.buffer import SharedRingBuffer
@@ -43,10 +44,11 @@ class Republishing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def republish(task: Republishing) -> int:
-    """How many tickets were published; 0 also where another writer has taken over.
+    """How many tickets a killed writer had left, which are published now; 0 where another writer has taken over.
 
     Raises RingNotFoundError when the ring is gone.
     """
+    left = 0
     pause_s = _PAUSE_FIRST_S
     while True:
         with SharedRingBuffer.attach(task.segment, role="observer") as ring:
@@ -54,7 +56,12 @@ def republish(task: Republishing) -> int:
                 return 0
             try:
                 with open_address(task.queue) as queue:
-                    return reconciled(ring, queue, grouped=task.grouped, free=False).published
+                    missing = compared(ring, queue, grouped=task.grouped, free=False).missing
+                    if len(missing) < left:  # the queue is full and takes some
+                        pause_s = _PAUSE_FIRST_S
+                    left = max(left, len(missing))
+                    Publisher(queue, "immediate", len(missing)).add(missing)
+                    return left
             except QueueUnsuitableError:
                 raise
             except QueueError as error:

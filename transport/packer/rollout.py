@@ -19,7 +19,7 @@ import msgspec
 from transport.claims.places import default_prefix
 from transport.claims.rings import FoundRings, RingQueue
 from transport.config import configuration
-from transport.errors import TransportError, UsageError
+from transport.errors import QueueFullError, TransportError, UsageError
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.publisher import Publisher, PublishMode
@@ -169,7 +169,8 @@ class UCXXRolloutMixin(Writing, WithBlock):
             elif queue is None and grouped:  # what a group has ended is freed by `reconcile`
                 self._ucxx_queue = RingQueue([made])
             if made.native.taken_over and queue is not None:
-                self.reconcile()
+                with contextlib.suppress(QueueFullError):  # what the queue does not take waits with the publisher
+                    self.reconcile()
         except BaseException:
             self._ucxx_ring = None  # cleanup_ucxx would give up what the killed worker left unread
             try:

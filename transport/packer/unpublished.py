@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from transport.packer.publisher import Waiting, publish_run, runs
+from transport.packer.publisher import Waiting
 from transport.queue.base import QueuedTicket, TicketQueue, finished
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.writes import Tickets
@@ -72,21 +72,21 @@ class Finished:
         return freed
 
 
-class Reconciled(NamedTuple):
-    """What making ring and queue agree changed."""
+class Compared(NamedTuple):
+    """What a look at a ring and its queue found."""
 
-    published: int
+    missing: list[Waiting]  # unread payloads that the queue does not have, to be given to a Publisher
     freed: int
 
 
-def reconciled(
+def compared(
     ring: SharedRingBuffer, queue: TicketQueue, *, grouped: bool, waiting: Container[str] = (), free: bool = True
-) -> Reconciled:
-    """Publish the unread payloads that the queue does not have; with ``free``, free those that it has as finished.
+) -> Compared:
+    """Find the unread payloads that the queue does not have; with ``free``, free those that it has as finished.
 
     Args:
         grouped: all ranks of a payload are one delivery.
-        waiting: ids that are published elsewhere.
+        waiting: ids that a Publisher has already.
     """
     unread = [(queued(payload.ticket), payload) for payload in ring.unread()]
     known = queue.known(name.id for name, _ in unread)
@@ -99,4 +99,4 @@ def reconciled(
                 missing.append(Waiting(name, 1 if grouped else payload.ticket.readers, payload.policy_version))
         elif free and finished(states[:1] if grouped else states):
             freed += ring.discard(payload.ticket)
-    return Reconciled(sum(publish_run(queue, run) for run in runs(missing)), freed)
+    return Compared(missing, freed)

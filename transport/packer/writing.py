@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from transport.errors import ClosedError, RingFullError, StopRequestedError, TransportError
 from transport.packer.publisher import Publisher, Waiting
-from transport.packer.unpublished import queued, queued_many, reconciled
+from transport.packer.unpublished import compared, queued, queued_many
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
@@ -193,14 +193,19 @@ class Writing:
     def reconcile(self) -> tuple[int, int]:
         """Make ring and queue agree after either restarted; returns (tickets published again, slots freed).
 
-        Unread payloads that the queue does not have are published again; those it records as finished are freed.
+        Unread payloads that the queue does not have are published as those of a write are: in the background, where
+        `flush_ucxx` waits for them, or by this call, which then raises what the queue's `publish` raises. Those it
+        records as finished are freed.
         """
         ring, queue, publisher = self.ring, self._ucxx_queue, self._ucxx_publisher
         if queue is None:
             return 0, 0
         # What the publisher has is not unknown; read before the ring, so that none is missed in between.
         waiting = set() if publisher is None else publisher.pending()
-        published, freed = reconciled(ring, queue, grouped=self._ucxx_grouped, waiting=waiting)
+        missing, freed = compared(ring, queue, grouped=self._ucxx_grouped, waiting=waiting)
+        if publisher is not None:
+            publisher.add(missing)
+        published = len(missing)
         if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
             log.warning(
                 "%d unread payloads were unknown to the queue and are published again; if the queue lost its records, "

@@ -151,8 +151,8 @@ class RedisQueue(TicketQueue):
         new = int(self._run(PUBLISH, readers, version, bound, *words)[0])
         if new < 0:
             raise QueueFullError(
-                f"the queue at {self._connection.name} has {self._max_tickets} unfinished tickets: trainers are slower "
-                "than rollouts, or have ended; try again later"
+                f"the queue at {self._connection.name} takes {self._max_tickets} unfinished tickets, and these "
+                f"{len(batch)} do not fit: publish fewer in one call, or again when trainers have finished some"
             )
         return new
 
