@@ -115,6 +115,37 @@ def test_a_ticket_keeps_its_bytes_while_one_of_its_deliveries_is_dead(server: Re
         assert queue.depth() == QueueDepth(done=2, retried=2)
 
 
+def test_a_server_without_memory_refuses_tickets_and_is_drained() -> None:
+    now = 1000.0
+    with redis_server() as server, RedisQueue(place(server), max_deliveries=2, clock=lambda: now) as queue:
+        queue.publish(tickets(7))
+        with redis.Redis(port=server.port) as client:
+            client.config_set("maxmemory", 1)
+        with pytest.raises(QueueFullError, match="is full"):
+            queue.publish(ticket(9))
+        with pytest.raises(QueueFullError, match="is full"):
+            queue.announce("policy", 1)
+        claims = queue.claim(6, consumer="a")  # the rank's first
+        assert ids(claims) == [item.id for item in tickets(6)]
+        acked, discarded, retried, *left = claims
+        assert queue.ack(acked)
+        assert queue.discard(discarded, "broken")
+        assert queue.retry(retried)
+        assert queue.renew(claims) == left
+        assert queue.ack_many([acked, discarded]) == [acked]
+        now += 2 * queue.lease_s
+        with pytest.raises(QueueFullError, match="is full"):
+            queue.publish(ticket(9))  # though leases have ended
+        assert queue.depth() == QueueDepth(ready=5, done=1, discarded=1, retried=1, expired=3)
+        queue.retry_many(queue.claim(4, consumer="b"))
+        assert queue.requeue(1) == 1
+        assert len(queue.ack_many(queue.claim(9, consumer="b"))) == 2
+        assert queue.requeue() == 3
+        assert len(queue.ack_many(queue.claim(9, consumer="b"))) == 3
+        assert queue.requeue() == 0
+        assert queue.depth().unfinished == 0
+
+
 # --- connections and servers that end -----------------------------------------------------------------------
 def test_what_was_done_when_the_answer_was_lost_is_done_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch

@@ -157,6 +157,19 @@ def test_a_full_server_stores_nothing_of_the_call() -> None:
         assert len(store.scan("")) % 2 == 0
 
 
+def test_leases_are_renewed_on_a_server_without_memory() -> None:
+    import redis
+
+    with redis_server() as server, RedisStore(place(server)) as store:
+        version = store.put("a", b"1", lease_s=600)
+        with redis.Redis(port=server.port) as client:
+            client.config_set("maxmemory", 1)
+        with pytest.raises(StoreFullError, match="is full"):
+            store.put("b", b"1")
+        assert store.renew({"a": version, "b": version}, 600) == {"a"}
+        assert store.get("a") == Entry(b"1", version)
+
+
 def test_a_wrong_password_is_refused_without_showing_it() -> None:
     with redis_server("--requirepass", "right") as server:
         url = f"redis://:wrong-secret@127.0.0.1:{server.port}/0?run=x"

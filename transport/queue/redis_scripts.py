@@ -2,7 +2,10 @@
 
 Names: ``seq`` is a ticket's number, never used twice, and its entry in the stream is ``seq-0``. A delivery is
 ``seq/rank``; it has a row once it was claimed or is to be remembered, and is READY before. All scripts but the notices'
-first end the expired leases, so what they see never depends on whether another call came before.
+end the expired leases before they look, so what they see never depends on whether another call came before.
+
+A server at its maxmemory refuses a command that may grow until the script has written, and nothing behind that. Each
+script but PUBLISH and ANNOUNCE therefore writes first with one that cannot (ZREM, XREADGROUP): a full queue is drained.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ local now = now_ms()
 -- Each call of a command costs more than what it does here. Rows and tickets are therefore fetched many at a time,
 -- changed in these tables, and what a script has changed is written by `write_back`, with which it ends.
 local row_cache, ticket_cache, dirty_rows, dirty_tickets = {}, {}, {}, {}
-local added, unleased, passed, closed = {}, {}, {}, {}
+local added, passed, closed = {}, {}, {}
 
 local function bulk(command, key, words, first)
     for at = 1, #words, 1000 do
@@ -110,7 +113,6 @@ end
 local function write_back()
     bulk('HSET', rows, written(dirty_rows, row_cache))
     bulk('HSET', info, written(dirty_tickets, ticket_cache))
-    bulk('ZREM', leases, unleased)
     for rank, entries in pairs(passed) do bulk('XACK', tickets, entries, 'rank' .. rank) end
     if #closed > 0 then
         local entries = {}
@@ -128,7 +130,7 @@ local function write_back()
     for field, amount in pairs(added) do
         if amount ~= 0 then redis.call('HINCRBY', counts, field, amount) end
     end
-    dirty_rows, dirty_tickets, added, unleased, passed, closed = {}, {}, {}, {}, {}, {}
+    dirty_rows, dirty_tickets, added, passed, closed = {}, {}, {}, {}, {}
 end
 
 -- The only function that changes a state after publication. Returns whether the delivery can be claimed now.
@@ -141,7 +143,6 @@ local function move(delivery, row, to, reason, ready_at)
     row.state = to
     if reason then row.reason = reason end
     keep_row(delivery)
-    unleased[#unleased + 1] = delivery
     if to == 'ready' then
         if ready_at and ready_at > now then
             redis.call('ZADD', delayed_of(rank), ready_at, seq)
@@ -156,18 +157,20 @@ local function move(delivery, row, to, reason, ready_at)
     close(seq, rank)
     return false
 end
-"""
-_END_LEASES = """
-local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
-for _, delivery in ipairs(ended) do
-    local row = row_of(delivery)
-    local _, rank = parts(delivery)
-    count(rank, 'expired', 1)
-    local to = 'ready'
-    if row.attempts >= max_deliveries then to = 'dead' end
-    move(delivery, row, to, 'the lease of ' .. row.consumer .. ' ended')
-end
-if #ended > 0 then
+
+local function end_leases()
+    local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
+    if #ended == 0 then return end
+    bulk('ZREM', leases, ended)
+    fetch(row_cache, rows, ended)
+    for _, delivery in ipairs(ended) do
+        local row = row_of(delivery)
+        local _, rank = parts(delivery)
+        count(rank, 'expired', 1)
+        local to = 'ready'
+        if row.attempts >= max_deliveries then to = 'dead' end
+        move(delivery, row, to, 'the lease of ' .. row.consumer .. ' ended')
+    end
     write_back()
     redis.call('PUBLISH', channel, '')
 end
@@ -176,11 +179,11 @@ ONCE = """
 local before = remembered()
 if before then return before end
 """
-PREPARED = COMMON + _END_LEASES
+PREPARED = COMMON + "end_leases()"
 
 # readers, policy version, bound, then id and data of each ticket. -1: beyond the bound.
 PUBLISH = Script(
-    PREPARED
+    COMMON
     + ONCE
     + """
 local readers, version, bound = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
@@ -272,10 +275,15 @@ while #taken < wanted do
     local entry = redis.call('XCLAIM', tickets, group, consumer, 0, seq .. '-0')[1]
     take(seq, entry[2][2])
 end
-while #taken < wanted and redis.call('EXISTS', tickets) == 1 do
-    redis.pcall('XGROUP', 'CREATE', tickets, group, '0')
-    local left = wanted - #taken
-    local streams = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', tickets, '>')
+local function read(call)
+    return call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', wanted - #taken, 'STREAMS', tickets, '>')
+end
+while #taken < wanted do
+    local streams = read(redis.pcall)
+    if streams and streams.err then  -- NOGROUP before the rank's first claim; any other error comes again
+        if string.find(streams.err, 'NOGROUP') then redis.call('XGROUP', 'CREATE', tickets, group, '0', 'MKSTREAM') end
+        streams = read(redis.call)
+    end
     if not streams then break end
     local entries, seqs, deliveries = streams[1][2], {}, {}
     for at, entry in ipairs(entries) do
@@ -316,28 +324,29 @@ MOVE = Script(
     + """
 local to, reason, delay = ARGV[5], ARGV[6], tonumber(ARGV[7])
 local accepted, wake = {}, false
-local seqs, deliveries = {}, {}
+local seqs, deliveries, mine = {}, {}, {}
 for at = 8, #ARGV, 2 do
     seqs[#seqs + 1] = string.match(ARGV[at], '%d+')
     deliveries[#deliveries + 1] = seqs[#seqs] .. '/' .. ARGV[at + 1]
 end
 fetch(row_cache, rows, deliveries)
 fetch(ticket_cache, info, seqs)
-for at = 8, #ARGV, 2 do
-    local delivery = deliveries[(at - 6) / 2]
-    local row = row_of(delivery)
-    if row.state == 'claimed' and row.token == ARGV[at] then
-        local target = to
-        if to == 'ready' then
-            count(ARGV[at + 1], 'retried', 1)
-            if row.attempts >= max_deliveries then target = 'dead' end
-        end
-        wake = move(delivery, row, target, reason, now + delay) or wake
-        row.ended = to
-        accepted[#accepted + 1] = 1
-    else
-        accepted[#accepted + 1] = row.token == ARGV[at] and row.ended == to and 1 or 0
+for at, delivery in ipairs(deliveries) do
+    local row, token = row_of(delivery), ARGV[6 + 2 * at]
+    if row.token == token and row.state == 'claimed' then mine[#mine + 1] = delivery end
+    accepted[at] = row.token == token and (row.state == 'claimed' or row.ended == to) and 1 or 0
+end
+if #mine == 0 then return accepted end
+bulk('ZREM', leases, mine)
+for _, delivery in ipairs(mine) do
+    local row, target = row_of(delivery), to
+    local _, rank = parts(delivery)
+    if to == 'ready' then
+        count(rank, 'retried', 1)
+        if row.attempts >= max_deliveries then target = 'dead' end
     end
+    wake = move(delivery, row, target, reason, now + delay) or wake
+    row.ended = to
 end
 write_back()
 if wake then redis.call('PUBLISH', channel, '') end
@@ -352,7 +361,7 @@ RENEW = Script(
 local accepted = {}
 for at = 6, #ARGV, 2 do
     local delivery = string.match(ARGV[at], '%d+') .. '/' .. ARGV[at + 1]
-    local mine = row_of(delivery).token == ARGV[at] and redis.call('ZSCORE', leases, delivery)
+    local mine = row_of(delivery).token == ARGV[at] and redis.call('ZREM', leases, delivery) == 1
     if mine then redis.call('ZADD', leases, now + ARGV[5], delivery) end
     accepted[#accepted + 1] = mine and 1 or 0
 end
@@ -372,20 +381,21 @@ for _, delivery in ipairs(redis.call('ZRANGE', failed, 0, -1)) do
     local seq, rank = parts(delivery)
     if row.state == 'dead' then
         local ticket = ticket_of(seq)
+        redis.call('ZREM', failed, delivery)
         if ticket.open == 0 then
             redis.call('LREM', finished, 1, seq)
             redis.call('SREM', dead, seq)
         end
         ticket.open = ticket.open + 1
         dirty_tickets[seq] = true
-        redis.call('ZREM', failed, delivery)
         redis.call('XCLAIM', tickets, 'rank' .. rank, 'requeue', 0, seq .. '-0', 'FORCE', 'JUSTID')
         move(delivery, row, 'ready')
         again = again + 1
     end
 end
+if again == 0 then return 0 end
 write_back()
-if again > 0 then redis.call('PUBLISH', channel, '') end
+redis.call('PUBLISH', channel, '')
 return remember(again)
 """
 )

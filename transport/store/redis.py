@@ -143,7 +143,8 @@ _RENEW = Script(
     + """
 local kept = {}
 for at = 4, #ARGV, 2 do
-    if redis.call('HGET', versions, ARGV[at]) == ARGV[at + 1] and redis.call('ZSCORE', leases, ARGV[at]) then
+    -- ZREM first: a server at its maxmemory refuses a ZADD until the script has written.
+    if redis.call('HGET', versions, ARGV[at]) == ARGV[at + 1] and redis.call('ZREM', leases, ARGV[at]) == 1 then
         redis.call('ZADD', leases, now + ARGV[3], ARGV[at])
         kept[#kept + 1] = ARGV[at]
     end
