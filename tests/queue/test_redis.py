@@ -115,6 +115,19 @@ def test_a_ticket_keeps_its_bytes_while_one_of_its_deliveries_is_dead(server: Re
         assert queue.depth() == QueueDepth(done=2, retried=2)
 
 
+def test_a_claim_of_any_number_loses_nothing_that_came_back(server: RedisServer) -> None:
+    most = 2**63 - 1
+    with RedisQueue(place(server)) as queue:
+        queue.publish(tickets(2500))
+        assert queue.retry_many(queue.claim(1200, consumer="a"))
+        assert len(queue.unfinished(most)) == 2500
+        claims = queue.claim(most, consumer="b")
+        assert ids(claims) == [item.id for item in tickets(2500)]
+        assert queue.discard(claims[0], "broken")
+        assert [failure.ticket_id for failure in queue.failures(most)] == [claims[0].ticket_id]
+        assert queue.requeue(most) == 0
+
+
 def test_a_server_without_memory_refuses_tickets_and_is_drained() -> None:
     now = 1000.0
     with redis_server() as server, RedisQueue(place(server), max_deliveries=2, clock=lambda: now) as queue:

@@ -26,9 +26,13 @@ local now = now_ms()
 local row_cache, ticket_cache, dirty_rows, dirty_tickets = {}, {}, {}, {}
 local added, passed, closed = {}, {}, {}
 
+-- How many deliveries one command, or one end of leases, is about. No number of a caller is told to a command by way of
+-- a number of Lua, which is a double.
+local MOST = 1000
+
 local function bulk(command, key, words, first)
-    for at = 1, #words, 1000 do
-        local upto = math.min(at + 999, #words)
+    for at = 1, #words, MOST do
+        local upto = math.min(at + MOST - 1, #words)
         if first then
             redis.call(command, key, first, unpack(words, at, upto))
         else
@@ -41,8 +45,8 @@ local function fetch(cache, key, names)
     for _, name in ipairs(names) do
         if cache[name] == nil then missing[#missing + 1] = name end
     end
-    for at = 1, #missing, 1000 do
-        local found = redis.call('HMGET', key, unpack(missing, at, math.min(at + 999, #missing)))
+    for at = 1, #missing, MOST do
+        local found = redis.call('HMGET', key, unpack(missing, at, math.min(at + MOST - 1, #missing)))
         for offset, packed in ipairs(found) do
             cache[missing[at + offset - 1]] = packed and cmsgpack.unpack(packed) or false
         end
@@ -276,7 +280,8 @@ while #taken < wanted do
     take(seq, entry[2][2])
 end
 local function read(call)
-    return call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', wanted - #taken, 'STREAMS', tickets, '>')
+    local most = math.min(wanted - #taken, MOST)
+    return call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', most, 'STREAMS', tickets, '>')
 end
 while #taken < wanted do
     local streams = read(redis.pcall)
@@ -445,14 +450,15 @@ UNFINISHED = Script(
     COMMON
     + """
 local answer, upto, wanted = {}, '+', tonumber(ARGV[5])
+local most = math.min(wanted, MOST)
 while #answer < wanted do
-    local entries = redis.call('XREVRANGE', tickets, upto, '-', 'COUNT', wanted)
+    local entries = redis.call('XREVRANGE', tickets, upto, '-', 'COUNT', most)
     for _, entry in ipairs(entries) do
         local finished = redis.call('SISMEMBER', dead, string.match(entry[1], '%d+')) == 1
         if not finished and #answer < wanted then answer[#answer + 1] = entry[2][2] end
         upto = '(' .. entry[1]
     end
-    if #entries < wanted then break end
+    if #entries < most then break end
 end
 return answer
 """
