@@ -2,7 +2,8 @@
 
 It handles for its users:
 
-* After a lost connection or a restart of the server it tries again with back-off, for at most ``patience_s``. A write
+* After a lost connection, a restart of the server, or a reply that says "not now" (it runs another client's script,
+  or its replicas are away), it tries again with back-off, for at most ``patience_s``. A write
   whose answer was lost is repeated under the same number, and the server returns the answer that it stored: the write
   is done once. The retries of the redis package would do a write twice and are off.
   The server forgets its answers after a minute by its own clock, which may be set. A script can tell whether the answer
@@ -21,6 +22,7 @@ import itertools
 import logging
 import os
 import random
+import re
 import secrets
 import socket
 import sys
@@ -50,6 +52,8 @@ _LEAST_COMMAND_TIMEOUT_S = 0.25
 _PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
+# What a server says that has not run the call, and may run a later one. The package has classes of its own for some.
+_NOT_NOW = re.compile(r"(?:^|\s-)(?:BUSY|NOREPLICAS|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|LOADING) ")
 _NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
 REMEMBER_MS = 60_000  # answers to writes
@@ -200,9 +204,10 @@ class RedisConnection:
                     return client.evalsha(script.sha, *words)
                 except self._redis.exceptions.NoScriptError:  # the server was restarted
                     return client.eval(script.text, *words)
-            except self._redis.exceptions.ConnectionError as error:
-                if error.__context__ is not handled and isinstance(error.__context__, _NOT_CONNECTED):
-                    again = before  # the call was not sent
+            except self._redis.exceptions.RedisError as error:
+                unsent = error.__context__ is not handled and isinstance(error.__context__, _NOT_CONNECTED)
+                if unsent or self._not_now(error):
+                    again = before
                 raise
 
         return self._patiently(attempt)
@@ -227,7 +232,7 @@ class RedisConnection:
                     answer = attempt(client)
                 self._failed_at = -1.0
                 return answer
-            except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
+            except (faults.ConnectionError, faults.TimeoutError, OSError) as error:
                 if room.client is not client:
                     continue  # `cut` has ended it, perhaps on its way from a server that answers
                 self._failed_at = now = time.monotonic()
@@ -249,20 +254,28 @@ class RedisConnection:
             room.pause(pause_s * random.uniform(0.5, 1.0))  # closed meanwhile: the next iteration raises ClosedError
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
+    def _not_now(self, error: redis.RedisError) -> bool:
+        """Whether the server has not run the call, and is to be asked again."""
+        faults = self._redis.exceptions
+        known = (faults.BusyLoadingError, faults.ReadOnlyError, faults.ClusterDownError, faults.TryAgainError)
+        return isinstance(error, known) or _NOT_NOW.search(str(error)) is not None
+
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Map the server's refusals to the classes of ``words``; errors that a retry may cure pass unchanged."""
+        """Map the server's refusals to the classes of ``words``. What a retry may cure is the package's own error."""
         what, faults = f"the {self._words.what} at {self.name}", self._redis.exceptions
         try:
             yield
         except (faults.AuthenticationError, faults.NoPermissionError) as error:
             raise self._words.unsuitable(f"{what} denies access: {error}; check user, password and ACL") from error
-        except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError):
+        except (faults.ConnectionError, faults.TimeoutError):
             if self._closed:
                 self._room()
             raise
         except faults.RedisError as error:
             text = str(error)
+            if self._not_now(error):
+                raise faults.ConnectionError(text) from error
             if isinstance(error, faults.OutOfMemoryError) or "OOM " in text or "MISCONF" in text:
                 raise self._words.full(f"{what} is full: {error}; raise maxmemory, or free disk space") from error
             raise self._words.failed(f"{what} failed: {error}") from error
