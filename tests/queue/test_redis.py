@@ -22,7 +22,7 @@ from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 from redis_stores import place
 
 from transport.errors import QueueFullError, QueueUnavailableError
-from transport.queue import DeliveryState, QueueDepth, QueuedTicket, RedisQueue
+from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RedisQueue
 
 pytestmark = needs_redis
 
@@ -126,6 +126,34 @@ def test_a_claim_of_any_number_loses_nothing_that_came_back(server: RedisServer)
         assert queue.discard(claims[0], "broken")
         assert [failure.ticket_id for failure in queue.failures(most)] == [claims[0].ticket_id]
         assert queue.requeue(most) == 0
+
+
+def test_many_leases_that_end_at_once_are_ended_in_several_steps(server: RedisServer) -> None:
+    now = 1000.0
+    with RedisQueue(place(server), clock=lambda: now) as queue:
+        queue.publish(tickets(2500))
+        claims = queue.claim(2500, consumer="killed")
+        now += 2 * queue.lease_s
+        part = queue.depth()
+        assert 0 < part.ready < part.unfinished == 2500
+        again: list[Claim] = []
+        while len(again) < 2500:
+            again += queue.claim(2500, 1.0, consumer="another")
+        assert sorted(ids(again)) == sorted(ids(claims))
+        assert queue.ack_many(claims) == []
+        assert queue.ack_many(again) == again
+
+
+def test_many_retries_that_are_due_at_once_are_claimed(server: RedisServer) -> None:
+    now = 1000.0
+    with RedisQueue(place(server), clock=lambda: now) as queue:
+        queue.publish(tickets(2500))
+        assert len(queue.retry_many(queue.claim(2500, consumer="a"), 5.0)) == 2500
+        now += 6.0
+        again: list[Claim] = []
+        while len(again) < 2500:
+            again += queue.claim(2500, 1.0, consumer="b")
+        assert queue.ack_many(again) == again
 
 
 def test_a_server_without_memory_refuses_tickets_and_is_drained() -> None:

@@ -157,6 +157,20 @@ def test_a_full_server_stores_nothing_of_the_call() -> None:
         assert len(store.scan("")) % 2 == 0
 
 
+def test_many_records_whose_leases_end_at_once_are_removed_in_several_steps(server: RedisServer) -> None:
+    now = 1000.0
+    with RedisStore(place(server), clock=lambda: now) as store:
+        store.put_many([Change(f"n/{number}", b"", lease_s=5.0) for number in range(2500)])
+        store.put("n/kept", b"")
+        now += 6.0
+        left = [2500]
+        while left[-1] > 1:
+            left.append(len(store.scan("n/")))
+            assert left[-1] < left[-2]
+        assert len(left) > 2
+        assert list(store.scan("n/")) == ["n/kept"]
+
+
 def test_leases_are_renewed_on_a_server_without_memory() -> None:
     import redis
 

@@ -1,8 +1,9 @@
 """What `RedisQueue` does on the server: one script for each operation, each one step of the server.
 
 Names: ``seq`` is a ticket's number, never used twice, and its entry in the stream is ``seq-0``. A delivery is
-``seq/rank``; it has a row once it was claimed or is to be remembered, and is READY before. All scripts but the notices'
-end the expired leases before they look, so what they see never depends on whether another call came before.
+``seq/rank``; it has a row once it was claimed or is to be remembered, and is READY before. All scripts that look at
+deliveries first end the oldest of the expired leases, MOST at a time, so that no step lasts longer the larger a run is.
+A lease that is over is its claimant's until a script has ended it.
 
 A server at its maxmemory refuses a command that may grow until the script has written, and nothing behind that. Each
 script but PUBLISH and ANNOUNCE therefore writes first with one that cannot (ZREM, XREADGROUP): a full queue is drained.
@@ -163,7 +164,7 @@ local function move(delivery, row, to, reason, ready_at)
 end
 
 local function end_leases()
-    local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
+    local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST)
     if #ended == 0 then return end
     bulk('ZREM', leases, ended)
     fetch(row_cache, rows, ended)
@@ -268,7 +269,7 @@ local function take(seq, data)
     taken[#taken + 1] = seq
     give(seq, data)
 end
-for _, seq in ipairs(redis.call('ZRANGEBYSCORE', delayed_of(rank), '-inf', now)) do
+for _, seq in ipairs(redis.call('ZRANGEBYSCORE', delayed_of(rank), '-inf', now, 'LIMIT', 0, MOST)) do
     redis.call('ZREM', delayed_of(rank), seq)
     redis.call('ZADD', back_of(rank), seq, seq)
 end

@@ -1,9 +1,9 @@
 """Store on a Redis server, for the members of a cluster. See base.py for the contract of a store.
 
 Every operation is one Lua script, which the server runs in one step; each first removes the records whose lease has
-ended by the server's clock (its wall clock: a step of it moves leases). While the server is unreachable, leases cannot
-be renewed: those that end meanwhile have ended. What survives its restart is what its append-only file has: everything
-that was answered with ``appendfsync always``, up to the last second with ``everysec``.
+ended by the server's clock (its wall clock: a step of it moves leases), the oldest thousand of them. While the server
+is unreachable, leases cannot be renewed: those that end meanwhile have ended. What survives its restart is what its
+append-only file has: everything that was answered with ``appendfsync always``, up to the last second with ``everysec``.
 
 Values and versions are two hashes, so that a counter is the server's own; a sorted set of keys serves `scan`, one of
 lease ends serves their end. A revision of the whole store gives the versions.
@@ -46,7 +46,7 @@ local function remove(key)
     redis.call('ZREM', leases, key)
     redis.call('HDEL', KEYS[7], key)
 end
-local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
+local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 1000)
 for _, key in ipairs(ended) do remove(key) end
 if #ended > 0 then redis.call('PUBLISH', channel, '') end
 """
