@@ -14,11 +14,11 @@ import pytest
 from found_rings import here_and_elsewhere, ring_of, some
 from helpers import eventually
 
-from transport import SharedRingBuffer
+from transport import SharedRingBuffer, UCXXServer
 from transport.claims.mapped import MappedSource
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
-from transport.errors import RingBusyError, RingFullError
+from transport.errors import AuthenticationError, RingBusyError, RingFullError
 from transport.queue import Claim, FoundRings
 from transport.ticket import Ticket
 
@@ -62,6 +62,22 @@ def test_an_end_that_is_repeated_has_the_same_answer_and_another_one_is_refused(
         assert ENDS[first](queue, claim)
     assert not ENDS[then](queue, claim)
     assert counted(queue) == {COUNTED[first]: 1}
+
+
+def test_a_wrong_secret_is_the_callers_error_whether_it_claims_or_takes(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with (
+        SharedRingBuffer.create(prefix=prefix, slots=2, slot_bytes=64) as ring,
+        UCXXServer(ring, mode="thread", secret=b"the secret of the run"),
+        FoundRings(OnThisHost(prefix)) as queue,
+    ):
+        ring.write_raw(b"one")
+        with pytest.raises(AuthenticationError):
+            queue.claim(1, 2.0, consumer="test")
+        with pytest.raises(AuthenticationError):
+            queue.take(1, 2.0)
 
 
 def test_an_argument_that_cannot_be_sent_leaves_a_claim_as_it_was(ring: SharedRingBuffer, queue: FoundRings) -> None:
