@@ -312,3 +312,17 @@ def test_python_numbers_take_the_dtype_of_the_schema(value: complex, dtype: str,
 def test_python_numbers_that_do_not_fit_are_refused(value: complex, dtype: str) -> None:
     with pytest.raises(SchemaError, match=f"x: .*{dtype}"):
         describe(Schema.of(x=(dtype,)), {"x": value})
+
+
+INTEGERS = [name for name, dtype in DTYPES.items() if dtype.kind in "iu"]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_lists_of_integers_are_taken_up_to_the_limits_of_the_dtype_and_not_beyond(dtype: str) -> None:
+    limits, schema = np.iinfo(dtype), Schema.of(x=(dtype, 2))
+    for within in (limits.min, limits.max):
+        _, unpacked = pack(schema, {"x": [within, within]})
+        assert unpacked["x"].tolist() == [within, within]
+    for beyond in (limits.min - 1, limits.max + 1):
+        with pytest.raises(SchemaError, match=f"x: .*{dtype}"):
+            describe(schema, {"x": [beyond, beyond]})

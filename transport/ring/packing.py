@@ -180,10 +180,14 @@ def _numbers(spec: TensorSpec, value: Any, dtype: np.dtype[Any], casting: Castin
         )
     with np.errstate(all="ignore"):
         made = found.astype(dtype, casting="unsafe")
-        same = made.astype(found.dtype) == found if found.dtype.kind in "iu" and dtype.kind in "iu" else None
-        if same is None:
-            same = np.isfinite(made) | ~np.isfinite(found) if dtype.kind != "b" else np.True_
-    if casting != "unsafe" and not np.all(same):
+    if casting == "unsafe":
+        return made
+    if dtype.kind in "iu" and found.dtype.kind in "iu":
+        limits = np.iinfo(dtype)  # Python's ints, which compare exactly with any other
+        fits = limits.min <= int(found.min()) and int(found.max()) <= limits.max
+    else:
+        fits = bool(np.all(np.isfinite(made) | ~np.isfinite(found)))
+    if not fits:
         raise SchemaError(f"{spec.name}: this {type(value).__name__} has numbers out of range for {spec.dtype}")
     return made
 
