@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from helpers import eventually
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
+from transport.runtime.forks import unforked
 from transport.runtime.signals import until_stopped
 from transport.server.process import ListenerConfig, is_ending, is_listener
 from transport.server.running import OneThread, Processes
@@ -100,6 +102,29 @@ with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, UCXXServer(ring, (
 def test_a_server_starts_where_standard_error_is_closed() -> None:
     command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, _SERVES]
     assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == "1\n"
+
+
+@pytest.mark.ucx
+def test_no_child_is_forked_that_would_have_the_pipes_of_a_supervisor(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks: list[str] = []
+
+    class Configuration(io.BufferedWriter):
+        def close(self) -> None:
+            super().close()
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                forks.append("at once" if pool.submit(unforked.acquire, blocking=False).result() else "later")
+
+    class Supervisor(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            assert isinstance(self.stdin, io.BufferedWriter)
+            self.stdin = Configuration(self.stdin.detach())
+
+    monkeypatch.setattr(subprocess, "Popen", Supervisor)
+    with UCXXServer(ring):
+        assert forks[:1] == ["later"]
 
 
 @pytest.mark.ucx

@@ -20,6 +20,7 @@ from transport.errors import InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import stacks, threads
 from transport.runtime.blocking_calls import started
+from transport.runtime.forks import unforked
 from transport.runtime.loop_thread import LoopThread
 from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
@@ -87,7 +88,7 @@ class Processes:
         return report
 
     def _spawn(self) -> StartReport:
-        with self._spawning:
+        with self._spawning, unforked:  # a forked child would keep the pipe open that is read to its end
             if self._stopping.is_set():
                 return StartReport(error=_DIED, message="the server was stopped while it started")
             process = subprocess.Popen(
@@ -100,14 +101,14 @@ class Processes:
                 start_new_session=True,  # Ctrl-C goes to the writer only, which stops its listeners gracefully
             )
             self._process = process
-        if process.stdin is None or process.stdout is None:
-            raise InternalError("the supervisor has no pipes")
-        killer = threading.Timer(_START_TIMEOUT_S, process.kill)
-        threads.start(killer)
-        try:
+            if process.stdin is None or process.stdout is None:
+                raise InternalError("the supervisor has no pipes")
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(msgspec.json.encode(self._config))
                 process.stdin.close()
+        killer = threading.Timer(_START_TIMEOUT_S, process.kill)
+        threads.start(killer)
+        try:
             line = process.stdout.readline()
         finally:
             killer.cancel()

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -26,16 +25,12 @@ from transport.errors import (
     UsageError,
     WireNotAllowedError,
 )
+from transport.runtime.forks import unforked
 from transport.runtime.installing import install
 from transport.wires import settings_to_load, user_settings
 
+
 # --- the import ---------------------------------------------------------------------------------
-# Held while UCX is loaded, and while a context is made. A child that is forked in the middle of either would find locks
-# that no thread of its own can release: Python's of the module that was being imported, or UCX's.
-beginning = threading.RLock()
-os.register_at_fork(before=beginning.acquire, after_in_parent=beginning.release, after_in_child=beginning.release)
-
-
 @cache
 def library() -> ModuleType:
     """ucxx's low-level module.
@@ -43,7 +38,7 @@ def library() -> ModuleType:
     Raises:
         MissingDependencyError: ucxx is not installed, or the UCX that it finds does not fit it.
     """
-    with beginning:
+    with unforked:
         return _loaded()
 
 
@@ -79,7 +74,7 @@ def engine() -> ModuleType:
     Raises:
         MissingDependencyError: ucxx is not installed.
     """
-    with beginning:
+    with unforked:
         library()
         from transport import _ucp
 
@@ -104,7 +99,7 @@ def library_path() -> Path | None:
 def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
     """(transport, device) of all that UCX can use on this host with ``settings``, e.g. ("tcp", "eth0")."""
     low = library()
-    with beginning, translated("making a UCX context"):
+    with unforked, translated("making a UCX context"):
         shown = str(low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM)).info)
     return sorted(set(re.findall(r"resource +\d+ .* (\w+)/(\S+)$", shown, re.MULTILINE)))
 

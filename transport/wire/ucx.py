@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConnectionLostError, TransportError, UsageError
+from transport.runtime.forks import unforked
 from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
-from transport.wire.library import beginning, engine, failure, library, translated
+from transport.wire.library import engine, failure, library, translated
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Worker:
         low, native = library(), engine()
         self._closed = False
         self.loop = asyncio.get_running_loop()
-        with beginning, translated("making a UCX context"):
+        with unforked, translated("making a UCX context"):
             context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
             worker = low.UCXWorker(context)
             self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
