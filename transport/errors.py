@@ -80,6 +80,10 @@ class ConfigurationError(UsageError):
     """A setting is unknown, out of range, or contradicts another."""
 
 
+class ForkedError(UsageError):
+    """This process was forked from one that had UCX open, and can open no connection."""
+
+
 # --- the other side refused --------------------------------------------------------------------
 class RefusedError(TransportError):
     """The other side understood the request and refused it."""
@@ -383,5 +387,11 @@ class InternalError(TransportError):
     """A defect of this package. Please report it with the message."""
 
 
-OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
-"""With these nothing can be read until this process is configured otherwise."""
+OWN_FAULTS: Final = (
+    AuthenticationError,
+    ForkedError,
+    MissingDependencyError,
+    VersionMismatchError,
+    WireNotAllowedError,
+)
+"""With these nothing can be read until this process is configured, or started, otherwise."""

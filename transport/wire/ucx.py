@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transport.errors import ClosedError, ConnectionLostError, TransportError, UsageError
+from transport.errors import ClosedError, ConnectionLostError, ForkedError, TransportError, UsageError
 from transport.runtime.forks import unforked
 from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
 from transport.wire.library import engine, failure, library, translated
@@ -38,15 +38,7 @@ SPIN_S = 200e-6  # upper limit; the engine spins less when answers take longer (
 
 # --- fork -----------------------------------------------------------------------------------------
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()
-_inherited = False
-
-
-def inherited() -> bool:
-    """Whether UCX was open in the process that forked this one.
-
-    The child has the memory of UCX but not its threads: what the child opens itself works, but may hang at exit.
-    """
-    return _inherited
+_inherited = False  # UCX was open in the process that forked this one, which has its memory, and not its threads
 
 
 def _after_fork_in_child() -> None:
@@ -63,9 +55,17 @@ class Worker:
 
     Args:
         settings: UCX settings as `settings_for` gives them.
+
+    Raises:
+        ForkedError: UCX was open in the process that forked this one.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
+        if _inherited:
+            raise ForkedError(
+                "this process was forked from one that had UCX open, which does not survive a fork: start it by "
+                'spawning (of a loader: multiprocessing_context="spawn"), or close every client and server first'
+            )
         low, native = library(), engine()
         self._closed = False
         self.loop = asyncio.get_running_loop()

@@ -42,7 +42,6 @@ from transport.ring.batch_shape import BatchLayout, Shape
 from transport.runtime.arguments import at_least, seconds
 from transport.settings import DEFAULTS
 from transport.ticket import Metadata
-from transport.wire import ucx
 
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
@@ -136,11 +135,6 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         worker = get_worker_info()
         if worker is None:
             return self._in_this_process()
-        if ucx.inherited():
-            raise UsageError(
-                "this worker was forked from a process that uses UCX, and would hang: give the loader "
-                'multiprocessing_context="spawn", or close every client and server first'
-            )
         if self._options.get("client", ClientOptions()).device is not None or self._shape.memory != "host":
             raise UsageError(
                 "ClientOptions(device=…) and a shape's memory= need num_workers=0: only the trainer process reads into "
