@@ -307,6 +307,51 @@ async def test_a_peer_that_closes_fails_what_waits_and_what_comes_later(wire: An
                 await later()
 
 
+@pytest.mark.parametrize("helper", ["none", "forked", "executed"])
+@asynchronous
+async def test_a_killed_peer_is_noticed_whatever_it_has_started(helper: str) -> None:
+    code = """
+import asyncio, os, signal, subprocess, sys
+from transport.wire.ucx import Worker, keep_sockets
+from transport.wires import settings_for
+async def main():
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    endpoint = await worker.connect("127.0.0.1", int(sys.argv[1]))
+    await endpoint.send_stream(b"hello")
+    await endpoint.receive_stream(bytearray(5))
+    pid = 0
+    if sys.argv[2] == "executed":
+        keep_sockets()
+        pid = subprocess.Popen(["sleep", "1000"], close_fds=False, stdout=subprocess.DEVNULL).pid
+    elif sys.argv[2] == "forked":
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the pipe to the test ends with its parent
+            signal.pause()
+    print(pid, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+asyncio.run(main())
+"""
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+    listening = worker.listen(0, accepted.put_nowait)
+    with Child(code, listening.port, helper) as child:
+        endpoint = await accepted.get()
+        await endpoint.receive_stream(bytearray(5))
+        await endpoint.send_stream(b"hello")
+        waiting = endpoint.receive(bytearray(4), 7)
+        started = int(await asyncio.to_thread(child.line))
+        try:
+            child.process.kill()
+            with pytest.raises(ConnectionLostError):
+                await waiting
+        finally:
+            if started:
+                os.kill(started, signal.SIGKILL)
+    listening.close()
+    worker.close()
+
+
 @over_ucx
 @asynchronous
 async def test_abort_ends_every_future_and_then_the_memory_is_the_callers(wire: Any) -> None:

@@ -15,11 +15,13 @@ All of this file runs in the thread of the loop that made the worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConnectionLostError, ForkedError, TransportError, UsageError
@@ -36,17 +38,63 @@ log = logging.getLogger(__name__)
 SPIN_S = 200e-6  # upper limit; the engine spins less when answers take longer (measured)
 
 
-# --- fork -----------------------------------------------------------------------------------------
+# --- fork and exec --------------------------------------------------------------------------------
 _open: weakref.WeakSet[Worker] = weakref.WeakSet()
 _inherited = False  # UCX was open in the process that forked this one, which has its memory, and not its threads
+_sockets: dict[int, int] = {}  # UCX's, by descriptor, with their inodes
+_others: set[int] = set()  # inodes of inheritable sockets that are not UCX's
+
+
+def _inheritable_sockets() -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of each socket of TCP that a child would inherit, but for the standard streams."""
+    with os.scandir("/proc/self/fd") as entries:
+        descriptors = [int(entry.name) for entry in entries]
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # it is closed by now, or no socket
+            if descriptor > 2 and os.get_inheritable(descriptor) and not os.get_blocking(descriptor):
+                found = socket.socket(fileno=descriptor)
+                kind = found.family, found.type
+                found.detach()
+                if kind == (socket.AF_INET, socket.SOCK_STREAM):
+                    yield descriptor, os.fstat(descriptor).st_ino
+
+
+def keep_sockets() -> None:
+    """Keep UCX's new sockets, which it makes inheritable, from children, in which a connection would outlive us.
+
+    A peer learns of our end when the last copy is closed. A program that is executed has none, nor has a forked child.
+    """
+    for descriptor, inode in _inheritable_sockets():
+        if inode not in _others:
+            os.set_inheritable(descriptor, False)
+            _sockets[descriptor] = inode
+
+
+def _in_use() -> bool:
+    return any(not worker.closed for worker in _open)
+
+
+def _before_fork() -> None:
+    with unforked:  # no worker is made meanwhile
+        if _in_use():
+            keep_sockets()
 
 
 def _after_fork_in_child() -> None:
     global _inherited
-    _inherited = _inherited or any(not worker.closed for worker in _open)
+    _inherited = _inherited or _in_use()
+    if not _sockets:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor, inode in _sockets.items():
+        with contextlib.suppress(OSError):  # it was closed before
+            if os.fstat(descriptor).st_ino == inode:
+                os.dup2(nothing, descriptor, inheritable=False)  # not closed: UCX would take another file for it
+    os.close(nothing)
+    _sockets.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 # --- the worker -----------------------------------------------------------------------------------
@@ -70,10 +118,13 @@ class Worker:
         self._closed = False
         self.loop = asyncio.get_running_loop()
         with unforked, translated("making a UCX context"):
+            if not _in_use():
+                _others.update(inode for _, inode in _inheritable_sockets())
             context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
             worker = low.UCXWorker(context)
             self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
             _open.add(self)  # before another thread may fork
+            keep_sockets()
         # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.
         self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
         self.maps_memory = maps_memory(settings)
@@ -207,6 +258,7 @@ class Listening:
         with translated(f"listening on {address or '*'}:{port}"):
             self._native = engine().Listener(worker.engine, address, port, most, self._arrived)
         self.port: int = self._native.port
+        keep_sockets()
 
     def _arrived(self, native: _ucp.Endpoint) -> None:
         if self._accept is None:
