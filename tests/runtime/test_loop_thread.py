@@ -7,6 +7,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
@@ -510,6 +512,15 @@ started.wait()
     with Child(code) as child:
         assert child.line() == "ended"
         assert child.wait() == 0
+
+
+def test_a_loop_can_be_closed_where_the_standard_descriptors_were() -> None:
+    code = """
+from transport.runtime.loop_thread import LoopThread
+LoopThread("test").close()
+"""
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_a_loop_that_hangs_does_not_keep_the_process_from_its_exit() -> None:

@@ -268,6 +268,13 @@ class Job(Generic[T]):
             self.wait()
 
 
+def _fill_standard_descriptors() -> None:
+    """Open those of 0 to 2 that are closed, as of a daemon: libuv aborts the process when one of them is a loop's."""
+    while (lowest := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(lowest)
+
+
 class LoopThread:
     """One loop, one thread, from construction until `close` or the process's exit. Any other thread may submit.
 
@@ -279,6 +286,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
+        _fill_standard_descriptors()
         self._pid = os.getpid()
         self._name = name
         self._closed = False
