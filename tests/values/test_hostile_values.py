@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 import struct
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -142,6 +143,20 @@ def test_any_bytes_are_a_value_or_damaged(data: bytes) -> None:
             value_of(np.frombuffer(each, np.uint8), "field")
         except PayloadDamagedError as error:
             assert str(error).startswith("field: these ")
+
+
+def test_a_value_that_the_callers_stack_has_no_room_for_is_not_damaged() -> None:
+    deep: Any = 1
+    for _ in range(50):
+        deep = (deep,)
+    memory = field(deep)
+
+    def down(levels: int) -> Any:
+        return down(levels - 1) if levels else value_of(memory, "x")
+
+    with pytest.raises(RecursionError):
+        down(sys.getrecursionlimit() - 100)
+    assert value_of(memory, "x") == deep
 
 
 FLIPS = 20_000

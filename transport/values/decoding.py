@@ -18,7 +18,7 @@ from transport.values.forms import HEAD, MAGIC, Form, wrong_tree
 from transport.values.images import check_image, image_bytes, make_image
 
 # What the parts of a form that are not what they should be lead to, UnicodeDecodeError among them.
-_UNFIT: Final = (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError, RecursionError)
+_UNFIT: Final = (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError)
 
 
 def text_of(memory: np.ndarray, name: str) -> str:
