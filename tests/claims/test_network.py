@@ -18,8 +18,9 @@ from transport import SharedRingBuffer, UCXXServer
 from transport.claims.mapped import MappedSource
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
-from transport.errors import AuthenticationError, RingBusyError, RingFullError
+from transport.errors import AuthenticationError, ClosedError, RingBusyError, RingFullError
 from transport.queue import Claim, FoundRings
+from transport.runtime.loop_thread import LoopThread
 from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
@@ -270,6 +271,14 @@ def test_a_batch_that_is_consumed_counts_as_used_while_older_claims_are_held(
         assert (takers.in_hand, takers.unused) == (1, 0)
     assert queue.ack(held)
     assert (takers.in_hand, takers.unused) == (0, 0)
+
+
+def test_claiming_through_a_client_that_was_closed_blames_no_fork() -> None:
+    thread = LoopThread("client")
+    thread.close()
+    with pytest.raises(ClosedError) as caught:
+        NetworkSource(dict, 1, thread=thread).want(0, 1, None)
+    assert "fork" not in str(caught.value)
 
 
 def test_rings_are_followed_after_a_look_that_failed(ring: SharedRingBuffer, queue: FoundRings) -> None:

@@ -137,10 +137,8 @@ class NetworkSource:
         if known is not None and self._thread is not None and not self._thread.closed:
             return known
         with self._starting:
-            if self._thread is not None and self._thread.closed:
-                raise ClosedError("a forked child does not have its parent's connections; open the queue in the child")
-            if self._closed:
-                raise ClosedError("the queue is closed")
+            if self._closed or (self._thread is not None and self._thread.closed):
+                raise ClosedError("the queue is closed, or the client whose connections it claims through")
             if self._thread is None:
                 self._thread = LoopThread("transport rings")
             return self._thread.run(self._started(rank, self._thread))
