@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from transport.errors import (
     PayloadTooLargeError,
     RankError,
     RingBusyError,
+    RingError,
     RingFullError,
     RingNotFoundError,
     SchemaError,
@@ -645,6 +647,20 @@ def test_an_expired_payload_is_not_read_and_makes_room(ring: SharedRingBuffer) -
     assert ring.discard_expired() == 1
     assert ring.discard_expired(now=kept.created + 1001.0) == 1
     assert ring.statistics().free == 4
+
+
+def test_a_close_without_a_descriptor_left_is_an_error_and_the_next_one_removes_the_segment() -> None:
+    made = SharedRingBuffer.create(slots=4, slot_bytes=1000)
+    made.write_raw(b"x")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(RingError):
+            made.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    made.close()
+    assert made.name not in _ring.segments()
 
 
 def test_what_is_published_while_the_ring_is_closed_is_given_up_with_the_rest(ring: SharedRingBuffer) -> None:

@@ -79,7 +79,7 @@ class Attachment:
     def close(self) -> None:
         """Release all pins and detach. Idempotent. The last owner removes a segment without unread payloads.
 
-        Where it is interrupted, the next call goes on with it.
+        Where it is interrupted, or fails because the process has no descriptor left (RingError), the next call goes on.
         """
         if self.native.closed:  # also in a forked child, where the lock may be another thread's for ever
             return
