@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -50,13 +51,14 @@ def _inheritable_sockets() -> Iterator[tuple[int, int]]:
     with os.scandir("/proc/self/fd") as entries:
         descriptors = [int(entry.name) for entry in entries]
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # it is closed by now, or no socket
-            if descriptor > 2 and os.get_inheritable(descriptor) and not os.get_blocking(descriptor):
-                found = socket.socket(fileno=descriptor)
-                kind = found.family, found.type
-                found.detach()
-                if kind == (socket.AF_INET, socket.SOCK_STREAM):
-                    yield descriptor, os.fstat(descriptor).st_ino
+        with contextlib.suppress(OSError):  # it is closed by now
+            found = os.fstat(descriptor)
+            if descriptor < 3 or not stat.S_ISSOCK(found.st_mode) or not os.get_inheritable(descriptor):
+                continue
+            if not os.get_blocking(descriptor):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:  # an interrupt here would close what it holds
+                    if (copy.family, copy.type) == (socket.AF_INET, socket.SOCK_STREAM):
+                        yield descriptor, found.st_ino
 
 
 def keep_sockets() -> None:
@@ -66,7 +68,8 @@ def keep_sockets() -> None:
     """
     for descriptor, inode in _inheritable_sockets():
         if inode not in _others:
-            os.set_inheritable(descriptor, False)
+            with contextlib.suppress(OSError):  # a worker of another thread has closed it by now
+                os.set_inheritable(descriptor, False)
             _sockets[descriptor] = inode
 
 
