@@ -239,3 +239,24 @@ def test_an_interrupt_while_the_segment_is_made_removes_it() -> None:
     assert interrupted
     gc.collect()
     assert [name for name in _ring.segments() if name.startswith(prefix)] == []
+
+
+def test_an_interrupt_in_the_next_call_behind_the_taking_of_a_slot_gives_the_slot_back() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=100) as ring:
+        take = ring._overflowing.take
+
+        def interrupt(_: object, event: str, __: object) -> None:
+            if event == "call":
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        def taken(timeout_s: float | None) -> _ring.Loan:
+            loan = take(timeout_s)
+            sys.setprofile(interrupt)
+            return loan
+
+        ring._overflowing.take = taken  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            ring.write_raw(b"payload")
+        assert interrupted.tb is not None  # its frames are there, with what they hold
+        assert ring.native.state_counts() == (1, 0, 0, 0)

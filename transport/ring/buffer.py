@@ -493,9 +493,9 @@ class SharedRingBuffer(Attachment):
                 f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
                 "make the ring with a larger slot_bytes"
             )
-        loan = self._overflowing.take(wait_s)
         self._overflowing.may_expire |= terms.expire
-        try:
+        loan = self._overflowing.take(wait_s)
+        try:  # nothing in between, where an interrupt could come
             return WriteLease(self, loan, schema, lengths, layout, small, terms)
         except BaseException:  # an interrupt: what it is handled with may keep the loan
             loan.release()

@@ -62,10 +62,6 @@ class _Lease:
     _loan: Loan
 
     @property
-    def _open(self) -> bool:
-        return not self._loan.ended
-
-    @property
     def slot(self) -> int:
         """The slot's number."""
         return self._loan.slot
@@ -124,7 +120,7 @@ class WriteLease(_Lease):
         self.memory: memoryview = memoryview(loan)[: layout.total]
 
     def __repr__(self) -> str:
-        state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
+        state = "published" if self._ticket is not None else "aborted" if self._loan.ended else "writing"
         return f"<WriteLease slot {self.slot} generation {self._loan.generation} {state}>"
 
     @property
@@ -146,7 +142,7 @@ class WriteLease(_Lease):
 
     def publish(self) -> Ticket:
         """Make the payload readable. Raises InvalidTransition when the slot is not this lease's any more."""
-        if not self._open:
+        if self._loan.ended:
             raise InvalidTransition(f"{self!r} cannot be published")
         ring, loan = self._ring, self._loan
         if ring.native.closed:
@@ -201,7 +197,7 @@ class WriteLease(_Lease):
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if kind is not None:
             self.abort()
-        elif self._open:
+        elif not self._loan.ended:
             self.publish()
 
 
@@ -218,7 +214,7 @@ class ReadLease(_Lease):
         self.view: memoryview = memoryview(loan)[: ticket.size].toreadonly()
 
     def __repr__(self) -> str:
-        return f"<ReadLease {self.ticket.name} rank {self.rank} {'open' if self._open else 'ended'}>"
+        return f"<ReadLease {self.ticket.name} rank {self.rank} {'ended' if self._loan.ended else 'open'}>"
 
     def consume(self) -> bool:
         """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
