@@ -1,11 +1,13 @@
-"""Port quarantine: a table of what happens to a port, and which port is tried."""
+"""Ports and routes: a table of what happens to a port, which port is tried, and when a ring has gone."""
 
 from __future__ import annotations
 
 import pytest
 
-from transport.client.connections.routes import PortQuarantine
+from transport.client.connections.acknowledgements import AckLedger
+from transport.client.connections.routes import PortQuarantine, Routes
 from transport.settings import DEFAULTS
+from transport.ticket import Ticket
 
 A, B, C = ("h", 1), ("h", 2), ("h", 3)
 Q = DEFAULTS.port_quarantine_s
@@ -93,3 +95,19 @@ def test_ports_of_servers_that_are_gone_are_forgotten(idle_s: float, remembered:
     quarantine.failed(A, 0.0)
     quarantine.failed(B, idle_s)
     assert ("h:1" in repr(quarantine)) is remembered
+
+
+def test_a_ring_has_gone_whichever_of_its_tickets_was_read_last() -> None:
+    routes = Routes(PortQuarantine(), AckLedger())
+    before, behind = (  # a restart of its listener
+        Ticket(ring="a" * 32, host="h", addresses=("h",), ports=(n,), slot=0, generation=1, key=1, size=1, created=0.0)
+        for n in (1, 2)
+    )
+    for ticket in (before, behind):
+        ports = routes.ports(ticket)
+        assert not routes.gone(ticket.ring, 0.0)
+        for port in ports:
+            routes.serves_another(ticket.ring, port)
+    for ticket in (before, behind):
+        assert routes.ports(ticket)
+        assert routes.gone(ticket.ring, 0.0)

@@ -203,7 +203,9 @@ class Routes:
         numbers = dict.fromkeys((*self.ports_said(ring), *route.ports_named))
         pairs = [(host, number) for host in route.hosts for number in numbers]
         if pairs != route.pairs:
-            route.pairs, route.all_wrong_since = pairs, None
+            route.pairs = pairs
+            if not route.wrong.issuperset(pairs):
+                route.all_wrong_since = None
 
     def _forget_some(self, ring: str) -> None:
         """Forget a quarter of the limit, never ``ring``; first the routes that were not used since the last time."""
