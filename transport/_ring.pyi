@@ -602,7 +602,7 @@ class Event:
     def close(self) -> None: ...
 
 def segments() -> list[str]:
-    """Names of this project's ring segments on this host ("/transport-…")."""
+    """Names of this project's ring segments on this host ("/transport-…"); what cannot be a ring's name is left out."""
 
 # test build only
 def set_fault(point: str, signal: int, after: int = 0) -> None:

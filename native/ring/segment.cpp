@@ -6,6 +6,8 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <string_view>
+#include <utility>
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -199,13 +201,17 @@ namespace {
 
 std::uint64_t page_bytes() { return std::max<std::uint64_t>(4096, static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE))); }
 
+constexpr std::string_view kPrefix = kNamePrefix;
+
+bool names_a_ring(std::string_view name) {
+  return name.size() > kPrefix.size() && name.size() <= 255 && name.starts_with(kPrefix) &&
+         std::all_of(name.begin() + 1, name.end(), [](char c) { return c > ' ' && c < 127 && c != '/'; });
+}
+
 void check_name(const std::string& name) {
-  const std::string prefix = kNamePrefix;
-  const bool well_formed =
-      name.size() > prefix.size() && name.size() <= 255 && name.starts_with(prefix) &&
-      std::all_of(name.begin() + 1, name.end(), [](char c) { return c > ' ' && c < 127 && c != '/'; });
-  if (!well_formed)
-    fail(Fault::argument, "a ring is named " + prefix + "…, printable ASCII without a slash, at most 255 bytes");
+  if (!names_a_ring(name))
+    fail(Fault::argument,
+         "a ring is named " + std::string(kPrefix) + "…, printable ASCII without a slash, at most 255 bytes");
 }
 
 struct stat checked_stat(const Description& description, const Place& place) {
@@ -467,8 +473,8 @@ std::vector<std::string> Segment::list() {
   DIR* const directory = opendir(kSharedMemory);
   if (directory == nullptr) return names;
   while (const dirent* entry = readdir(directory)) {
-    const std::string name = std::string("/") + entry->d_name;
-    if (name.starts_with(kNamePrefix)) names.push_back(name);
+    std::string name = std::string("/") + entry->d_name;
+    if (names_a_ring(name)) names.push_back(std::move(name));
   }
   closedir(directory);
   std::sort(names.begin(), names.end());

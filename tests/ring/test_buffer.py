@@ -9,12 +9,13 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from helpers import Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state, states
+from helpers import SHM, Child, eventually, leaving_at_once, noise, read_bytes, segment_file, slot_state, states
 
 from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _ring
 from transport.errors import (
@@ -576,6 +577,21 @@ def test_remove_dead_takes_segments_of_its_prefix_that_nobody_uses(ring: SharedR
     made[1].native.close()
     assert remove_dead("mine-")
     assert [segment_file(each).exists() for each in (*made, ring)] == [False, False, True]
+
+
+@pytest.mark.parametrize("rest", [b"not a ring's", b"\xff"], ids=["space", "bytes"])
+def test_files_of_others_whose_names_cannot_be_a_rings_are_no_segments(tmp_path: Path, rest: bytes) -> None:
+    prefix = f"{tmp_path.name}-"
+    file = SHM / os.fsdecode(f"transport-{prefix}".encode() + rest)
+    with SharedRingBuffer.create(slots=1, slot_bytes=10, prefix=prefix) as ring:
+        file.touch()
+        try:
+            assert [name for name in _ring.segments() if tmp_path.name in name] == [ring.name]
+            ring.native.close()  # as if it had been killed
+            assert remove_dead(prefix)
+            assert file.exists()
+        finally:
+            file.unlink()
 
 
 USES: dict[str, Callable[[SharedRingBuffer, Ticket], object]] = {
