@@ -14,7 +14,7 @@ from helpers import noise, read_bytes
 from transport import Schema, SharedRingBuffer, UpTo, _ring
 from transport.devices import copies
 from transport.devices.copies import _SMALL_BYTES, _STEP_BYTES
-from transport.errors import MissingDependencyError, SchemaError
+from transport.errors import ClosedError, MissingDependencyError, SchemaError
 
 EPISODE = Schema.of(obs=("float32", UpTo(50), 3), flag=("bool",), action=("int64", UpTo(50)), logp=("bfloat16", 7))
 
@@ -136,6 +136,26 @@ def test_a_slot_is_registered_at_its_first_payload_from_a_device_and_until_the_r
             ring.discard(ring.write({"x": cupy.on_device(noise(10, number))}))
         assert sorted(cupy.fake.registered.values()) in ([1 << 20], [1 << 20] * 2)
         assert not cupy.fake.read_only
+    assert not cupy.fake.registered
+
+
+def test_registrations_end_with_a_ring_that_is_closed_while_many_payloads_are_written(cupy: Any) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        ring.discard(ring.write({"x": cupy.on_device(noise(10))}))
+        batch = ring.plan_many([{"x": noise(10)}])
+        full = ring.write_raw(noise(10))
+        take = batch._take
+
+        def taken_and_closed(timeout_s: float | None) -> _ring.Loan:
+            ring.discard(full)
+            loan = take(timeout_s)
+            ring.close()  # by another thread
+            assert cupy.fake.registered, "the slot is in use"
+            return loan
+
+        batch._take = taken_and_closed
+        with pytest.raises(ClosedError):
+            batch.write(None)
     assert not cupy.fake.registered
 
 

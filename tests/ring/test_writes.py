@@ -232,7 +232,7 @@ def test_an_interrupt_behind_the_taking_of_a_slot_gives_the_slot_back() -> None:
             raise KeyboardInterrupt
 
         given = [({"x": np.arange(4)}, None)]
-        batch = Batch(ring.native, schema, "safe", terms_of(1, None), given, taken_and_interrupted, lambda *_: ticket)
+        batch = Batch(ring, "safe", terms_of(1, None), given, taken_and_interrupted, lambda *_: ticket)
         with pytest.raises(KeyboardInterrupt):
             batch.write(None)
         assert ring.native.state_counts() == (1, 0, 0, 0)

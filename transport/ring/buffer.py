@@ -394,7 +394,7 @@ class SharedRingBuffer(Attachment):
                 casting=casting,
             )
 
-        plan = Batch(self.native, self.schema, casting, terms, each, self._overflowing.take, write_alone)
+        plan = Batch(self, casting, terms, each, self._overflowing.take, write_alone)
         self._overflowing.may_expire |= terms.expire
         return plan
 

@@ -12,7 +12,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from transport.errors import InternalError, PayloadTooLargeError, RankError, Usa
 from transport.ring.packing import Casting, describe, describe_exact, flat
 from transport.schema import Schema
 from transport.ticket import MAX_ENCODED_BYTES, Ticket, encoded_metadata, host_identity
+
+if TYPE_CHECKING:
+    from transport.ring.leases import Slots
 
 _FOR_EVER_S: Final = 1e9  # 30 years
 _NO_METADATA = msgspec.msgpack.encode({})
@@ -85,6 +88,7 @@ class Batch:
     Raises what `SharedRingBuffer.write_many` raises for payloads that cannot be written.
 
     Args:
+        ring: into which they are written.
         payloads: each with its metadata.
         take: waits for a slot for so many seconds.
         write_alone: writes one payload, waiting for so many seconds.
@@ -92,16 +96,16 @@ class Batch:
 
     def __init__(
         self,
-        native: _ring.Ring,
-        schema: Schema | None,
+        ring: Slots,
         casting: Casting,
         terms: Terms,
         payloads: Sequence[tuple[Mapping[str, Any], Mapping[str, Any] | None]],
         take: Callable[[float | None], _ring.Loan],
         write_alone: Callable[[Mapping[str, Any], Mapping[str, Any] | None, float | None], Ticket],
     ) -> None:
-        self._native = native
-        self._schema = schema
+        self._ring = ring
+        self._native = native = ring.native
+        self._schema = schema = ring.schema
         self._casting = casting
         self._terms = terms
         self._payloads = payloads
@@ -177,6 +181,7 @@ class Batch:
                     self._publish(loan)
                 finally:
                     loan.release()  # what was not used goes back
+                    self._ring.settle()
                 notes = self._plan.notes(self._written)
         self._written += len(notes)
         return Tickets(notes)
