@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport import Schema, SharedRingBuffer
+from transport import Schema, SharedRingBuffer, _ring
 from transport.errors import (
     BatchTooLargeError,
     BufferUnsuitableError,
@@ -283,6 +283,22 @@ def test_a_ring_without_a_schema_and_rings_of_two_schemas_are_refused(ring: Shar
         pytest.raises(SchemaError, match="the same schema"),
     ):
         claim_batch([ring, other], 1)
+
+
+def test_a_ring_that_is_closed_between_two_looks_at_it_is_closed_to_who_claims_a_batch(ring: SharedRingBuffer) -> None:
+    class Looked:
+        schema, looks = ring.schema, 0
+
+        @property
+        def native(self) -> _ring.Ring:
+            self.looks += 1
+            if self.looks == 2:
+                ring.close()  # by another thread
+            return ring.native
+
+    looked: Any = Looked()
+    with pytest.raises(ClosedError):
+        claim_batch([looked], 1, 10.0)
 
 
 def test_a_ring_may_be_closed_while_another_thread_writes_many() -> None:

@@ -149,7 +149,8 @@ def claim_batch(
                 if not left:
                     break
         if not parts and deadline.left_s > 0:
-            wait_for_payloads(seen, deadline.left_s)
+            if seen:  # else all were closed meanwhile, too
+                wait_for_payloads(seen, deadline.left_s)
             continue
         batch = PayloadBatch.gathered(
             parts, schema, wanted, landing=landing, max_deliveries=max_deliveries, consumer=consumer
