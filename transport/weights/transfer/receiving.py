@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.copies import Copies, Held, ShardHeld, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+P = ParamSpec("P")
 
 _READS = 3  # buckets on the link at once from one parent: two cover the time of an answer, which waits in a busy link
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -172,11 +173,25 @@ class ShardReceiving:
         try:
             async with self._tasks:
                 for name, upstream in self._upstreams.items():
-                    self._tasks.create_task(self._follow(name, upstream))
+                    self._begin(self._follow, name, upstream)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
         if first is not None:
             raise first
+
+    def _begin(self, work: Callable[P, Coroutine[Any, Any, None]], *arguments: P.args, **named: P.kwargs) -> None:
+        """A task of this version. A call in it that is cancelled by itself is an error: the group would ignore it."""
+
+        async def run() -> None:
+            try:
+                await work(*arguments, **named)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise InternalError("a part's task was cancelled") from error
+
+        self._tasks.create_task(run())
 
     # --- one parent -------------------------------------------------------------------------------------------
     async def _follow(self, name: str, upstream: Upstream) -> None:
@@ -197,7 +212,7 @@ class ShardReceiving:
                 landing = self._landings.get(frame.part)
                 if landing is None:
                     raise ProtocolError(f"unexpected bucket of part {frame.part} from {name}")
-                self._tasks.create_task(self._take(landing, frame, *landing.bucket(frame, name)))
+                self._begin(self._take, landing, frame, *landing.bucket(frame, name))
             elif isinstance(frame, Whole) and frame.part in relayed:
                 relayed.discard(frame.part)
                 self._landings[frame.part].expected = frame.checksum
@@ -292,7 +307,7 @@ class ShardReceiving:
 
     def _finish(self, landing: PartLanding) -> None:
         if landing.complete and (landing.incoming.first or landing.expected is not None):
-            self._tasks.create_task(self._conclude(landing))
+            self._begin(self._conclude, landing)
 
     async def _conclude(self, landing: PartLanding) -> None:
         """All of a part is here: prove it as a whole, and tell the children."""
