@@ -70,6 +70,7 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
         ("demo --queue redis://host/name", "'name'"),
         ("demo --queue amqp:tickets", "'amqp'"),
         ("demo --wire pigeon", "pigeon"),
+        ("demo --wire auto,tcp", "--wire auto,tcp"),
         ("demo --on slurm", "slurm"),
         ("demo --ray-address auto", "--on ray"),
         ("demo --on ray --queue redis://host/0 --checkpoint c", "--queue, --checkpoint"),

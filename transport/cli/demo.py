@@ -175,8 +175,10 @@ def _wires(names: str) -> tuple[Wire, ...]:
     from transport.wires import WIRES
 
     wanted = parse_names("--wire", names, ("auto", *_DEMO_WIRES))
-    if "auto" in wanted:
+    if wanted == ["auto"]:
         return ()
+    if "auto" in wanted:
+        raise UsageError(f"--wire {names}: auto allows every wire; give it alone, or leave it out")
     if wanted == ["rdma"]:
         from transport.doctor import infiniband
 
