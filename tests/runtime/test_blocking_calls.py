@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 
-from transport.runtime.blocking_calls import in_thread, started
+from transport.runtime.blocking_calls import in_parallel, in_thread, started
 from transport.testing import run
 
 
@@ -85,3 +87,27 @@ def test_a_call_whose_future_is_cancelled_goes_on_to_its_end() -> None:
         assert await in_thread(model.save) == "saved"
 
     run(cancelled())
+
+
+class Interrupt(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("begin", [started, lambda call: in_parallel([call], 1, int)], ids=["started", "in parallel"])
+def test_an_interrupt_while_the_thread_of_a_call_starts_is_raised_as_it_is(
+    begin: Callable[[Callable[[], None]], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise Interrupt
+
+    ran = threading.Event()
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # the thread begins when this one waits for it
+    try:
+        monkeypatch.setattr(threading.Condition, "_acquire_restore", interrupted)
+        with pytest.raises(Interrupt):
+            begin(ran.set)
+    finally:
+        sys.setswitchinterval(switching)
+    assert ran.wait(15.0)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from transport.errors import StoreError
+from transport.runtime import threads
 
 STORE_PATIENCE_S: Final = 60.0
 _AGAIN_S: Final = 0.5
@@ -23,7 +24,7 @@ _Outcome = tuple[T | None, BaseException | None]  # the result, or the error
 
 def _in_daemon(call: Callable[[], T], told: Callable[[list[_Outcome[T]]], object], name: str) -> None:
     """Run the call in a daemon thread, and tell its outcome there, in a list that the receiver empties."""
-    threading.Thread(target=_run, args=([call], [told]), name=name, daemon=True).start()
+    threads.start(threading.Thread(target=_run, args=([call], [told]), name=name, daemon=True))
 
 
 def _run(calls: list[Callable[[], T]], tolds: list[Callable[[list[_Outcome[T]]], object]]) -> None:
@@ -102,12 +103,12 @@ def in_parallel(calls: Iterable[Callable[[], T]], at_once: int, stop: Callable[[
                 results[number] = result
 
     most = min(at_once, len(works))
-    threads = [threading.Thread(target=run, name="transport files", daemon=True) for _ in range(most)]
-    for thread in threads:
-        thread.start()
+    workers = [threading.Thread(target=run, name="transport files", daemon=True) for _ in range(most)]
     try:
-        for thread in threads:
-            thread.join()
+        for worker in workers:
+            threads.start(worker)
+        for worker in workers:
+            worker.join()
     except BaseException as error:  # an interrupt
         with lock:
             errors.append(error)
