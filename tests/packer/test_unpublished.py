@@ -13,12 +13,14 @@ from packers import SCHEMA, Packer, Worker, collected
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
-from transport.errors import QueueFullError
+from transport.errors import QueueFullError, QueueUnavailableError
 from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
 from transport.packer.rollout import queued, ticket_id
 from transport.packer.unpublished import Finished
-from transport.queue import Claim, QueueDepth, QueuedTicket, TicketQueue, open_queue
+from transport.queue import Claim, QueueDepth, QueuedTicket, RedisQueue, TicketQueue, open_queue
+from transport.queue.base import QueueAddress
+from transport.queue.redis import open_address
 from transport.ring.buffer import SharedRingBuffer
 
 pytestmark = pytest.mark.ucx
@@ -96,6 +98,27 @@ for step in range(20):
 print("written", flush=True)
 sys.stdin.readline()
 """
+
+
+def test_a_queue_that_cannot_be_reached_is_tried_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = secrets.token_hex(8)
+    with Child(KILLED, name) as child:
+        assert child.line() == "written"
+        child.kill()
+    errors = [QueueUnavailableError("its server is away"), QueueUnavailableError("still")]
+
+    def opened(address: QueueAddress) -> RedisQueue:
+        if errors:
+            raise errors.pop()
+        return open_address(address)
+
+    monkeypatch.setattr("transport.packer.republish.open_address", opened)
+    with ticket_queue(redis) as queue:
+        assert (address := queue.address) is not None
+        assert republish(Republishing(segment=f"/transport-{name}", queue=address)) == 20
+        assert queue.depth().ready == 20
+    with SharedRingBuffer.create(SCHEMA, slots=64, name=name) as ring:  # takes it over, and gives it up
+        assert ring.get_ready_count() == 20
 
 
 @pytest.mark.parametrize("publish", ["background", "immediate"])
