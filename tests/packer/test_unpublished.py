@@ -13,7 +13,7 @@ from packers import SCHEMA, Packer, Worker, collected
 from redis_server import RedisServer
 from ticket_queues import ticket_queue
 
-from transport.errors import QueueFullError, QueueUnavailableError
+from transport.errors import QueueFullError, QueueUnavailableError, RingFullError
 from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
 from transport.packer.rollout import queued, ticket_id
@@ -92,7 +92,7 @@ import sys
 import numpy as np
 from packers import SCHEMA
 from transport.ring.buffer import SharedRingBuffer
-ring = SharedRingBuffer.create(SCHEMA, slots=64, name=sys.argv[1])
+ring = SharedRingBuffer.create(SCHEMA, slots=int(sys.argv[2]), name=sys.argv[1])
 for step in range(20):
     ring.write({"obs": np.full((2, 4), step, np.float32), "step": step})
 print("written", flush=True)
@@ -126,7 +126,7 @@ def test_a_ring_is_taken_over_beside_a_full_queue_which_gets_its_payloads_later(
     redis: RedisServer, publish: PublishMode
 ) -> None:
     name = secrets.token_hex(8)
-    with Child(KILLED, name) as child:
+    with Child(KILLED, name, 64) as child:
         assert child.line() == "written"
         child.kill()
     worker = Worker()
@@ -142,6 +142,27 @@ def test_a_ring_is_taken_over_beside_a_full_queue_which_gets_its_payloads_later(
                 with contextlib.suppress(QueueFullError):
                     worker.flush_ucxx()
             assert [claim.ticket_id for claim in claims[8:]] == waiting
+        finally:
+            worker.cleanup_ucxx()
+
+
+def test_a_full_ring_that_was_taken_over_beside_a_full_queue_is_published_by_the_next_write(redis: RedisServer) -> None:
+    name = secrets.token_hex(8)
+    with Child(KILLED, name, 20) as child:
+        assert child.line() == "written"
+        child.kill()
+    worker = Worker()
+    with ticket_queue(redis, max_tickets=20) as queue:
+        queue.publish([QueuedTicket(f"other/{number}/1", b"") for number in range(20)])
+        ring = worker.setup_ucxx(SCHEMA, slots=20, name=name, queue=queue, mode="thread", publish="immediate")
+        try:
+            payload = {"obs": np.zeros((1, 4), np.float32), "step": 20}
+            with pytest.raises(QueueFullError):
+                worker.write_to_buffer(payload, timeout_s=0.0)
+            assert len(queue.ack_many(queue.claim(20, consumer="a"))) == 20
+            with pytest.raises(RingFullError):  # trainers make room, now that they can claim
+                worker.write_to_buffer(payload, timeout_s=0.0)
+            assert [claim.ticket_id for claim in queue.claim(20, consumer="a")] == list(map(ticket_id, ring.tickets()))
         finally:
             worker.cleanup_ucxx()
 

@@ -122,13 +122,19 @@ class Publisher:
         return forgotten
 
     def room(self, give_up_at: float) -> bool:
-        """Wait until one more ticket may wait. False when the time is over. Raises a failure, once."""
+        """Wait until one more ticket may wait. False when the time is over. Raises a failure, once.
+
+        Raises ("immediate" only) what `publish` raises, of tickets that waited before.
+        """
         while True:
             self._check()
             attempted = self._attempted
             self._raise_failure()
             if len(self._waiting) < self._most_waiting:
                 return True
+            if self._thread is None:  # nothing else publishes them
+                self._publish(urgent=False)
+                continue
             if time.monotonic() >= give_up_at:
                 return False
             attempted.wait(give_up_at - time.monotonic())

@@ -62,7 +62,8 @@ class Writing:
         raises; StopRequestedError, if the ring is full and a signal has asked the program to stop (`until_stopped`);
         and what the queue's `publish` raised: in the background, for tickets of earlier calls, and this call
         wrote nothing; with publish="immediate", for this one. Its payload is then withdrawn, unless the outcome is
-        unknown (`QueueUnavailableError`): then it stays in the ring, and its ticket is published by a later call.
+        unknown (`QueueUnavailableError`): then it stays in the ring, and its ticket is published by a later call. Where
+        as many tickets wait so as the ring has slots, they are published before anything is written.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_to_buffer()")
         ring = self.ring
