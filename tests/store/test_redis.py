@@ -157,18 +157,34 @@ def test_a_full_server_stores_nothing_of_the_call() -> None:
         assert len(store.scan("")) % 2 == 0
 
 
-def test_many_records_whose_leases_end_at_once_are_removed_in_several_steps(server: RedisServer) -> None:
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda store: store.get("late") is None,
+        lambda store: store.get_many(["late"]) == [None],
+        lambda store: list(store.scan("")) == ["kept"],
+        lambda store: store.watch("late", ABSENT, 0.0) is None,
+        lambda store: store.compare_and_set("late", b"new", ABSENT) is not None,
+        lambda store: store.add("late") == 1,
+        lambda store: store.renew({"late": 2501}, 5.0) == set(),
+    ],
+)
+def test_records_whose_leases_end_at_once_are_absent_at_once_and_removed_in_several_steps(
+    server: RedisServer, look: Callable[[RedisStore], bool]
+) -> None:
+    import redis
+
     now = 1000.0
-    with RedisStore(place(server), clock=lambda: now) as store:
+    with RedisStore(place(server), clock=lambda: now) as store, redis.Redis(port=server.port) as client:
         store.put_many([Change(f"n/{number}", b"", lease_s=5.0) for number in range(2500)])
-        store.put("n/kept", b"")
+        assert store.put("late", b"7", lease_s=5.5) == 2501
+        store.put("kept", b"")
         now += 6.0
-        left = [2500]
-        while left[-1] > 1:
-            left.append(len(store.scan("n/")))
-            assert left[-1] < left[-2]
-        assert len(left) > 2
-        assert list(store.scan("n/")) == ["n/kept"]
+        assert look(store)
+        assert client.hlen("transport:{test}:store:values") > 1000
+        while client.hlen("transport:{test}:store:values") > 2:
+            store.get("kept")
+        assert store.get("kept") is not None
 
 
 def test_leases_are_renewed_on_a_server_without_memory() -> None:

@@ -1,9 +1,10 @@
 """Store on a Redis server, for the members of a cluster. See base.py for the contract of a store.
 
-Every operation is one Lua script, which the server runs in one step; each first removes the records whose lease has
-ended by the server's clock (its wall clock: a step of it moves leases), the oldest thousand of them. While the server
-is unreachable, leases cannot be renewed: those that end meanwhile have ended. What survives its restart is what its
-append-only file has: everything that was answered with ``appendfsync always``, up to the last second with ``everysec``.
+Every operation is one Lua script, which the server runs in one step. A record whose lease has ended by the server's
+clock (its wall clock: a step of it moves leases) is absent for each of them; each first removes the oldest thousand of
+such records. While the server is unreachable, leases cannot be renewed: those that end meanwhile have ended. What
+survives its restart is what its append-only file has: everything that was answered with ``appendfsync always``, up to
+the last second with ``everysec``.
 
 Values and versions are two hashes, so that a counter is the server's own; a sorted set of keys serves `scan`, one of
 lease ends serves their end. A revision of the whole store gives the versions.
@@ -49,6 +50,10 @@ end
 local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 1000)
 for _, key in ipairs(ended) do remove(key) end
 if #ended > 0 then redis.call('PUBLISH', channel, '') end
+local function over(ends) return ends and tonumber(ends) <= now end
+local function remove_if_over(key)
+    if over(redis.call('ZSCORE', leases, key)) then remove(key) end
+end
 """
 _GET_ANY = """
 local function get_many(keys)
@@ -57,9 +62,10 @@ local function get_many(keys)
         local part = {unpack(keys, first, math.min(first + 999, #keys))}
         local their_values = redis.call('HMGET', values, unpack(part))
         local their_versions = redis.call('HMGET', versions, unpack(part))
+        local ends = redis.call('ZMSCORE', leases, unpack(part))
         for at = 1, #part do
-            found[#found + 1] = their_values[at]
-            found[#found + 1] = their_versions[at]
+            found[#found + 1] = not over(ends[at]) and their_values[at]
+            found[#found + 1] = not over(ends[at]) and their_versions[at]
         end
     end
     return found
@@ -70,6 +76,7 @@ _LOOK = Script(
     _COMMON
     + """
 local ends = redis.call('ZSCORE', leases, ARGV[3])
+if over(ends) then return {false, false} end
 return {redis.call('HGET', values, ARGV[3]), redis.call('HGET', versions, ARGV[3]), ends and tostring(ends - now)}
 """
 )
@@ -94,6 +101,7 @@ if before then return before end
 local call = string.match(KEYS[1], 'answers:(.*)$') .. '/' .. answer_field .. ' '
 local as_expected, made = true, {}
 for at = 3, #ARGV, 5 do
+    remove_if_over(ARGV[at])
     local expected, version = ARGV[at + 3], redis.call('HGET', versions, ARGV[at]) or '0'
     as_expected = as_expected and (expected == '' or version == expected)
     made[#made + 1] = redis.call('HGET', KEYS[7], ARGV[at]) == call .. version and version or nil
@@ -127,6 +135,7 @@ _ADD = Script(
     + """
 local before = remembered()
 if before then return before end
+remove_if_over(ARGV[3])
 local sum = redis.pcall('HINCRBY', values, ARGV[3], ARGV[4])
 if type(sum) == 'table' then
     if not string.find(sum.err, 'integer') and not string.find(sum.err, 'overflow') then return sum end
@@ -143,6 +152,7 @@ _RENEW = Script(
     + """
 local kept = {}
 for at = 4, #ARGV, 2 do
+    remove_if_over(ARGV[at])
     -- ZREM first: a server at its maxmemory refuses a ZADD until the script has written.
     if redis.call('HGET', versions, ARGV[at]) == ARGV[at + 1] and redis.call('ZREM', leases, ARGV[at]) == 1 then
         redis.call('ZADD', leases, now + ARGV[3], ARGV[at])
