@@ -7,9 +7,11 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +118,27 @@ def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuff
         finally:
             answered.set()
         eventually(lambda: ready(exporter.port))
+
+
+def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with MemoryQueue() as queue, Exporter(0) as exporter, ThreadPoolExecutor(4) as scrapers:
+            exporter.add_queue(queue.name, queue)
+            assert all(scrapers.map(ready, [exporter.port] * 300))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_queue_whose_connection_ends_meanwhile_is_left_out_quietly() -> None:
+    class Ending(MemoryQueue):
+        def depth(self, rank: int | None = None) -> QueueDepth:
+            raise RuntimeError("Event loop is closed")
+
+    with Ending() as queue, Exporter(0) as exporter:
+        exporter.add_queue(queue.name, queue)
+        assert not ready(exporter.port)
 
 
 def test_exporters_of_one_process_share_a_port_until_the_last_one_closes() -> None:

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
@@ -195,23 +196,28 @@ class _Look:
 
     def __init__(self, queue: TicketQueue) -> None:
         self._queue = queue
-        self._thread: threading.Thread | None = None
-        self._found: tuple[QueueDepth, Mapping[str, int]] | None = None
+        self._lock = threading.Lock()
+        self._asked: Future[tuple[QueueDepth, Mapping[str, int]]] | None = None  # that of scrapes at the same time
 
     def __call__(self, name: str) -> Iterator[Sample]:
-        if self._thread is None or not self._thread.is_alive():
-            self._found = None
-            self._thread = threading.Thread(target=self._ask, name="transport metrics of a queue", daemon=True)
-            self._thread.start()
-        self._thread.join(_LOOK_S)
-        found = self._found
-        return iter(()) if found is None else queue_samples(name, *found)
-
-    def _ask(self) -> None:
+        with self._lock:
+            asked = self._asked
+            if asked is None or asked.done():
+                asked = Future()
+                threading.Thread(
+                    target=self._ask, args=(asked,), name="transport metrics of a queue", daemon=True
+                ).start()
+                self._asked = asked
         try:
-            self._found = self._queue.depth(), self._queue.reasons()
-        except TransportError as error:
-            log.debug("the metrics of a queue were not collected: %s", error)
+            return queue_samples(name, *asked.result(_LOOK_S))
+        except TimeoutError:
+            return iter(())
+
+    def _ask(self, asked: Future[tuple[QueueDepth, Mapping[str, int]]]) -> None:
+        try:
+            asked.set_result((self._queue.depth(), self._queue.reasons()))
+        except Exception as error:
+            asked.set_exception(error)
 
 
 @dataclass
