@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,19 @@ def test_many_leases_that_end_at_once_are_ended_in_several_steps(server: RedisSe
         assert sorted(ids(again)) == sorted(ids(claims))
         assert queue.ack_many(claims) == []
         assert queue.ack_many(again) == again
+
+
+@pytest.mark.parametrize("call", [RedisQueue.ack_many, RedisQueue.renew, RedisQueue.retry_many])
+def test_claims_whose_leases_end_at_once_are_refused_at_once(
+    server: RedisServer, call: Callable[[RedisQueue, list[Claim]], list[Claim]]
+) -> None:
+    now = 1000.0
+    with RedisQueue(place(server), clock=lambda: now) as queue:
+        queue.publish(tickets(2500))
+        claims = queue.claim(2500, consumer="stopped")
+        now += 2 * queue.lease_s
+        assert call(queue, claims) == []
+        assert queue.depth().unfinished == 2500
 
 
 def test_many_retries_that_are_due_at_once_are_claimed(server: RedisServer) -> None:

@@ -9,6 +9,7 @@ A ticket published for n readers is n independent *deliveries*, one per rank:
                                      └──retry, or the claim ends, at the last delivery──► dead
 
 * publish is idempotent per id; deliveries come out in the order of publication, a retried delivery keeps its position.
+  Of more than a thousand that come back to a Redis queue at once, some come out before older ones.
 * A claim belongs to its claimant until it is ended, or its lease is over. What a claim that is over asks for is refused
   and has no effect. An unfinished delivery whose claim is over is claimed again, with ``attempts`` + 1.
 * A claim has one end. A call that asks for the end that it had has the same answer as the first one, so a call that was

@@ -3,7 +3,7 @@
 Names: ``seq`` is a ticket's number, never used twice, and its entry in the stream is ``seq-0``. A delivery is
 ``seq/rank``; it has a row once it was claimed or is to be remembered, and is READY before. All scripts that look at
 deliveries first end the oldest of the expired leases, MOST at a time, so that no step lasts longer the larger a run is.
-A lease that is over is its claimant's until a script has ended it.
+What a claim asks for whose lease is over is refused, whether or not a script has ended it.
 
 A server at its maxmemory refuses a command that may grow until the script has written, and nothing behind that. Each
 script but PUBLISH and ANNOUNCE therefore writes first with one that cannot (ZREM, XREADGROUP): a full queue is drained.
@@ -163,6 +163,10 @@ local function move(delivery, row, to, reason, ready_at)
     return false
 end
 
+local function holds(delivery, token)
+    local ends = row_of(delivery).token == token and redis.call('ZSCORE', leases, delivery)
+    return ends and tonumber(ends) > now
+end
 local function end_leases()
     local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST)
     if #ended == 0 then return end
@@ -339,8 +343,9 @@ fetch(row_cache, rows, deliveries)
 fetch(ticket_cache, info, seqs)
 for at, delivery in ipairs(deliveries) do
     local row, token = row_of(delivery), ARGV[6 + 2 * at]
-    if row.token == token and row.state == 'claimed' then mine[#mine + 1] = delivery end
-    accepted[at] = row.token == token and (row.state == 'claimed' or row.ended == to) and 1 or 0
+    local held = holds(delivery, token)
+    if held then mine[#mine + 1] = delivery end
+    accepted[at] = (held or row.token == token and row.ended == to) and 1 or 0
 end
 if #mine == 0 then return accepted end
 bulk('ZREM', leases, mine)
@@ -367,8 +372,11 @@ RENEW = Script(
 local accepted = {}
 for at = 6, #ARGV, 2 do
     local delivery = string.match(ARGV[at], '%d+') .. '/' .. ARGV[at + 1]
-    local mine = row_of(delivery).token == ARGV[at] and redis.call('ZREM', leases, delivery) == 1
-    if mine then redis.call('ZADD', leases, now + ARGV[5], delivery) end
+    local mine = holds(delivery, ARGV[at])
+    if mine then
+        redis.call('ZREM', leases, delivery)  -- first: a ZADD alone is refused by a server at its maxmemory
+        redis.call('ZADD', leases, now + ARGV[5], delivery)
+    end
     accepted[#accepted + 1] = mine and 1 or 0
 end
 return accepted
