@@ -181,6 +181,29 @@ def test_a_decision_outlasts_a_note_of_another_coordinator() -> None:
     assert machine.record == decided
 
 
+@pytest.mark.parametrize("heard", ["before its verdict", "with its verdict", "between two tries"])
+def test_what_another_coordinator_has_refused_for_good_is_no_checkpoint(heard: str) -> None:
+    one, other = in_cooldown(), in_cooldown()
+    for machine in (one, other):
+        verify(machine, report())
+    one.refuted(report(), Refusal.WRONG_CHECKSUM, "other bytes")
+    if heard == "between two tries":
+        other.refuted(report(), Refusal.UNREADABLE, "away")
+    if heard != "with its verdict":
+        other.superseded(one.record)
+        for now in (0.0, LOOK_AGAIN_S, 2 * LOOK_AGAIN_S):
+            other.tick(now)
+    other.verified(report(), checkpoint(report()))
+    other.superseded(one.record)
+    assert other.record.phase is Phase.COOLDOWN
+    assert other.record.notes == one.record.notes
+    assert verify(other, report()) == []
+    again = report(attempt="1" * 16)
+    assert verify(other, again) == [again]
+    other.verified(again, checkpoint(again))
+    assert other.record.checkpoint == checkpoint(again)
+
+
 def test_a_verdict_comes_too_late_for_the_end_of_another_coordinator() -> None:
     machine = in_cooldown()
     verify(machine, report())

@@ -27,7 +27,6 @@ from transport.cooldown.epochs.records import (
     Note,
     Outcome,
     Phase,
-    Refusal,
     Report,
     ReportKind,
     check_name,
@@ -334,8 +333,7 @@ class CooldownClient(EpochClient):
     def _refused_by(self, record: EpochRecord | None, attempt: str) -> Note | None:
         """The note that refuses an upload for good."""
         note = record.notes.get(self.name) if record is not None else None
-        known = note is not None and note.attempt == attempt and note.refusal not in (None, Refusal.UNREADABLE)
-        return note if known else None
+        return note if note is not None and note.attempt == attempt and note.refused else None
 
     def _save_and_upload(self, record: EpochRecord, attempt: str, stop: Stop) -> str:
         """One complete upload; returns the manifest's checksum."""

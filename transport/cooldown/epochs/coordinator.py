@@ -157,18 +157,29 @@ class Coordinator:
             self._change()
 
     def superseded(self, theirs: EpochRecord) -> None:
-        """Another coordinator's record is in the store: take over its end, or add to its record what it lacks."""
+        """Another coordinator's record is in the store: take over its end, or add to its record what it lacks.
+
+        What it has refused for good is refused, whatever this one has found.
+        """
         if theirs.phase is Phase.ENDED:
             self._verify_nothing()
             self.record = theirs
             return
         self._elapsed = max(self._elapsed, theirs.elapsed_s)
-        if self.record.phase is Phase.ENDED or theirs.phase is Phase.TRAINING:  # the store has lost what it had
+        mine = self.record
+        refuted = {(client, note.attempt) for client, note in theirs.notes.items() if note.refused}
+        if mine.checkpoint is not None and (mine.checkpoint.client, mine.checkpoint.attempt) in refuted:
+            self.record = theirs  # its client may have removed it
+            return
+        if mine.phase is Phase.ENDED or theirs.phase is Phase.TRAINING:  # the store has lost what it had
             self._change()
             return
-        mine = self.record
         _require_same(theirs, mine)
-        notes, refused = {**theirs.notes, **mine.notes}, {**theirs.refused, **mine.refused}
+        self._verifying -= refuted
+        for identity in refuted & self._again.keys():
+            del self._again[identity]
+        own = {client: note for client, note in mine.notes.items() if (client, note.attempt) not in refuted}
+        notes, refused = {**theirs.notes, **own}, {**theirs.refused, **mine.refused}
         self.record = theirs
         if (notes, refused) != (theirs.notes, theirs.refused):
             self._change(notes=notes, refused=refused)

@@ -86,6 +86,11 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     refusal: Refusal | None = None
     detail: str = ""
 
+    @property
+    def refused(self) -> bool:
+        """Whether the upload is refused for good."""
+        return self.refusal not in (None, Refusal.UNREADABLE)
+
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The upload that was verified."""
