@@ -335,6 +335,11 @@ def test_the_ranks_agree_on_the_end_also_where_another_rollout_comes_after_it(tm
         for over in (True, False, True):
             queue.over = over
             assert [rank.finished() for rank in ranks] == [over, over]
+        queue.publish(ticket(0))
+        claims = ranks[0].claim(1, consumer="a")  # the leader goes on, though it has said that this is the end
+        assert not ranks[1].finished()
+        assert ids(ranks[1].claim(1, rank=1, consumer="b")) == ids(claims)
+        assert not ranks[1].finished()
 
 
 def test_only_the_leader_renews(place: Place) -> None:

@@ -160,6 +160,7 @@ class GroupQueue(TicketQueue):
         if not claims:
             return
         plain = [Claim(*(getattr(claim, name) for name in Claim.__struct_fields__)) for claim in claims]
+        self._take_back_the_end()
         self._store.put(self._key("claims", step), msgspec.msgpack.encode(plain), lease_s=_KEEP_S)
 
     def _told(self, step: int, timeout_s: float) -> list[Claim]:
@@ -347,10 +348,15 @@ class GroupQueue(TicketQueue):
         if over:
             self._said_over = True
             self._store.put(self._key("ended"), str(step).encode(), lease_s=_KEEP_S)
-        elif self._said_over:  # another rollout has begun since
+        else:
+            self._take_back_the_end()
+        return over
+
+    def _take_back_the_end(self) -> None:
+        """Another rollout has begun, where the others were told that the data has ended."""
+        if self._said_over:
             self._store.delete(self._key("ended"))
             self._said_over = False
-        return over
 
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of the group's deliveries, whichever the ``rank``."""
