@@ -36,7 +36,7 @@ namespace transport {
 inline constexpr off_t kKeeperByte = off_t{1} << 61;
 inline constexpr off_t kOwnerByte = kKeeperByte + 1;
 inline constexpr off_t kBoardByte = kOwnerByte + off_t{kMaxOwners};
-inline constexpr off_t kSupervisorByte = kBoardByte + 1;
+inline constexpr off_t kSupervisorByte = kKeeperByte + 4096;  // where builds of this layout have it
 inline constexpr off_t kLockBytes = kSupervisorByte + 1 - kKeeperByte;  // of all locks together
 static_assert(sizeof(off_t) == 8, "lock bytes lie beyond any file");
 
