@@ -102,7 +102,7 @@ sys.stdin.readline()
 
 def test_a_queue_that_cannot_be_reached_is_tried_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     name = secrets.token_hex(8)
-    with Child(KILLED, name) as child:
+    with Child(KILLED, name, 64) as child:
         assert child.line() == "written"
         child.kill()
     errors = [QueueUnavailableError("its server is away"), QueueUnavailableError("still")]

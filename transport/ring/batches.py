@@ -24,7 +24,7 @@ from transport.ring.batch import Batch, ClaimedPart
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 
 if TYPE_CHECKING:
-    from transport.ring.leases import Slots
+    from transport.ring.writes import Slots
 
 __all__ = [
     "MAX_DELIVERIES",

@@ -12,7 +12,7 @@ from transport.schema import Layout
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
-    from transport.ring.leases import Slots
+    from transport.ring.writes import Slots
 
 
 class ClaimedPayload:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -20,25 +20,11 @@ from transport import _ring
 from transport._ring import Loan
 from transport.errors import ClosedError, InvalidTransition, SchemaError
 from transport.ring.packing import views, zero_gaps
-from transport.ring.writes import Terms
+from transport.ring.writes import Slots, Terms
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket, host_identity
 
 log = logging.getLogger(__name__)
-
-
-class Slots(Protocol):
-    """What a lease, or a claim, asks of its `SharedRingBuffer`."""
-
-    native: _ring.Ring
-    name: str
-    ring_id: str
-    schema: Schema | None
-
-    def key(self, slot: int, generation: int) -> int: ...
-    def register(self, slot: int, device: int) -> bool: ...
-    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool: ...
-    def settle(self) -> None: ...
 
 
 def ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import Any, Final, Protocol, overload
 
 import msgspec
 import numpy as np
@@ -24,12 +24,23 @@ from transport.ring.packing import Casting, describe, describe_exact, flat
 from transport.schema import Schema
 from transport.ticket import MAX_ENCODED_BYTES, Ticket, encoded_metadata, host_identity
 
-if TYPE_CHECKING:
-    from transport.ring.leases import Slots
-
 _FOR_EVER_S: Final = 1e9  # 30 years
 _NO_METADATA = msgspec.msgpack.encode({})
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Slots(Protocol):
+    """What a lease, a claim, or a batch asks of its `SharedRingBuffer`."""
+
+    native: _ring.Ring
+    name: str
+    ring_id: str
+    schema: Schema | None
+
+    def key(self, slot: int, generation: int) -> int: ...
+    def register(self, slot: int, device: int) -> bool: ...
+    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool: ...
+    def settle(self) -> None: ...
 
 
 class Tickets(Sequence[Ticket]):
