@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -175,6 +176,16 @@ def test_close_publishes_the_backlog_and_then_everything_is_refused(queue: Scrip
     assert len(claimed(queue)) == 600
     with pytest.raises(ClosedError):
         publisher.add([waiting(600)])
+
+
+@pytest.mark.parametrize("mode", ["background", "immediate"])
+def test_close_is_as_patient_with_a_full_queue_as_it_is_told(queue: Scripted, mode: PublishMode) -> None:
+    publisher = Publisher(queue, mode, 1000)
+    queue.script = [failing(QueueFullError("full"))] * 3
+    with contextlib.suppress(QueueFullError):
+        publisher.add([waiting(0)])
+    publisher.close(60.0)
+    assert claimed(queue) == ["ring/0/1"]
 
 
 def test_close_raises_what_fails_and_no_attempt_follows(queue: Scripted) -> None:

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 from transport.errors import ClosedError, QueueFullError, QueueUnavailableError, TransportError
 from transport.queue.base import QueuedTicket, TicketQueue
-from transport.runtime import threads
+from transport.runtime import hurry, threads
 from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import Flag
 
@@ -168,15 +168,24 @@ class Publisher:
                 )
             attempted.wait(left_s)
 
-    def close(self) -> None:
-        """Publish what waits, and end. Idempotent. Raises the failure of an attempt, after which none follows.
+    def close(self, patience_s: float = 0.0) -> None:
+        """Publish what waits, and end. Idempotent. Raises the failure of the last attempt, after which none follows.
 
-        Returns within the time that the queue takes to fail. In a forked child it does nothing.
+        What a retry may cure is tried again for ``patience_s``, or until the end of this process is in a hurry; then it
+        returns within the time that the queue takes to fail. In a forked child it does nothing.
         """
         if os.getpid() != self._pid or self._closing:
             return
+        give_up_at = time.monotonic() + patience_s
         try:
-            self.flush()
+            while True:
+                try:
+                    self.flush()
+                    break
+                except TransportError as error:
+                    if not error.retryable or time.monotonic() >= min(give_up_at, hurry.until()):
+                        raise
+                self._attempted.wait(_PAUSE_FIRST_S)
         finally:
             self.abort()
         if self._thread is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from operator import index
 from typing import Literal
 
@@ -203,8 +204,8 @@ class UCXXRolloutMixin(Writing, WithBlock):
         Raises what the queue raises if that fails, when everything else is done.
 
         Args:
-            drain_s: wait this long for unread payloads to be consumed first, and for connected trainers to hear the
-                end.
+            drain_s: wait this long for tickets to be published and unread payloads to be consumed first, and for
+                connected trainers to hear the end.
             ends: False: another process continues in its place, so that this is no end of data.
         """
         if self._ucxx_unsure and drain_s > 0:
@@ -217,6 +218,7 @@ class UCXXRolloutMixin(Writing, WithBlock):
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
         publisher, self._ucxx_publisher = self._ucxx_publisher, None
         self._ucxx_queue = None
+        give_up_at = time.monotonic() + drain_s
         # the ring is closed even if the server fails to stop
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
@@ -228,10 +230,10 @@ class UCXXRolloutMixin(Writing, WithBlock):
             if exporter is not None:  # what waits for its trainers can be looked at
                 stack.callback(exporter.close)
             if server is not None:
-                stack.callback(server.close, drain_s, told_s=self._ucxx_told_s)
+                stack.callback(lambda: server.close(max(0.0, give_up_at - time.monotonic()), told_s=self._ucxx_told_s))
             if publisher is not None:
                 stack.callback(publisher.abort)
-                stack.callback(publisher.close)  # first: what is drained has to be published
+                stack.callback(publisher.close, drain_s)  # first: what is drained has to be published
 
 
 def _close(ring: SharedRingBuffer, server: UCXXServer | None) -> None:
