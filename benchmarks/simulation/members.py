@@ -66,7 +66,7 @@ class Members:
         self.rules = Rules(
             least=plan.least, most=plan.members, lease_s=10.0, last_call_s=5.0, join_timeout_s=90.0, grow=True,
             store_patience_s=60.0,
-        ).validate()  # fmt: skip
+        )  # fmt: skip
         self.now = 1000.0
         self.away_until = 0.0
         self.next_epoch_at = self.now + _EPOCH_S

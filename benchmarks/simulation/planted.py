@@ -71,11 +71,11 @@ def _never_healed() -> None:
         original(self, port, now)
         self._entries[port].until = float("inf")
 
-    def order(self: Any, ports: Any, now: float, start: int = 0) -> Any:
-        return [port for port in ports if not self.is_quarantined(port, now)] or [("10.255.255.255", 1)]
+    def best(self: Any, ports: Any, now: float, turn: int = 0) -> Any:
+        return next((port for port in ports if not self.is_quarantined(port, now)), ("10.255.255.255", 1))
 
     PortQuarantine.failed = failed  # type: ignore[method-assign]
-    PortQuarantine.order = order  # type: ignore[method-assign]
+    PortQuarantine.best = best  # type: ignore[method-assign]
     PortQuarantine.succeeded = lambda *_: None  # type: ignore[method-assign]
 
 
@@ -126,8 +126,8 @@ def _unreachable_is_lost() -> None:
 
 
 def _forgetful() -> None:
-    original = memory_queue.Contents.forget
-    memory_queue.Contents.forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
+    original = memory_queue._Contents.forget
+    memory_queue._Contents.forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
 
 
 def _unanswered(code: int) -> Callable[[], None]:
