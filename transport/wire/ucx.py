@@ -73,6 +73,15 @@ def keep_sockets() -> None:
             _sockets[descriptor] = inode
 
 
+def check_fork() -> None:
+    """ForkedError: UCX was open in the process that forked this one."""
+    if _inherited:
+        raise ForkedError(
+            "this process was forked from one that had UCX open, which does not survive a fork: start it by "
+            'spawning (of a loader: multiprocessing_context="spawn"), or close every client and server first'
+        )
+
+
 def _in_use() -> bool:
     return any(not worker.closed for worker in _open)
 
@@ -112,11 +121,7 @@ class Worker:
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        if _inherited:
-            raise ForkedError(
-                "this process was forked from one that had UCX open, which does not survive a fork: start it by "
-                'spawning (of a loader: multiprocessing_context="spawn"), or close every client and server first'
-            )
+        check_fork()
         low, native = library(), engine()
         self._closed = False
         self.loop = asyncio.get_running_loop()

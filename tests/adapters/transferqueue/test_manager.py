@@ -221,9 +221,10 @@ def test_a_put_that_is_cancelled_leaves_nothing_in_the_rings() -> None:
     data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
     wrote, goes_on = threading.Event(), threading.Event()
 
-    def parse(batch: dict[str, Any]) -> None:
+    def parse(batch: dict[str, Any]) -> dict[str, Any]:
         wrote.set()
         assert goes_on.wait(60)
+        return batch
 
     async def cancelled(both: Alone) -> None:
         putting = asyncio.ensure_future(both.put_data(data, meta_of(data), parse))

@@ -42,6 +42,7 @@ from transport.ring.batch_shape import BatchLayout, Shape
 from transport.runtime.arguments import at_least, seconds
 from transport.settings import DEFAULTS
 from transport.ticket import Metadata
+from transport.wire.ucx import check_fork
 
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
@@ -135,6 +136,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         worker = get_worker_info()
         if worker is None:
             return self._in_this_process()
+        check_fork()  # also where the first payloads are mapped: it would end at the first that is not
         if self._options.get("client", ClientOptions()).device is not None or self._shape.memory != "host":
             raise UsageError(
                 "ClientOptions(device=…) and a shape's memory= need num_workers=0: only the trainer process reads into "
