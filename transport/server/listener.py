@@ -23,7 +23,7 @@ from transport.server.stall import StallDetector
 from transport.settings import DEFAULTS, Settings
 from transport.wire import frames
 from transport.wire.library import engine
-from transport.wire.ucx import Endpoint, Listening, Worker, keep_sockets
+from transport.wire.ucx import Endpoint, Listening, Worker
 from transport.wires import Wire, settings_for
 
 if TYPE_CHECKING:
@@ -271,7 +271,6 @@ class Listener:
     def sweep(self, now: float) -> None:
         """Heartbeat; close idle connections; end attempts acknowledged through other listeners, or not in time."""
         self.ring.native.heartbeat()
-        keep_sockets()
         for connection in list(self._connections):
             connection.sweep(now)
         self._tell_refused()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.1  # between two looks for new sockets, each at every descriptor of the process
 SPIN_S = 200e-6  # upper limit; the engine spins less when answers take longer (measured)
 
 
@@ -124,6 +125,8 @@ class Worker:
         check_fork()
         low, native = library(), engine()
         self._closed = False
+        self._looked: asyncio.TimerHandle | None = None  # for new sockets; for a moment they are not looked for again
+        self._more_sockets = False
         self.loop = asyncio.get_running_loop()
         with unforked, translated("making a UCX context"):
             if not _in_use():
@@ -215,6 +218,19 @@ class Worker:
         self._look(False)
         self.kick()
 
+    def keep_new_sockets(self) -> None:
+        """`keep_sockets`, where a connection was made; once for those that are made in the next tenth of a second."""
+        self._more_sockets = True
+        if self._looked is None:
+            self._keep_new()
+
+    def _keep_new(self) -> None:
+        self._looked = None
+        if self._more_sockets:
+            self._more_sockets = False
+            keep_sockets()
+            self._looked = self.loop.call_later(_LOOK_S, self._keep_new)
+
     async def connect(self, host: str, port: int) -> Endpoint:
         """An endpoint to a listener; that the listener is dead may show only at the first message.
 
@@ -251,6 +267,8 @@ class Worker:
         for endpoint in list(self.endpoints):
             endpoint.abort()
         self._closed = True
+        if self._looked is not None:
+            self._looked.cancel()
         self.loop.remove_reader(self._descriptor)
         self._tell(self.engine.close(), soon=True)
 
@@ -273,6 +291,7 @@ class Listening:
             native.abort()
         else:
             self._accept(Endpoint(self._worker, native, native.peer))
+            self._worker.keep_new_sockets()
 
     def end_strangers(self, patience_s: float) -> bool:
         """Close connections that sent no valid connection request within ``patience_s``, or more bytes than one has.

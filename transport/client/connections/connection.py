@@ -33,7 +33,7 @@ from transport.ticket import Ticket
 from transport.wire import authentication, frames
 from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
-from transport.wire.ucx import Endpoint, Worker, keep_sockets
+from transport.wire.ucx import Endpoint, Worker
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Link:
                 endpoint = await worker.connect(host, port)
                 await endpoint.joined()
                 welcome = await _shake_hands(endpoint, ring, tag_base, secret, settings.claim_lease_s)
-            keep_sockets()
+            worker.keep_new_sockets()
             return cls(endpoint, (host, port), tag_base, welcome)
         except BaseException as error:
             if endpoint is not None:
