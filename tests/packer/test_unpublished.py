@@ -100,11 +100,17 @@ sys.stdin.readline()
 """
 
 
-def test_a_queue_that_cannot_be_reached_is_tried_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def killed(slots: int) -> str:
+    """The name of a ring whose writer was killed when it had written 20 payloads."""
     name = secrets.token_hex(8)
-    with Child(KILLED, name, 64) as child:
+    with Child(KILLED, name, slots) as child:
         assert child.line() == "written"
         child.kill()
+    return name
+
+
+def test_a_queue_that_cannot_be_reached_is_tried_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = killed(64)
     errors = [QueueUnavailableError("its server is away"), QueueUnavailableError("still")]
 
     def opened(address: QueueAddress) -> RedisQueue:
@@ -125,10 +131,7 @@ def test_a_queue_that_cannot_be_reached_is_tried_again(redis: RedisServer, monke
 def test_a_ring_is_taken_over_beside_a_full_queue_which_gets_its_payloads_later(
     redis: RedisServer, publish: PublishMode
 ) -> None:
-    name = secrets.token_hex(8)
-    with Child(KILLED, name, 64) as child:
-        assert child.line() == "written"
-        child.kill()
+    name = killed(64)
     worker = Worker()
     with ticket_queue(redis, max_tickets=8) as queue:
         queue.publish([QueuedTicket(f"other/{number}/1", b"") for number in range(8)])
@@ -147,10 +150,7 @@ def test_a_ring_is_taken_over_beside_a_full_queue_which_gets_its_payloads_later(
 
 
 def test_a_full_ring_that_was_taken_over_beside_a_full_queue_is_published_by_the_next_write(redis: RedisServer) -> None:
-    name = secrets.token_hex(8)
-    with Child(KILLED, name, 20) as child:
-        assert child.line() == "written"
-        child.kill()
+    name = killed(20)
     worker = Worker()
     with ticket_queue(redis, max_tickets=20) as queue:
         queue.publish([QueuedTicket(f"other/{number}/1", b"") for number in range(20)])

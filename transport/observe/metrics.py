@@ -216,7 +216,7 @@ class _Look:
     def _ask(self, asked: Future[tuple[QueueDepth, Mapping[str, int]]]) -> None:
         try:
             asked.set_result((self._queue.depth(), self._queue.reasons()))
-        except Exception as error:
+        except Exception as error:  # of whatever class: the scrape waits for this future
             asked.set_exception(error)
 
 

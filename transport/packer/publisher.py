@@ -178,14 +178,15 @@ class Publisher:
             return
         give_up_at = time.monotonic() + patience_s
         try:
-            while True:
+            for failures in itertools.count(1):
                 try:
                     self.flush()
                     break
                 except TransportError as error:
-                    if not error.retryable or time.monotonic() >= min(give_up_at, hurry.until()):
+                    left_s = min(give_up_at, hurry.until()) - time.monotonic()
+                    if not error.retryable or left_s <= 0:
                         raise
-                self._attempted.wait(_PAUSE_FIRST_S)
+                self._attempted.wait(min(_pause_s(failures), left_s))
         finally:
             self.abort()
         if self._thread is not None:
@@ -259,7 +260,7 @@ class Publisher:
         if not self._failures:
             self._wake.get()
         else:
-            until = time.monotonic() + min(_PAUSE_FIRST_S * 2 ** min(self._failures - 1, 16), _PAUSE_MOST_S)
+            until = time.monotonic() + _pause_s(self._failures)
             with contextlib.suppress(Empty):
                 while not self._wake.get(timeout=max(0.0, until - time.monotonic())):
                     pass
@@ -272,6 +273,11 @@ class Publisher:
         self._failure = error
         if self._failures == 1:
             log.warning("%d tickets are not published, trying again: %s", len(self._waiting), error)
+
+
+def _pause_s(failures: int) -> float:
+    """Seconds after so many failures in a row."""
+    return min(_PAUSE_FIRST_S * 2.0 ** min(failures - 1, 16), _PAUSE_MOST_S)
 
 
 def _unexpected(error: Exception) -> TransportError:

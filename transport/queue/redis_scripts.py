@@ -27,8 +27,8 @@ local now = now_ms()
 local row_cache, ticket_cache, dirty_rows, dirty_tickets = {}, {}, {}, {}
 local added, passed, closed = {}, {}, {}
 
--- How many deliveries one command, or one end of leases, is about. No number of a caller is told to a command by way of
--- a number of Lua, which is a double.
+-- The most deliveries of one command, and of one end of leases. Commands get this bound, never a caller's number: a
+-- number of Lua is a double, and a large one is no integer to Redis.
 local MOST = 1000
 
 local function bulk(command, key, words, first)

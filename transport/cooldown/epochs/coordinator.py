@@ -228,8 +228,8 @@ def _require_same(begun: EpochRecord, given: EpochRecord) -> None:
 class StoredCoordinator:
     """One epoch's coordinator with its record in the store. Blocks; one call at a time.
 
-    What `machine` is told is in the store when the next call of `write` or `step` has returned. Both raise StoreError;
-    after a retryable one the same call can be repeated: nothing is lost or done twice.
+    The next call of `write` or `step` stores what `machine` was told. Both raise StoreError; after a retryable one the
+    same call can be repeated: nothing is lost or done twice.
     """
 
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
