@@ -21,7 +21,7 @@ from transport.demo.summary import Summary, summarise
 from transport.demo.worker import RolloutDone, TrainerDone
 from transport.demo.workers import Workers
 from transport.errors import RingError, UsageError
-from transport.observe.metrics import Exporter, Sample, client_samples, queue_samples, ring_samples
+from transport.observe.metrics import Exporter, Sample, client_samples, ring_samples
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import interruption
@@ -138,21 +138,22 @@ async def _observed(
 ) -> AsyncIterator[None]:
     """Metrics while it lasts; the workers' traces become one at its end."""
     if exporter is not None:
-        exporter.add(workers, "demo", lambda _: _samples(workers, queue))
+        exporter.add_queue("demo", queue)
+        exporter.add(workers, "workers", lambda _: _samples(workers))
     try:
         yield
     finally:
         if exporter is not None:
             exporter.remove(workers)
+            exporter.remove(queue)
         if trace is not None:
             fault = await asyncio.to_thread(_merge_traces, directory, trace)
             if fault:  # the job itself is done, and its summary counts
                 display.say(fault)
 
 
-def _samples(workers: Workers, queue: TicketQueue) -> Iterator[Sample]:
-    """Metrics of every ring and client of the run that is alive, and of its queue."""
-    yield from queue_samples("demo", queue.depth(), queue.reasons())
+def _samples(workers: Workers) -> Iterator[Sample]:
+    """Metrics of every ring and client of the run that is alive."""
     present = list(workers.all)
     for worker in present:
         try:
