@@ -46,7 +46,7 @@ OLDEST = (6, 2)
 MOST_PATIENCE_S = 30.0  # well below that
 _COMMAND_TIMEOUT_S = 5.0  # upper limit, for a suspended server or a cut cable
 _HURRIED_TIMEOUT_S = 0.5  # of a process that ends: see hurry.py
-_LEAST_COMMAND_TIMEOUT_S = 0.25
+_LEAST_COMMAND_TIMEOUT_S = 1.0  # a server that writes its file may take as long on a loaded disk
 # Probes find a server that is gone without a word: the connection that waits for wake-ups sends nothing, and the
 # kernel's own probes begin after two hours.
 _PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
@@ -140,7 +140,7 @@ class RedisConnection:
     Args:
         part: of the run's keys, "store" or "queue".
         patience_s: how long to wait for a server that does not answer, at most ``MOST_PATIENCE_S``. With a suspended
-            server the wait may be longer by the time limit of a command: ``patience_s``, at most 5 s.
+            server the wait may be longer by the time limit of a command: ``patience_s``, at least 1 s and at most 5 s.
     """
 
     def __init__(self, url: RedisURL, part: str, words: Words, *, patience_s: float = 10.0) -> None:
@@ -350,7 +350,7 @@ class RedisConnection:
         from redis.retry import Retry
 
         most_s = _COMMAND_TIMEOUT_S if hurry.until() > time.monotonic() else _HURRIED_TIMEOUT_S
-        timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, most_s))
+        timeout_s = min(max(_LEAST_COMMAND_TIMEOUT_S, self._patience_s), most_s)
         client: redis.Redis = self._redis.Redis.from_url(
             self._url.url,
             socket_timeout=timeout_s,
