@@ -15,20 +15,14 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from demos import AT_WORK, running
 from helpers import eventually
 from redis_server import needs_redis, redis_server
 
-from transport import SharedRingBuffer
-from transport.client.blocking import BlockingClient
-from transport.demo.plan import POLICY_SCHEMA, POLICY_TOPIC, Plan
-from transport.demo.policy import Policy
-from transport.demo.rollout import PolicyFollower
-from transport.queue import RedisQueue, open_queue
+from transport.demo.plan import Plan
+from transport.queue import open_queue
 from transport.testing import ResourceSnapshot
-from transport.weights.offers import offer
 
 pytest.importorskip("gymnasium")
 if importlib.util.find_spec("ucxx") is None:  # importing it would make its variables count as the user's
@@ -123,35 +117,6 @@ def test_shares_are_even_and_exact(episodes: int, rollouts: int) -> None:
     shares = [plan.share(index) for index in range(rollouts)]
     assert sorted(number for share in shares for number in share) == list(range(episodes))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_rollout_passes_over_versions_that_were_replaced(queue: RedisQueue) -> None:
-    newest = Policy(seed=1)
-    follower_policy = Policy(seed=2)
-    with (
-        SharedRingBuffer.create(POLICY_SCHEMA, slots=2, overflow="overwrite") as ring,
-        BlockingClient(schemas=[POLICY_SCHEMA], wire="mapped") as client,
-    ):
-        replaced = ring.write(newest.parameters())
-        queue.announce(POLICY_TOPIC, 1, offer(replaced, 1))
-        ring.discard(replaced)
-        follower = PolicyFollower(queue, client, follower_policy, rank=0)
-        follower.follow()
-        assert (follower.announced, len(follower.pauses_s), follower.missed) == (1, 0, 1)
-
-        queue.announce(POLICY_TOPIC, 2, offer(ring.write(newest.parameters()), 2))
-        follower.follow()
-        assert (follower.announced, len(follower.pauses_s), follower.missed) == (2, 1, 1)
-        follower.follow()
-        assert len(follower.pauses_s) == 1
-
-        other = ring.write(Policy(seed=3).parameters())
-        forged = msgspec.structs.replace(other, checksum=replaced.checksum)
-        queue.announce(POLICY_TOPIC, 3, offer(forged, 3))  # not what was written: it is not played with
-        follower.follow()
-        assert (follower.announced, len(follower.pauses_s), follower.missed) == (3, 1, 2)
-    assert follower_policy.version == 2
-    np.testing.assert_equal(follower_policy.parameters(), newest.parameters())
 
 
 # --- another run, another server --------------------------------------------------------------------------

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from helpers import Child
 
 from transport import BlockingClient, Schema, SharedRingBuffer
 from transport.errors import UsageError, WeightsChecksumError
-from transport.weights import ReferenceWorker, Taker, offer
+from transport.queue import open_queue
+from transport.ring.attachment import remove_dead
+from transport.weights import Offers, ReferenceWorker, Taker, offer
+from transport.weights.offers import TOPIC
 
 pytestmark = pytest.mark.ucx
 
@@ -59,3 +66,116 @@ def test_bytes_that_are_not_the_offered_version_are_not_loaded() -> None:
         with pytest.raises(TypeError):
             offer(written, "1")  # type: ignore[arg-type]
     assert not worker.weights
+
+
+# --- the newest version ---------------------------------------------------------------------------
+@pytest.fixture
+def place() -> Iterator[str]:
+    prefix = f"offers-test-{secrets.token_hex(4)}-"
+    yield f"rings:{prefix}"
+    remove_dead(f"notices-{prefix}")  # of a process that was killed
+
+
+def weights_of(version: int) -> dict[str, Any]:
+    return {"a": np.full(5, version, np.float32), "b": np.zeros(3, np.float32), "none": np.empty(0, np.uint8)}
+
+
+def test_a_version_that_was_replaced_or_is_damaged_is_missed(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    worker = ReferenceWorker("own")
+    taker = Taker(worker)
+    with (
+        open_queue(place) as queue,
+        SharedRingBuffer.create(SCHEMA, slots=2, overflow="overwrite") as ring,
+        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
+    ):
+        replaced = ring.write(weights_of(1))
+        queue.announce(TOPIC, 1, offer(replaced, 1))
+        ring.discard(replaced)
+        assert not taker.follow(queue, client, 0)
+        assert (taker.version, taker.announced, taker.missed) == (-1, 1, 1)
+
+        queue.announce(TOPIC, 2, offer(ring.write(weights_of(2)), 2))
+        assert taker.follow(queue, client, 0)
+        assert not taker.follow(queue, client, 0)
+        assert (taker.version, taker.announced, taker.missed) == (2, 2, 1)
+
+        forged = msgspec.structs.replace(ring.write(weights_of(3)), checksum=replaced.checksum)
+        queue.announce(TOPIC, 3, offer(forged, 3))
+        with caplog.at_level(logging.WARNING, "transport.weights.offers"):
+            assert not taker.follow(queue, client, 0)
+        assert (taker.version, taker.announced, taker.missed) == (2, 3, 2)
+        assert "version 3" in caplog.text
+    np.testing.assert_array_equal(worker.weights["a"], weights_of(2)["a"])
+
+
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(place: str, wire: Any) -> None:
+    """One takes many versions, one the last, one none."""
+    takers = [Taker(ReferenceWorker("own")) for _ in range(3)]
+    with (
+        open_queue(place) as queue,
+        Offers(SCHEMA, queue, readers=3) as offers,
+        BlockingClient(schemas=[SCHEMA], wire=wire) as client,
+    ):
+        for version in range(20):
+            offers.publish(weights_of(version), version)
+            if version % 3 == 0:
+                assert takers[0].follow(queue, client, 0)
+        for rank in range(2):
+            assert takers[rank].follow(queue, client, rank)
+            assert takers[rank].version == 19
+            worker = takers[rank].worker
+            assert isinstance(worker, ReferenceWorker)
+            np.testing.assert_array_equal(worker.weights["a"], weights_of(19)["a"])
+        assert queue.claim(1, consumer="trainer") == []  # weights are no payloads
+
+
+def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(place: str) -> None:
+    taker = Taker(ReferenceWorker("own"))
+    with (
+        open_queue(place) as queue,
+        Offers(SCHEMA, queue) as offers,
+        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
+    ):
+        offers.publish(weights_of(5), 5)
+        for version in (5, 4):
+            with pytest.raises(UsageError):
+                offers.publish(weights_of(version), version)
+        assert taker.follow(queue, client, 0)
+        assert taker.version == 5
+        offers.publish(weights_of(6), 6)
+        assert taker.follow(queue, client, 0)
+
+
+TRAINER = """
+import sys
+import numpy as np
+from transport import Schema, ServerOptions
+from transport.queue import open_queue
+from transport.weights import Offers
+place, version = sys.argv[1], int(sys.argv[2])
+schema = Schema.of(a=("float32", 5), b=("float32", 3), none=("uint8", 0))
+with open_queue(place) as queue, Offers(schema, queue, server=ServerOptions(linger_s=0.1)) as offers:
+    while True:
+        weights = {"a": np.full(5, version, np.float32), "b": np.zeros(3, np.float32), "none": np.empty(0, np.uint8)}
+        offers.publish(weights, version)
+        print(version, flush=True)
+        version = int(sys.stdin.readline())
+"""
+
+
+def test_a_replica_serves_on_when_the_trainer_is_killed_and_takes_what_its_successor_offers(place: str) -> None:
+    worker = ReferenceWorker("own")
+    taker = Taker(worker, 3)
+    with open_queue(place) as queue, BlockingClient(schemas=[SCHEMA], wire="mapped") as client:
+        with Child(TRAINER, place, 4) as trainer:
+            trainer.line()
+            assert taker.follow(queue, client, 0)
+            trainer.kill()
+        assert not taker.follow(queue, client, 0)
+        assert taker.version == 4
+        with Child(TRAINER, place, 5) as trainer:
+            trainer.line()
+            assert taker.follow(queue, client, 0, wait_s=30.0)
+        assert taker.version == 5
+    np.testing.assert_array_equal(worker.weights["a"], weights_of(5)["a"])

@@ -19,7 +19,7 @@ from transport.demo.plan import Plan
 from transport.demo.ray_record import RankKeeper, begin_life, count_write, records, trained_by_all, wait_for_record
 from transport.demo.rollout import Player
 from transport.demo.tally import episode_of
-from transport.demo.trainer import PolicyPublisher, batches_of, check
+from transport.demo.trainer import batches_of, check, offers_of
 from transport.demo.worker import LOOK_S, RolloutDone, TrainerDone
 from transport.errors import TransportError
 from transport.queue import TicketQueue
@@ -105,10 +105,9 @@ class TrainerActor(Actor):
             record = keeper.record
             policy = self._plan.first_policy()
             record.restore(policy)
-            publisher = None
+            offers = None
             if self._index == 0:
-                publisher = PolicyPublisher(self._plan, f"{ring}-{life}", queue)
-                stack.callback(publisher.cleanup_ucxx)
+                offers = stack.enter_context(offers_of(self._plan, f"{ring}-{life}", queue))
             batches = stack.enter_context(
                 batches_of(
                     self._plan,
@@ -121,13 +120,13 @@ class TrainerActor(Actor):
                 fresh = _fresh(batch.payloads, set(record.episodes))
                 record.repeated += len(batch.payloads) - len(fresh)
                 record.add(fresh, policy.version)
-                if publisher is not None and fresh:
+                if offers is not None and fresh:
                     policy.improve(fresh)
                     record.updates += 1
                     record.policy = policy.saved()
                 keeper.keep()
-                if publisher is not None and fresh:
-                    publisher.publish(policy)
+                if offers is not None and fresh:
+                    offers.publish(policy.parameters(), policy.version)
                 payloads = batch.payloads
                 # What cannot be said to a dead ring is delivered again, and dropped, or is gone.
                 with contextlib.suppress(TransportError):

@@ -21,14 +21,12 @@ from transport.demo.plan import BACKLOG, BATCH, POLICY_SCHEMA, POLICY_TOPIC, SET
 from transport.demo.policy import Policy
 from transport.demo.resuming import restored
 from transport.demo.worker import LOOK_S, Parent, RolloutDone, run, tracing
-from transport.errors import LinkError, RingFullError, StaleSlotError, WeightsChecksumError
+from transport.errors import RingFullError
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import TicketQueue, open_queue
 from transport.weights.offers import Taker
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import ReferenceWorker
-
-_POLICY_TIMEOUT_S = 5.0
 
 
 class PolicyWorker(ReferenceWorker):
@@ -45,43 +43,6 @@ class PolicyWorker(ReferenceWorker):
     def served_checksum(self) -> int | None:
         """Of the parameters that the next episode is played with."""
         return weights_checksum(self._policy.parameters())
-
-
-class PolicyFollower:
-    """Keeps a policy at the newest version that the trainer announced. Waits only where `follow` is given a time.
-
-    Attributes:
-        pauses_s: of each version that was taken, the seconds from its announcement until it was loaded and proven, in
-            which this process did not play.
-        missed: versions that were announced and not taken.
-    """
-
-    def __init__(self, queue: TicketQueue, client: BlockingClient, policy: Policy, rank: int) -> None:
-        self.policy = policy
-        self.announced = policy.version
-        self.pauses_s: list[float] = []
-        self.missed = 0
-        self._queue = queue
-        self._client = client
-        self._taker = Taker(PolicyWorker(policy))
-        self._rank = rank
-
-    def follow(self, wait_s: float = 0.0) -> None:
-        """Fetch the newest parameters, if they are newer; waits up to ``wait_s`` for newer ones."""
-        notice = self._queue.latest(POLICY_TOPIC, newer_than=self.announced, timeout_s=wait_s)
-        while notice is not None:
-            self.announced = notice.version
-            begun = time.monotonic()
-            try:
-                self._taker.take(self._client, notice.payload, self._rank, _POLICY_TIMEOUT_S)
-                self.pauses_s.append(time.monotonic() - begun)
-                return
-            except StaleSlotError:
-                self.missed += 1  # the trainer was faster: a newer version has been announced meanwhile
-                notice = self._queue.latest(POLICY_TOPIC, newer_than=self.announced)
-            except (LinkError, WeightsChecksumError):
-                self.missed += 1
-                return  # an old policy plays on; the next announcement is another chance
 
 
 class Player(UCXXRolloutMixin):
@@ -107,6 +68,10 @@ class Player(UCXXRolloutMixin):
         trace: Trace | None = None,
     ) -> None:
         self.published = 0
+        self.policy = policy
+        self.pauses_s: list[float] = []  # of each version that was taken: how long this process did not play
+        self._queue = queue
+        self._taker = Taker(PolicyWorker(policy), policy.version)
         self._plan = plan
         self._index = index
         self._wants_stop = wants_stop
@@ -116,7 +81,7 @@ class Player(UCXXRolloutMixin):
         self._rng = np.random.default_rng([plan.seed, 1 + index, life])
         with contextlib.ExitStack() as stack:
             client = BlockingClient(schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace)
-            self.follower = PolicyFollower(queue, stack.enter_context(client), policy, index)
+            self._client = stack.enter_context(client)
             stack.callback(self.cleanup_ucxx)
             self.setup_ucxx(
                 EPISODE_SCHEMA, slots=plan.slots, readers=plan.trainers, name=ring, queue=queue, settings=SETTINGS
@@ -129,9 +94,7 @@ class Player(UCXXRolloutMixin):
 
     def done(self) -> RolloutDone:
         """What it reports at its end."""
-        return RolloutDone(
-            published=self.published, pauses_s=self.follower.pauses_s, policies_missed=self.follower.missed
-        )
+        return RolloutDone(published=self.published, pauses_s=self.pauses_s, policies_missed=self._taker.missed)
 
     def play(self) -> bool:
         """Play and publish the share, behind what is restored. False: a stop is requested before it is done."""
@@ -147,15 +110,20 @@ class Player(UCXXRolloutMixin):
         place: of the episode in the order of play of all rollouts.
         """
         while place >= self._allowed() and not self._wants_stop():
-            self.follower.follow(wait_s=LOOK_S)
-        self.follower.follow()
+            self.follow(wait_s=LOOK_S)
+        self.follow()
         if self._wants_stop():
             return False
-        return self._publish(number, play_episode(self._environment, self.follower.policy, self._rng))
+        return self._publish(number, play_episode(self._environment, self.policy, self._rng))
+
+    def follow(self, wait_s: float = 0.0) -> None:
+        """Take the newest policy, if there is one; waits up to ``wait_s`` for it."""
+        if self._taker.follow(self._queue, self._client, self._index, topic=POLICY_TOPIC, wait_s=wait_s):
+            self.pauses_s.append(self._taker.pause_s)
 
     def _allowed(self) -> int:
         """How many episodes may have been played by now, of all rollouts."""
-        return (self.follower.announced - self._first_version) * BATCH + BACKLOG
+        return (self._taker.announced - self._first_version) * BATCH + BACKLOG
 
     def _publish(self, number: int, episode: Episode) -> bool:
         metadata = {"episode": number, "return": float(np.sum(episode["rewards"])), "steps": len(episode["actions"])}
@@ -185,7 +153,7 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
         stack.callback(player.close)
         if player.play():
             parent.send(player.done())
-            membership.take_part(lambda: player.follower.follow(wait_s=LOOK_S))
+            membership.take_part(lambda: player.follow(wait_s=LOOK_S))
         parent.wait_for_stop()
 
 

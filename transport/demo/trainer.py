@@ -18,46 +18,22 @@ from transport.client.trace import Trace
 from transport.demo.checkpoints import Membership
 from transport.demo.episode import EPISODE_SCHEMA
 from transport.demo.plan import BATCH, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, Plan, WorkerConfig
-from transport.demo.policy import Policy
 from transport.demo.resuming import Saver, model_of
 from transport.demo.tally import Tally
 from transport.demo.worker import Parent, run, tracing
 from transport.errors import InternalError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.options import ClientOptions, RingOptions
-from transport.packer.rollout import UCXXRolloutMixin
+from transport.packer.options import ClientOptions
 from transport.packer.stream import BatchStream
 from transport.queue import TicketQueue, open_queue
-from transport.ticket import Ticket
-from transport.weights.offers import offer
+from transport.weights.offers import Offers
 
-_POLICY_SLOTS: Final = 4  # the newest version, and older ones that a rollout is still reading
 _FILL_S: Final = 2.0  # for a batch to become full: only the last one of a run does not, or where a rollout is lost
 
 
-class PolicyPublisher(UCXXRolloutMixin):
-    """Offers the newest parameters to the rollouts: each may fetch them, none has to; the trainer waits for none."""
-
-    def __init__(self, plan: Plan, ring: str, queue: TicketQueue) -> None:
-        self._queue = queue
-        self._newest: Ticket | None = None
-        self.setup_ucxx(
-            POLICY_SCHEMA,
-            slots=_POLICY_SLOTS,
-            readers=plan.rollouts,
-            name=ring,
-            ring=RingOptions(overflow="overwrite"),
-            settings=SETTINGS,
-        )
-
-    def publish(self, policy: Policy) -> None:
-        """Announce the policy's present parameters in place of those before."""
-        replaced, self._newest = self._newest, self.write_to_buffer(policy.parameters())
-        self._queue.announce(POLICY_TOPIC, policy.version, offer(self._newest, policy.version))
-        # Only now: a rollout that finds the old version gone finds a newer one announced. Overwriting would not do,
-        # since it leaves alone what some rollouts have read and others never will.
-        if replaced is not None:
-            self.ring.discard(replaced)
+def offers_of(plan: Plan, ring: str, queue: TicketQueue) -> Offers:
+    """The newest policy for the rollouts: each may fetch it, none has to; the trainer waits for none."""
+    return Offers(POLICY_SCHEMA, queue, readers=plan.rollouts, topic=POLICY_TOPIC, name=ring, settings=SETTINGS)
 
 
 def batches_of(
@@ -107,10 +83,7 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
         membership = Membership(config, "trainer", parent, policy)
         if rank == 0:
             membership.join()
-        publisher = None
-        if rank == 0:
-            publisher = PolicyPublisher(plan, config.ring, queue)
-            stack.callback(publisher.cleanup_ucxx)
+        offers = stack.enter_context(offers_of(plan, config.ring, queue)) if rank == 0 else None
         model = model_of(plan)
         record = None if model is None else ConsumedRecord.from_bytes(model.record)
         tally = Tally() if model is None else Tally(episodes=model.trained, returns=model.returns)
@@ -136,10 +109,10 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
             for payload in payloads:
                 check(payload)
             tally.add(payloads, policy.version)
-            if publisher is not None and payloads:
+            if offers is not None and payloads:
                 policy.improve(payloads)
                 tally.updates += 1
-                publisher.publish(policy)
+                offers.publish(policy.parameters(), policy.version)
                 saver.save(policy, batches.packer.consumed_record(), tally)
             for payload in payloads:
                 payload.release()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transport.weights.engine import EngineStatistics, WeightsEngine
     from transport.weights.manager import Outcome, WeightsStatistics, WeightUpdate
-    from transport.weights.offers import Offer, Taker, offer
+    from transport.weights.offers import Offer, Offers, Taker, offer
     from transport.weights.options import EngineOptions
     from transport.weights.plan.admission import Admission
     from transport.weights.plan.steps import Limits
@@ -20,6 +20,7 @@ _HOMES = {
     "EngineStatistics": "engine",
     "Limits": "plan.steps",
     "Offer": "offers",
+    "Offers": "offers",
     "Outcome": "manager",
     "ReferenceWorker": "worker",
     "Replica": "worker",
@@ -48,6 +49,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "EngineOptions",
     "EngineStatistics",
     "Admission",
+    "Offers",
     "Taker",
     "Offer",
     "offer",
