@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> str:
             assert Ledger(opened, "run").open(record)
     for record in records[:2]:
         Folder(tmp_path).put(outcome_path("run", record.epoch), encode(record))
-    Folder(tmp_path).put(f"{upload_folder('run', 1, 'c', '0' * 16)}/manifest.json", b"{}")
+    Folder(tmp_path).put(f"{upload_folder('run', 1, 'c/' + '0' * 16)}/manifest.json", b"{}")
     return f"sqlite://{tmp_path}/store.sqlite3"
 
 

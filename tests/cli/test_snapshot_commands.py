@@ -113,7 +113,7 @@ def test_the_name_of_no_run_removes_no_snapshot(
 def checkpointed(root: Path, epoch: int, step: int) -> None:
     """An epoch of the run grpo with a checkpoint at the destination."""
     destination = Folder(root)
-    place = upload_folder("grpo", epoch, "a", "0" * 16)
+    place = upload_folder("grpo", epoch, f"a/{'0' * 16}")
     file = File(name="model", size=1, blocks=("0" * 64,))
     manifest = Manifest(run="grpo", epoch=epoch, step=step, client="a", attempt="0" * 16, files=(file,)).encode()
     destination.put(f"{place}/files/model", b"m")

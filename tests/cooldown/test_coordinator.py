@@ -367,7 +367,7 @@ def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(calls: lis
         except UsageError:
             assert cooling and kind == "begin" and machine.record == before
             continue
-        asked |= {each.identity for each in machine.due}
+        asked |= {each.upload for each in machine.due}
         if before.phase is Phase.ENDED:
             assert machine.record == before, "an end is for good"
             assert due(machine) == []
@@ -375,7 +375,7 @@ def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(calls: lis
             assert kind == "verified"
             assert about.client in machine.record.elected
             assert about.epoch == machine.record.epoch
-            assert about.identity in asked
+            assert about.upload in asked
         elif machine.record.outcome is Outcome.TIMED_OUT:
             assert kind == "tick"
             assert watched >= RECORD.cooldown_s - 1e-6

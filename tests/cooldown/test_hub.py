@@ -39,7 +39,7 @@ SERVER = (
 )
 URL = "hf://user/model"
 MODEL = {"model.safetensors": secrets.token_bytes(300_000), "config.json": b"{}", "empty": b""}
-PLACE = upload_folder("run", 7, "a", "0" * 16)
+PLACE = upload_folder("run", 7, f"a/{'0' * 16}")
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class Cooldowns(RuleBasedStateMachine):
             done = upload(self.path / "model", self.destination, record, client, name, stop=stop, progress=progress)
         except UploadCancelledError:
             assert stops_at is not None
-            assert not (self.destination.root / upload_folder("run", record.epoch, client, name)).exists()
+            assert not (self.destination.root / upload_folder("run", record.epoch, f"{client}/{name}")).exists()
         else:
             self.uploads[client, name] = done
 
@@ -98,7 +98,7 @@ class Cooldowns(RuleBasedStateMachine):
         client, attempt = data.draw(st.sampled_from(sorted(self.uploads)))
         if (client, attempt) in self.reported:
             return
-        place = self.destination.root / upload_folder("run", self.epoch, client, attempt)
+        place = self.destination.root / upload_folder("run", self.epoch, f"{client}/{attempt}")
         target = place / ("manifest.json" if how == "manifest" else f"{FILES}/b/c")
         if not target.exists():
             return
@@ -137,7 +137,7 @@ class Cooldowns(RuleBasedStateMachine):
         assert record is not None
         name = f"{attempt:016x}"
         if record.phase is Phase.ENDED and (record.checkpoint is None or record.checkpoint.attempt != name):
-            remove(self.destination, upload_folder("run", self.epoch, client, name))
+            remove(self.destination, upload_folder("run", self.epoch, f"{client}/{name}"))
 
     # --- coordinators -----------------------------------------------------------------------------------
     @rule(which=st.integers(0, 1), passes=st.floats(-20, 20) | st.floats(-1e9, 1e9))

@@ -40,7 +40,7 @@ from transport.errors import (
 
 RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
 ATTEMPT = "0123456789abcdef"
-PLACE = upload_folder("run", 7, "a", ATTEMPT)
+PLACE = upload_folder("run", 7, f"a/{ATTEMPT}")
 FILES = {"model/weights-1": secrets.token_bytes(9 << 20), "model/weights-2": b"", "config.json": b"{}"}
 
 
@@ -168,7 +168,7 @@ def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: 
     """Its bytes are as reported, and all its files are there."""
     older = msgspec.structs.replace(RECORD, epoch=6)
     done = upload(model, destination, older, "a", ATTEMPT)
-    shutil.copytree(destination.root / upload_folder("run", 6, "a", ATTEMPT), destination.root / PLACE)
+    shutil.copytree(destination.root / upload_folder("run", 6, f"a/{ATTEMPT}"), destination.root / PLACE)
     with pytest.raises(RefusedUpload, match="another upload") as caught:
         verified(destination, RECORD, report(done.sha256))
     assert caught.value.refusal is Refusal.MANIFEST_ALTERED

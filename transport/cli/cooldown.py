@@ -124,7 +124,6 @@ def _still_there(records: list[EpochRecord], destination: str | None) -> tuple[s
 
 
 def _described(record: EpochRecord, there: bool) -> Epoch:
-    from transport.cooldown.epochs.records import upload_folder
 
     checkpoint = record.checkpoint if there else None
     elected = set(record.elected)
@@ -145,7 +144,7 @@ def _described(record: EpochRecord, there: bool) -> Epoch:
         outcome=record.outcome.value if record.outcome else "",
         step=record.step,
         destination=record.destination,
-        checkpoint=upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt) if checkpoint else "",
+        checkpoint=record.folder(checkpoint.upload) if checkpoint else "",
         files=checkpoint.files if checkpoint else 0,
         bytes=checkpoint.bytes if checkpoint else 0,
         seconds=round(record.elapsed_s, 3),

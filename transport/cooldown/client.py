@@ -30,7 +30,6 @@ from transport.cooldown.epochs.records import (
     Report,
     ReportKind,
     check_name,
-    upload_folder,
 )
 from transport.cooldown.upload import Stop, remove, upload
 from transport.errors import ConfigurationError, CoordinatorLostError, InternalError, RunError, UsageError
@@ -117,7 +116,7 @@ class EpochClient(abc.ABC):
         self._patience_s = patience_s
         self._progress = progress
         self._part = Part.NOT_ELECTED
-        self._uploads: set[str] = set()  # complete ones of this epoch, by attempt
+        self._uploads: set[str] = set()  # complete ones of this epoch
         self._record: EpochRecord | None = None
         self._changed: asyncio.Future[None] | None = None  # done, and replaced, when the record changes
 
@@ -184,7 +183,7 @@ class EpochClient(abc.ABC):
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             stop.set()
-            place = upload_folder(record.run, record.epoch, self.name, attempt)
+            place = record.folder(f"{self.name}/{attempt}")
             if not await settled(call, STOP_WAIT_S):
                 call.cancel()  # the thread goes on
                 log.warning(
@@ -208,8 +207,8 @@ class EpochClient(abc.ABC):
     async def _tidy(self, record: EpochRecord) -> None:
         """Remove uploads that are not in the checkpoint nor may be good, and local copies beyond ``keep_steps``."""
         used = await self._used(record) if self._uploads else set()
-        for attempt in self._uploads - used if used is not None else ():
-            await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
+        for each in self._uploads - used if used is not None else ():
+            await removed(record.destination, record.folder(each))
         if used and record.outcome is Outcome.CHECKPOINTED:
             self._part = Part.WON
         await in_thread(prune, self._scratch, self._keep_steps)
@@ -314,26 +313,28 @@ class CooldownClient(EpochClient):
                 log.warning("epoch %d: upload failed, retrying: %s", record.epoch, masked(why))
                 await self._failed(record, why, attempt)
             else:
-                self._uploads.add(attempt)
+                mine = f"{self.name}/{attempt}"
+                self._uploads.add(mine)
                 await self._tell(record, ReportKind.UPLOADED, attempt, sha256)
-                await self._refusal(attempt)
+                await self._refusal(mine)
                 self._part = Part.FAILED
-                await removed(record.destination, upload_folder(record.run, record.epoch, self.name, attempt))
-                self._uploads.discard(attempt)
+                await removed(record.destination, record.folder(mine))
+                self._uploads.discard(mine)
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MOST_S)
 
-    async def _refusal(self, attempt: str) -> None:
+    async def _refusal(self, mine: str) -> None:
         """Wait until the coordinator has refused this upload for good."""
-        while (note := self._refused_by(self._record, attempt)) is None:
+        while (note := self._refused_by(self._record, mine)) is None:
             await asyncio.shield(self._change())
         why = note.refusal.value if note.refusal is not None else ""
         log.warning("the coordinator rejected the upload, retrying: %s: %s", why, note.detail)
 
-    def _refused_by(self, record: EpochRecord | None, attempt: str) -> Note | None:
+    def _refused_by(self, record: EpochRecord | None, mine: str) -> Note | None:
         """The note that refuses an upload for good."""
         note = record.notes.get(self.name) if record is not None else None
-        return note if note is not None and note.attempt == attempt and note.refused else None
+        refuses = note is not None and note.refused and f"{self.name}/{note.attempt}" == mine
+        return note if refuses else None
 
     def _save_and_upload(self, record: EpochRecord, attempt: str, stop: Stop) -> str:
         """One complete upload; returns the manifest's checksum."""
@@ -362,12 +363,11 @@ class CooldownClient(EpochClient):
     async def _used(self, record: EpochRecord) -> set[str]:
         """If the epoch has no checkpoint, an upload that was not refused is kept: it may be complete."""
         if record.checkpoint is not None:
-            return self._uploads & {record.checkpoint.attempt}
-        refused = {each for each in self._uploads if self._refused_by(record, each)}
-        for attempt in self._uploads - refused:
-            place = upload_folder(record.run, record.epoch, self.name, attempt)
-            log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
-        return self._uploads - refused
+            return self._uploads & {record.checkpoint.upload}
+        unverified = {each for each in self._uploads if self._refused_by(record, each) is None}
+        for each in unverified:
+            log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, record.folder(each))
+        return unverified
 
 
 def check_destination(url: str) -> None:

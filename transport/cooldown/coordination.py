@@ -25,7 +25,6 @@ from transport.cooldown.epochs.records import (
     Refusal,
     Report,
     check_name,
-    upload_folder,
 )
 from transport.cooldown.restoring import epochs_at, publish, put_outcome
 from transport.cooldown.upload import Stop
@@ -234,10 +233,9 @@ class CooldownHost:
     ) -> Checkpoint:
         if made is None:
             return verified(destination, record, report, stop, self._proof)
-        place = upload_folder(record.run, record.epoch, report.client, report.attempt)
         try:
             stop.check()
-            destination.put(f"{place}/{manifests.NAME}", made)
+            destination.put(f"{record.folder(report.upload)}/{manifests.NAME}", made)
             return verified(destination, record, report, stop, self._proof)
         except DestinationError as error:
             raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error

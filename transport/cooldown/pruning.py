@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from transport.cooldown.destinations.base import PROBE, Destination
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, is_upload, upload_folder
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, epoch_folder, is_upload
 from transport.cooldown.restoring import all_outcomes, checkpoint_manifest, published_name
 from transport.cooldown.upload import remove
 from transport.errors import CheckpointDamagedError, UsageError
@@ -101,33 +101,33 @@ def _plan_epoch(
 ) -> None:
     uploads = _uploads(record, destination)
     kept += [
-        (_path(record, each), "a checkpoint that another store has recorded") for each in uploads if each in theirs
+        (record.folder(each), "a checkpoint that another store has recorded") for each in uploads if each in theirs
     ]
     uploads = [upload for upload in uploads if upload not in theirs]
     needed: set[str] = set()
     if record.checkpoint is not None:
-        own = f"{record.checkpoint.client}/{record.checkpoint.attempt}"
+        own = record.checkpoint.upload
         if old:  # all of it, the checkpoint first: a removal that was interrupted is completed the next time
             first = [own] if own in uploads else []
-            surplus += [Surplus(record.epoch, "checkpoint", _path(record, each)) for each in first]
-            surplus += [Surplus(record.epoch, "upload", _path(record, each)) for each in uploads if each not in first]
+            surplus += [Surplus(record.epoch, "checkpoint", record.folder(each)) for each in first]
+            surplus += [Surplus(record.epoch, "upload", record.folder(each)) for each in uploads if each not in first]
             return
         try:
-            needed = {own, *(file.upload for file in checkpoint_manifest(record, destination).files)} - {""}
+            needed = {own} | checkpoint_manifest(record, destination).uploads
         except CheckpointDamagedError as error:
-            kept += [(_path(record, upload), f"the checkpoint's manifest is damaged: {error}") for upload in uploads]
+            kept += [(record.folder(upload), f"the checkpoint's manifest is damaged: {error}") for upload in uploads]
             return
     elif not unverified:
         if record.hosts:  # shares have no manifest of their own until all of them are there
             needed |= {upload for upload in uploads if upload not in record.refused}
         for upload in uploads:
-            data = destination.read(f"{_path(record, upload)}/{manifests.NAME}", manifests.MOST_BYTES)
+            data = destination.read(f"{record.folder(upload)}/{manifests.NAME}", manifests.MOST_BYTES)
             if data is not None:
                 needed |= {upload, *_named(data)}
         kept += [
-            (_path(record, upload), "complete, but not verified in time") for upload in uploads if upload in needed
+            (record.folder(upload), "complete, but not verified in time") for upload in uploads if upload in needed
         ]
-    surplus += [Surplus(record.epoch, "upload", _path(record, upload)) for upload in uploads if upload not in needed]
+    surplus += [Surplus(record.epoch, "upload", record.folder(upload)) for upload in uploads if upload not in needed]
 
 
 def _of_other_stores(
@@ -144,9 +144,9 @@ def _of_other_stores(
         if record.checkpoint is None or ours is None or ours.checkpoint == record.checkpoint:
             continue
         uploads = theirs.setdefault(record.epoch, set())
-        uploads.add(f"{record.checkpoint.client}/{record.checkpoint.attempt}")
+        uploads.add(record.checkpoint.upload)
         with contextlib.suppress(CheckpointDamagedError):
-            uploads |= {file.upload for file in checkpoint_manifest(record, destination).files} - {""}
+            uploads |= checkpoint_manifest(record, destination).uploads
     return theirs
 
 
@@ -174,21 +174,16 @@ def _restorable(record: EpochRecord, destination: Destination) -> bool:
 
 
 def _uploads(record: EpochRecord, destination: Destination) -> list[str]:
-    """The uploads of an epoch, "CLIENT/ATTEMPT"."""
-    folder = f"{record.run}/epoch-{record.epoch:012d}"
+    """The uploads of an epoch."""
+    folder = epoch_folder(record.run, record.epoch)
     found = [
         f"{client}/{name}" for client in destination.names(folder) for name in destination.names(f"{folder}/{client}")
     ]
     return [upload for upload in found if is_upload(upload)]
 
 
-def _path(record: EpochRecord, upload: str) -> str:
-    client, attempt = upload.split("/")
-    return upload_folder(record.run, record.epoch, client, attempt)
-
-
 def _named(data: bytes) -> set[str]:
     try:
-        return {file.upload for file in manifests.decode(data).files} - {""}
+        return manifests.decode(data).uploads
     except CheckpointDamagedError:
         return set()

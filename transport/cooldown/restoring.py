@@ -22,13 +22,11 @@ from transport.cooldown.epochs.records import (
     EpochRecord,
     Outcome,
     Phase,
-    Refusal,
     check_name,
     decode,
     encode,
     is_upload,
     outcomes_folder,
-    upload_folder,
 )
 from transport.cooldown.upload import FILES_AT_ONCE, Moving
 from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
@@ -78,10 +76,6 @@ def restore(
     beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
     try:
         manifest = reported_manifest(destination, place, sha256)
-        if upload_folder(*manifest.identity) != place:
-            raise RefusedUpload(
-                Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
-            )
         moving = Moving(len(manifest.files), None, progress)
         for file in manifest.files:
             (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
@@ -131,8 +125,7 @@ def publish(record: EpochRecord, destination: Destination) -> str:
 def _unverified(record: EpochRecord, upload: str) -> tuple[str, None]:
     if not is_upload(upload):
         raise UsageError(f"upload {upload!r}: give CLIENT/ATTEMPT, as the log and transport cooldown prune name it")
-    client, attempt = upload.split("/")
-    return upload_folder(record.run, record.epoch, client, attempt), None
+    return record.folder(upload), None
 
 
 def _place(record: EpochRecord) -> tuple[str, str]:
@@ -141,7 +134,7 @@ def _place(record: EpochRecord) -> tuple[str, str]:
     if record.outcome is not Outcome.CHECKPOINTED or checkpoint is None:
         state = record.outcome.value if record.outcome else f"in phase {record.phase.value}"
         raise NoCheckpointError(f"run {record.run}: epoch {record.epoch} has no checkpoint; it is {state}")
-    return upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt), checkpoint.manifest_sha256
+    return record.folder(checkpoint.upload), checkpoint.manifest_sha256
 
 
 def _fetch(destination: Destination, manifest: Manifest, folder: Path, moving: Moving, file: File) -> None:

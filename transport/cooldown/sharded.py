@@ -31,7 +31,7 @@ from transport.cooldown.client import (
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import Blocks, File
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, upload_folder
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase
 from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
 from transport.cooldown.restoring import checkpoint_manifest
 from transport.cooldown.upload import Stop, copied, plain_files, removed_on_failure
@@ -204,17 +204,16 @@ class ShardedClient(EpochClient):
         return turn == 0 or silent_s >= turn * self._takeover_s
 
     def _were_refused(self) -> bool:
-        refused = self._record.refused if self._record is not None else {}
-        return any(f"{self.name}/{attempt}" in refused for attempt in self._uploads)
+        return self._record is not None and not self._uploads.isdisjoint(self._record.refused)
 
     async def _upload(self, record: EpochRecord, host: str, number: int, files: list[Local]) -> None:
         """Upload one share and report it; a failure is reported, not raised."""
         attempt = secrets.token_hex(8)
-        place = upload_folder(record.run, record.epoch, self.name, attempt)
+        mine = f"{self.name}/{attempt}"
         moved = _Moved(self._progress)
         beating = asyncio.create_task(self._beat(record, host, number, moved))
         try:
-            upload = partial(self._upload_files, record, place, files, moved)
+            upload = partial(self._upload_files, record, record.folder(mine), files, moved)
             sent = await self._cancellable(record, attempt, upload)
         except Exception as error:  # of the destination, or of the program's own calls
             why = f"{type(error).__name__}: {error}"
@@ -223,7 +222,7 @@ class ShardedClient(EpochClient):
             return
         finally:
             beating.cancel()
-        self._uploads.add(attempt)  # from here on it may become part of the checkpoint
+        self._uploads.add(mine)  # from here on it may become part of the checkpoint
         share = Share(host=host, number=number, client=self.name, attempt=attempt, files=sent)
         await retry_store(partial(self._ledger.put_share, record.epoch, share))
 
@@ -262,13 +261,11 @@ class ShardedClient(EpochClient):
         """Without a checkpoint, all that was not refused of a complete set is kept: it may be good."""
         if record.outcome is Outcome.CHECKPOINTED:
             with open_destination(record.destination) as destination:
-                uploads = {file.upload for file in checkpoint_manifest(record, destination).files}
-        else:
-            uploads = set()
-            if complete(record, self._ledger.shares(record.epoch)):
-                uploads = {f"{self.name}/{attempt}" for attempt in self._uploads} - set(record.refused)
-                log.warning("epoch %d ended before its complete upload was verified; it is kept", record.epoch)
-        return {attempt for attempt in self._uploads if f"{self.name}/{attempt}" in uploads}
+                return self._uploads & checkpoint_manifest(record, destination).uploads
+        if not complete(record, self._ledger.shares(record.epoch)):
+            return set()
+        log.warning("epoch %d ended before its complete upload was verified; it is kept", record.epoch)
+        return self._uploads - set(record.refused)
 
 
 class _Moved:

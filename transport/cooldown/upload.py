@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import Blocks, File, Manifest
-from transport.cooldown.epochs.records import EpochRecord, upload_folder
+from transport.cooldown.epochs.records import EpochRecord
 from transport.errors import DestinationError, UploadCancelledError, UsageError
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
@@ -73,7 +73,7 @@ def upload(
         UsageError: no file, a file that is not a regular file, or a file name that is not portable.
     """
     stop = stop or Stop()
-    place = upload_folder(record.run, record.epoch, client, attempt)
+    place = record.folder(f"{client}/{attempt}")
     sources = plain_files(folder)
     if not sources:
         raise UsageError(f"{folder} contains no file to upload")

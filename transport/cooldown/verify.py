@@ -21,7 +21,6 @@ from transport.cooldown.epochs.records import (
     Refusal,
     Report,
     is_attempt,
-    upload_folder,
 )
 from transport.cooldown.upload import FILES_AT_ONCE, Stop
 from transport.errors import CheckpointDamagedError, DestinationError
@@ -44,6 +43,11 @@ class RefusedUpload(Exception):
         self.upload = upload  # of a set, the share that is wrong
 
 
+def _wrong(file: File, refusal: Refusal, detail: str) -> RefusedUpload:
+    """What is wrong with one of an upload's files."""
+    return RefusedUpload(refusal, f"{file.name}: {detail}", file.upload)
+
+
 def verified(
     destination: Destination,
     record: EpochRecord,
@@ -57,16 +61,11 @@ def verified(
     """
     if not is_attempt(report.attempt):
         raise RefusedUpload(Refusal.MANIFEST_MISSING, f"{report.attempt!r} is not the name of an upload")
-    place = upload_folder(record.run, record.epoch, report.client, report.attempt)
     try:
-        manifest = reported_manifest(destination, place, report.manifest_sha256)
-        if manifest.identity != (record.run, record.epoch, report.client, report.attempt):
-            raise RefusedUpload(
-                Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
-            )
+        manifest = reported_manifest(destination, record.folder(report.upload), report.manifest_sha256)
         stop = Stop(stop)  # also when one of the files is wrong
         for step in (partial(check_size, destination), partial(_check_file, destination, proof, stop)):
-            calls = [partial(_of_its_upload, step, manifest, file) for file in manifest.files]
+            calls = [partial(step, manifest.path(file), file) for file in manifest.files]
             in_parallel(calls, FILES_AT_ONCE, stop.set)  # all sizes first: they cost little
     except DestinationError as error:
         raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error
@@ -77,14 +76,6 @@ def verified(
         files=len(manifest.files),
         bytes=manifest.total,
     )
-
-
-def _of_its_upload(step: partial[None], manifest: Manifest, file: File) -> None:
-    try:
-        step(manifest.path(file), file)
-    except RefusedUpload as error:
-        error.upload = file.upload
-        raise
 
 
 def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, file: File) -> None:
@@ -98,7 +89,10 @@ def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, f
 
 
 def reported_manifest(destination: Destination, place: str, sha256: str | None) -> Manifest:
-    """The manifest of an upload. Raises RefusedUpload if it is missing or is not the one with this checksum, if any."""
+    """The manifest of the upload in this folder.
+
+    Raises RefusedUpload if it is missing, belongs to another upload, or is not the one with this checksum, if any.
+    """
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:
         raise RefusedUpload(Refusal.MANIFEST_MISSING, f"the manifest is missing in {place}")
@@ -107,20 +101,21 @@ def reported_manifest(destination: Destination, place: str, sha256: str | None) 
             Refusal.MANIFEST_ALTERED, f"checksum mismatch: the manifest in {place} is not the one that was reported"
         )
     try:
-        return manifests.decode(data)
+        manifest = manifests.decode(data)
     except CheckpointDamagedError as error:
         raise RefusedUpload(Refusal.MANIFEST_ALTERED, str(error)) from error
+    if manifest.place != place:
+        raise RefusedUpload(Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.place}")
+    return manifest
 
 
 def check_size(destination: Destination, path: str, file: File) -> None:
     """Raise RefusedUpload if the file is missing or has another size."""
     size = destination.size(path)
     if size is None:
-        raise RefusedUpload(Refusal.FILE_MISSING, f"{file.name} is missing")
+        raise RefusedUpload(Refusal.FILE_MISSING, f"{file.name} is missing", file.upload)
     if size != file.size:
-        raise RefusedUpload(
-            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: found {size} bytes, the manifest says {file.size}"
-        )
+        raise _wrong(file, Refusal.WRONG_SIZE, f"size mismatch: found {size} bytes, the manifest says {file.size}")
 
 
 def checked_block(destination: Destination, path: str, file: File, number: int) -> bytes:
@@ -129,11 +124,9 @@ def checked_block(destination: Destination, path: str, file: File, number: int) 
     size = min(manifests.BLOCK, file.size - start)
     data = destination.part(path, start, size)
     if len(data) != size:
-        raise RefusedUpload(
-            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: bytes are missing from byte {start + len(data)} on"
-        )
+        raise _wrong(file, Refusal.WRONG_SIZE, f"size mismatch: bytes are missing from byte {start + len(data)} on")
     if hashlib.sha256(data).hexdigest() != file.blocks[number]:
-        raise RefusedUpload(Refusal.WRONG_CHECKSUM, f"{file.name}: checksum mismatch in {size} bytes from {start} on")
+        raise _wrong(file, Refusal.WRONG_CHECKSUM, f"checksum mismatch in {size} bytes from {start} on")
     return data
 
 
@@ -147,11 +140,9 @@ def checked_pieces(destination: Destination, path: str, file: File) -> Iterator[
                 break
             yield piece
     if found.size != file.size:
-        raise RefusedUpload(
-            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: read {found.size} bytes, the manifest says {file.size}"
-        )
+        raise _wrong(file, Refusal.WRONG_SIZE, f"size mismatch: read {found.size} bytes, the manifest says {file.size}")
     wrong = [number for number, pair in enumerate(zip(found.checksums(), file.blocks, strict=True)) if len({*pair}) > 1]
     if wrong:
-        raise RefusedUpload(
-            Refusal.WRONG_CHECKSUM, f"{file.name}: checksum mismatch in blocks of {manifests.BLOCK} bytes: {wrong[:9]}"
+        raise _wrong(
+            file, Refusal.WRONG_CHECKSUM, f"checksum mismatch in blocks of {manifests.BLOCK} bytes: {wrong[:9]}"
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from transport.cooldown.epochs.records import EpochRecord, upload_folder
+from transport.cooldown.epochs.records import EpochRecord
 from transport.demo.plan import Plan
 from transport.demo.worker import RolloutDone, TrainerDone
 from transport.queue import QueueDepth
@@ -138,4 +138,4 @@ def _place(record: EpochRecord) -> str:
     won = record.checkpoint
     if won is None:
         return ""
-    return f"{record.destination}/{upload_folder(record.run, record.epoch, won.client, won.attempt)}"
+    return f"{record.destination}/{record.folder(won.upload)}"

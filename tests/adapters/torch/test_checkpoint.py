@@ -29,7 +29,7 @@ from transport.errors import CheckpointDamagedError  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ATTEMPT = "0123456789abcdef"
-PLACE = upload_folder("run", 7, "a", ATTEMPT)
+PLACE = upload_folder("run", 7, f"a/{ATTEMPT}")
 LARGE = 3 * BLOCK // 4  # float32: three blocks
 
 

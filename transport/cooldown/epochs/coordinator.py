@@ -72,8 +72,8 @@ class Coordinator:
         if record.phase is Phase.COOLDOWN:
             self._elapsed += self.interval
         # Invariant: every upload in it is of an elected client and of this epoch.
-        self._verifying: set[tuple[str, str]] = set()
-        self._again: dict[tuple[str, str], tuple[float, Report]] = {}  # (elapsed time at which to verify again, report)
+        self._verifying: set[str] = set()
+        self._again: dict[str, tuple[float, Report]] = {}  # (elapsed time at which to verify again, report)
 
     def __repr__(self) -> str:
         left = max(0.0, self.record.cooldown_s - self._elapsed)
@@ -101,7 +101,7 @@ class Coordinator:
     def report(self, report: Report) -> None:
         """A client's report was read, perhaps again."""
         record = self.record
-        if record.phase is not Phase.COOLDOWN or report.identity in self._verifying or report.identity in self._again:
+        if record.phase is not Phase.COOLDOWN or report.upload in self._verifying or report.upload in self._again:
             return
         known = record.notes.get(report.client)
         if known is not None and (known.kind, known.attempt) == (report.kind, report.attempt):
@@ -123,17 +123,17 @@ class Coordinator:
 
     def verified(self, report: Report, checkpoint: Checkpoint) -> None:
         """The upload is a checkpoint."""
-        if report.identity in self._verifying:
+        if report.upload in self._verifying:
             self._end(Outcome.CHECKPOINTED, checkpoint)
 
     def refuted(self, report: Report, refusal: Refusal, detail: str, upload: str = "") -> None:
-        """The upload is refused. ``upload``: the wrong part of a set, "CLIENT/ATTEMPT"; the others stay good."""
-        if report.identity not in self._verifying:
+        """The upload is refused. ``upload``: the wrong part of a set; the others stay good."""
+        if report.upload not in self._verifying:
             return
-        self._verifying.discard(report.identity)
+        self._verifying.discard(report.upload)
         self.due = [each for each in self.due if each != report]
         if refusal is Refusal.UNREADABLE:
-            self._again[report.identity] = (self._elapsed + LOOK_AGAIN_S, report)
+            self._again[report.upload] = (self._elapsed + LOOK_AGAIN_S, report)
         elif upload:
             why = f"{refusal.value}: {detail}"[:500]
             self._change(refused={**self.record.refused, upload: why})
@@ -151,7 +151,7 @@ class Coordinator:
             self._end(Outcome.TIMED_OUT, None)
             return
         for report in [report for at, report in self._again.values() if at <= self._elapsed]:
-            del self._again[report.identity]
+            del self._again[report.upload]
             self._verify(report)
         if self._elapsed - self.record.elapsed_s >= self.interval:
             self._change()
@@ -167,8 +167,8 @@ class Coordinator:
             return
         self._elapsed = max(self._elapsed, theirs.elapsed_s)
         mine = self.record
-        refuted = {(client, note.attempt) for client, note in theirs.notes.items() if note.refused}
-        if mine.checkpoint is not None and (mine.checkpoint.client, mine.checkpoint.attempt) in refuted:
+        refuted = {f"{client}/{note.attempt}" for client, note in theirs.notes.items() if note.refused}
+        if mine.checkpoint is not None and mine.checkpoint.upload in refuted:
             self.record = theirs  # its client may have removed it
             return
         if mine.phase is Phase.ENDED or theirs.phase is Phase.TRAINING:  # the store has lost what it had
@@ -176,9 +176,9 @@ class Coordinator:
             return
         _require_same(theirs, mine)
         self._verifying -= refuted
-        for identity in refuted & self._again.keys():
-            del self._again[identity]
-        own = {client: note for client, note in mine.notes.items() if (client, note.attempt) not in refuted}
+        for upload in refuted & self._again.keys():
+            del self._again[upload]
+        own = {client: note for client, note in mine.notes.items() if f"{client}/{note.attempt}" not in refuted}
         notes, refused = {**theirs.notes, **own}, {**theirs.refused, **mine.refused}
         self.record = theirs
         if (notes, refused) != (theirs.notes, theirs.refused):
@@ -186,7 +186,7 @@ class Coordinator:
 
     # --- their parts ----------------------------------------------------------------------------------
     def _verify(self, report: Report) -> None:
-        self._verifying.add(report.identity)
+        self._verifying.add(report.upload)
         self.due.append(report)
 
     def _end(self, outcome: Outcome, checkpoint: Checkpoint | None) -> None:

@@ -31,7 +31,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     size: int
     blocks: tuple[str, ...]  # SHA-256 of each `BLOCK` bytes and of the rest; of an empty file, of no bytes
     proofs: dict[str, str] = {}  # by kind, checksums as the destination computes them; these the uploader computed
-    upload: str = ""  # whose folder has it, "CLIENT/ATTEMPT"; empty: that of the manifest
+    upload: str = ""  # whose folder has it; empty: that of the manifest
 
     @property
     def plausible(self) -> bool:
@@ -57,14 +57,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(file.size for file in self.files)
 
     @property
-    def identity(self) -> tuple[str, int, str, str]:
-        """Of the upload that it belongs to."""
-        return self.run, self.epoch, self.client, self.attempt
+    def place(self) -> str:
+        """Folder of the upload that it belongs to."""
+        return upload_folder(self.run, self.epoch, f"{self.client}/{self.attempt}")
+
+    @property
+    def uploads(self) -> set[str]:
+        """The uploads of others that have files of it."""
+        return {file.upload for file in self.files} - {""}
 
     def path(self, file: File) -> str:
         """Path of one of its files at the destination."""
-        client, attempt = file.upload.split("/") if file.upload else (self.client, self.attempt)
-        return f"{upload_folder(self.run, self.epoch, client, attempt)}/{FILES}/{file.name}"
+        place = upload_folder(self.run, self.epoch, file.upload) if file.upload else self.place
+        return f"{place}/{FILES}/{file.name}"
 
     def encode(self) -> bytes:
         """The manifest as JSON: the same bytes for the same files."""

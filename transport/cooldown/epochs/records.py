@@ -73,9 +73,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str = ""
 
     @property
-    def identity(self) -> tuple[str, str]:
-        """Client and attempt of the reported upload."""
-        return self.client, self.attempt
+    def upload(self) -> str:
+        """The reported upload."""
+        return f"{self.client}/{self.attempt}"
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,6 +101,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     files: int
     bytes: int
 
+    @property
+    def upload(self) -> str:
+        """Its upload."""
+        return f"{self.client}/{self.attempt}"
+
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One epoch. Written by its coordinator, or ended by that of a later one; ``phase`` "ended" is final."""
@@ -117,7 +122,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     clients: tuple[str, ...] = ()  # those healthy when the cooldown began
     hosts: dict[str, str] = {}  # host of each client whose save is collective; empty: each saves the whole model
     verify_s: float = 0.0  # added to cooldown_s for verification; 0: as long as cooldown_s
-    refused: dict[str, str] = {}  # uploads of parts, "CLIENT/ATTEMPT", with what was wrong
+    refused: dict[str, str] = {}  # uploads of parts, with what was wrong
     elapsed_s: float = 0.0  # of the cooldown, while a coordinator was running
     notes: dict[str, Note] = {}  # by client
     opened_at: float = 0.0  # Unix time, for display; no decision depends on it
@@ -144,6 +149,10 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     def most_s(self) -> float:
         """Seconds after which a cooldown ends even if something is still being verified."""
         return self.cooldown_s + (self.verify_s or self.cooldown_s)
+
+    def folder(self, upload: str) -> str:
+        """See `upload_folder`."""
+        return upload_folder(self.run, self.epoch, upload)
 
     def accepts(self, client: str, kind: ReportKind) -> bool:
         """Whether this client's report of this kind counts. What members upload counts as one set only."""
@@ -189,19 +198,24 @@ def check_epoch(epoch: int) -> int:
 
 
 def is_attempt(text: str) -> bool:
-    """Whether it can be the name of an upload."""
+    """Whether it can be the name of one client's attempt."""
     return bool(_ATTEMPT.fullmatch(text))
 
 
 def is_upload(text: str) -> bool:
-    """Whether it is "CLIENT/ATTEMPT"."""
+    """Whether it can be the name of an upload, "CLIENT/ATTEMPT"."""
     client, _, attempt = text.partition("/")
     return bool(_NAME.fullmatch(client)) and is_attempt(attempt)
 
 
-def upload_folder(run: str, epoch: int, client: str, attempt: str) -> str:
+def epoch_folder(run: str, epoch: int) -> str:
+    """Folder of an epoch's uploads at the destination."""
+    return f"{run}/epoch-{epoch:012d}"
+
+
+def upload_folder(run: str, epoch: int, upload: str) -> str:
     """Folder of one upload at the destination; each upload has its own."""
-    return f"{run}/epoch-{epoch:012d}/{client}/{attempt}"
+    return f"{epoch_folder(run, epoch)}/{upload}"
 
 
 def outcomes_folder(run: str) -> str:

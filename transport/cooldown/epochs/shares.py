@@ -41,7 +41,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def upload(self) -> str:
-        """Where its files are, below the epoch's folder at the destination."""
+        """The upload that has its files."""
         return f"{self.client}/{self.attempt}"
 
 
