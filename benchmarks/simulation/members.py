@@ -181,7 +181,7 @@ class Members:
                 self.rng.choice(living).stopped_until = self.now + self.rng.uniform(20.0, 45.0)
                 member.unheard_s = self.rng.uniform(9.0, 14.0)
             case "jump":
-                member.skew_s += self.rng.choice([-300.0, -5.0, 5.0])
+                member.skew_s += self.rng.choice([5.0, 40.0])
             case "leave":
                 member.do(member.session.leave)
                 member.alive = False

@@ -122,7 +122,7 @@ class RunOfMembers(RuleBasedStateMachine):
         member = self.pick(number)
         member.frozen = not member.frozen
 
-    @rule(number=who, jump_s=st.sampled_from([-50.0, -3.0, 2.0, 40.0]))
+    @rule(number=who, jump_s=st.sampled_from([2.0, 40.0]))
     def a_clock_jumps(self, number: int, jump_s: float) -> None:
         self.pick(number).skew_s += jump_s
 

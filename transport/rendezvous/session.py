@@ -58,22 +58,6 @@ class View(NamedTuple):
     why: str = ""
 
 
-class ForwardClock:
-    """Seconds by ``clock`` without its backward steps, which would extend every time limit. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._read = self._now = clock()
-
-    def __call__(self) -> float:
-        with self._lock:
-            read = self._clock()
-            self._now += max(0.0, read - self._read)
-            self._read = read
-            return self._now
-
-
 class Session:
     """One member of one run. Thread-safe; calls block for as long as the store does.
 
@@ -81,7 +65,7 @@ class Session:
         member: a name that no other member has or had.
         address: the address that others reach it by.
         where: its position in the network, see `Seat`.
-        clock: seconds; its backward steps are ignored.
+        clock: seconds; it never goes back.
     """
 
     def __init__(
@@ -106,7 +90,7 @@ class Session:
         self._where = where
         self._why = ""
         self._archive = archive
-        self._clock = clock = ForwardClock(clock)
+        self._clock = clock
         self._lock = threading.RLock()
         self._member = Member()
         self._hosting = Hosting(store, self.keys, self.name, rules)
