@@ -34,7 +34,7 @@ from transport.wire.addresses import address_towards
 
 _LOST = "decisions, the ends of rollouts and notices, which are written only once"
 _WORDS = Words("store", _LOST, StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
-_KEYS = ("values", "versions", "index", "leases", "revision", "calls")
+_KEYS = ("values", "versions", "index", "leases", "revision")
 
 _COMMON = """
 local values, versions, index, leases, revision = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -45,7 +45,6 @@ local function remove(key)
     redis.call('HDEL', versions, key)
     redis.call('ZREM', index, key)
     redis.call('ZREM', leases, key)
-    redis.call('HDEL', KEYS[7], key)
 end
 local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 1000)
 for _, key in ipairs(ended) do remove(key) end
@@ -90,27 +89,20 @@ local keys = redis.call('ZRANGEBYLEX', index, from, to)
 return {keys, get_many(keys)}
 """
 )
-# A conditional write that is asked again, because its answer was lost, is not refused for what it has itself written.
-# The hash of calls has the call and the version that it made, for each record that was last written so.
+# A conditional write that is asked again, because its answer was lost, is not refused for what it has itself written:
+# it gets the same answer, or -1 where the server has forgotten that.
 # Each change is five arguments: key, "1" for a value and "" for a deletion, value, expected version, lease in ms.
 _PUT_MANY = Script(
     _COMMON
     + """
 local before = remembered()
 if before then return before end
-local call = string.match(KEYS[1], 'answers:(.*)$') .. '/' .. answer_field .. ' '
-local as_expected, made = true, {}
 for at = 3, #ARGV, 5 do
     remove_if_over(ARGV[at])
     local expected, version = ARGV[at + 3], redis.call('HGET', versions, ARGV[at]) or '0'
-    as_expected = as_expected and (expected == '' or version == expected)
-    made[#made + 1] = redis.call('HGET', KEYS[7], ARGV[at]) == call .. version and version or nil
+    if expected ~= '' and version ~= expected then return forgotten() and -1 or 0 end
 end
-if not as_expected then
-    if not forgotten() then return 0 end
-    return #made == (#ARGV - 2) / 5 and made or -1
-end
-made = {}
+local made = {}
 for at = 3, #ARGV, 5 do
     local key, lease = ARGV[at], ARGV[at + 4]
     if ARGV[at + 1] == '' then
@@ -120,7 +112,6 @@ for at = 3, #ARGV, 5 do
         local version = redis.call('INCR', revision)
         redis.call('HSET', values, key, ARGV[at + 2])
         redis.call('HSET', versions, key, version)
-        if ARGV[at + 3] ~= '' then redis.call('HSET', KEYS[7], key, call .. version) end
         redis.call('ZADD', index, 0, key)
         if lease == '' then redis.call('ZREM', leases, key) else redis.call('ZADD', leases, now + lease, key) end
         made[#made + 1] = version
