@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import importlib.util
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import Child
 
-from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Outcome, Part, recorded_outcomes, restore
+from transport.cooldown import EpochRecord
 from transport.cooldown.destinations import bucket
 from transport.cooldown.destinations.base import PIECE, Destination, check_permissions, normalise
 from transport.cooldown.destinations.folder import Folder
@@ -28,8 +27,6 @@ from transport.errors import (
     UploadCancelledError,
     UsageError,
 )
-from transport.store.sqlite import SQLiteStore
-from transport.testing import run
 
 SECRET = "wJalrXUtnFEMI/K7MDENG-testing-only"
 _HAVE_S3 = all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask"))
@@ -167,34 +164,6 @@ def test_a_file_that_was_given_up_leaves_what_was_there(destination: Destination
 def test_one_may_join_where_everything_is_allowed(destination: Destination) -> None:
     check_permissions(destination)
     assert destination.names("") == []
-
-
-@needs_s3
-def test_a_checkpoint_goes_to_s3_and_back(tmp_path: Path) -> None:
-    """With a coordinator and a client, as in a run; the model is larger than a part of a multipart upload."""
-    model = {"large": secrets.token_bytes(6 << 20), "small": b"1"}
-
-    def save(folder: Path, step: int) -> None:
-        for name, data in model.items():
-            (folder / name).write_bytes(data)
-
-    async def cooldown(store: SQLiteStore, url: str) -> EpochRecord:
-        host = CooldownHost(store, "run", url, cooldown_s=60, seed=1)
-        await host.open(1)
-        client = CooldownClient(store, "run", "a", save=save, scratch=tmp_path / "scratch")
-        await client.join(url)
-        record, taken = await asyncio.gather(host.cooldown(1, 5, ["a"]), client.cooldown(1))
-        assert taken.part is Part.WON
-        return record
-
-    url = f"s3://checkpoints/{secrets.token_hex(4)}"
-    with SQLiteStore(tmp_path / "store.sqlite3") as store:
-        record = run(cooldown(store, url))
-    assert record.outcome is Outcome.CHECKPOINTED
-    with open_destination(url) as destination:
-        assert recorded_outcomes(destination, "run") == {1: record}
-        restored = restore(record, destination, tmp_path / "restored")
-    assert {name: path.read_bytes() for name, path in restored.files.items()} == model
 
 
 @needs_s3

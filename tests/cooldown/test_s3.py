@@ -19,7 +19,16 @@ from silent_server import silent_server
 
 from transport import SharedRingBuffer
 from transport.claims.rings import RingQueue
-from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
+from transport.cooldown import (
+    CooldownHost,
+    EpochRecord,
+    Outcome,
+    Part,
+    Proof,
+    open_destination,
+    recorded_outcomes,
+    restore,
+)
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import base, bucket
 from transport.cooldown.destinations.s3 import S3
@@ -216,6 +225,7 @@ async def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it
         record = await leading
         assert record.outcome is Outcome.CHECKPOINTED
         with open_destination(record.destination) as place:
+            assert recorded_outcomes(place, "run") == {7: record}
             files = restore(record, place, cooling.path / "restored").files
         assert {name: path.read_bytes() for name, path in files.items()} == MODEL
 

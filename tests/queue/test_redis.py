@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -336,26 +334,6 @@ def test_a_waiting_claim_outlives_the_servers_restart() -> None:
             other.publish(ticket(0))
             thread.join()
         assert ids(claims[0]) == [ticket(0).id]
-
-
-def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
-    with redis_server() as server, RedisQueue(place(server), patience_s=0.05) as queue:
-        server.kill()
-        with pytest.raises(QueueUnavailableError, match="did not answer") as told:
-            queue.publish(ticket(0))
-        assert told.value.retryable
-
-
-# --- processes that end ----------------------------------------------------------------------------------------
-def process(server: RedisServer, body: str) -> subprocess.Popen[str]:
-    program = f"""
-import os, signal
-from transport.storage.urls import parse_url
-from transport.queue import QueuedTicket, RedisQueue
-queue = RedisQueue(parse_url({server.place()!r}), lease_s=0.5)
-{body}
-"""
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 
 def test_remembered_answers_are_one_key_of_each_client_which_ends_with_it(server: RedisServer) -> None:

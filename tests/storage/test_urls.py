@@ -65,6 +65,25 @@ def test_a_place_without_a_file_is_refused_with_the_forms(text: str) -> None:
         parse_url(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("redis://host", "needs run=name"),
+        ("redis://host?run=", "needs run=name"),
+        ("redis://host?run=a b", "needs run=name"),
+        ("redis://host?run=a&run=b", "needs run=name"),
+        ("redis://host?run=a&fun=b", "unknown option fun"),
+        ("redis://host/name?run=a", "database in a Redis URL must be a number"),
+        ("redis:///0?run=a", "without a host"),
+        ("redis://host:port/0?run=a", "invalid URL"),
+        ("", "has no scheme"),
+    ],
+)
+def test_text_that_names_no_server_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_url(text)
+
+
 @pytest.mark.parametrize("opened", [open_queue, open_store, parse_url])
 @pytest.mark.parametrize("text", ["amqp://host/0?run=x", "amqp:q.db", "unix:///run/redis.sock", "SQLITE2:q.db"])
 def test_a_url_of_another_scheme_is_refused_by_its_name(text: str, opened: Callable[[str], Any]) -> None:

@@ -19,7 +19,6 @@ from store_model import StoreMachine
 
 from transport.errors import (
     ClosedError,
-    ConfigurationError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
@@ -206,28 +205,6 @@ def test_a_wrong_password_is_refused_without_showing_it() -> None:
         with pytest.raises(StoreUnsuitableError, match="denies access") as told:
             open_store(url)
         assert "wrong-secret" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("redis://host", "needs run=name"),
-        ("redis://host?run=", "needs run=name"),
-        ("redis://host?run=a b", "needs run=name"),
-        ("redis://host?run=a&run=b", "needs run=name"),
-        ("redis://host?run=a&fun=b", "unknown option fun"),
-        ("redis://host/name?run=a", "database in a Redis URL must be a number"),
-        ("redis:///0?run=a", "without a host"),
-        ("redis://host:port/0?run=a", "invalid URL"),
-        ("sqlite://host/file", "names a host instead of a file"),
-        ("sqlite:///", "names no file"),
-        ("etcd://host", "unknown URL scheme 'etcd'"),
-        ("", "has no scheme"),
-    ],
-)
-def test_text_that_names_no_place_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        open_store(text)
 
 
 # --- forks ---------------------------------------------------------------------------------------------
