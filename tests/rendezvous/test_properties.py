@@ -95,14 +95,7 @@ class RunOfMembers(RuleBasedStateMachine):
     @rule(number=who)
     def one_leaves(self, number: int) -> None:
         member = self.pick(number)
-
-        def leave() -> None:
-            try:
-                member.session.leave()
-            except TransportError as error:
-                assert error.retryable
-
-        member.do(leave)
+        member.do(member.session.leave)
         member.alive = False
 
     # --- what happens to them ---------------------------------------------------------------------------

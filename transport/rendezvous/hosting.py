@@ -60,7 +60,7 @@ class Hosting:
         if lease is None or lease.version != self.held.version or current is None or current.host != self._me:
             self.held.version = ABSENT
 
-    def found(self, incarnation: str, now: float) -> bool:
+    def found(self, incarnation: str, now: float) -> None:
         """Open the first round, unless another member does."""
         rules = self._rules
         first = Round(
@@ -73,7 +73,7 @@ class Hosting:
             most=rules.places,
             why="the run begins",
         )
-        return self._win(Change(self._keys.round, encode(first), ABSENT), None, 1, now)
+        self._win(Change(self._keys.round, encode(first), ABSENT), None, 1, now)
 
     def take(self, current: Round, version: int, now: float) -> bool:
         """Become host of a run whose host's lease has ended."""
@@ -90,12 +90,13 @@ class Hosting:
         return True
 
     def hand_over(self, now: float) -> Closing | None:
-        """Decide once more, now that this member's seat is gone, and resign: others need not find out. StoreError."""
-        try:
-            return self.duty(now) if self.held.stands else None
-        finally:
-            with contextlib.suppress(StoreError):  # otherwise its lease ends; what was decided stands all the same
-                self.held.give_up()
+        """Decide once more, now that this member's seat is gone, and resign: others need not find out."""
+        closing = None
+        if self.held.stands:
+            with contextlib.suppress(StoreError):  # the next host decides
+                closing = self.duty(now)
+            self.held.give_up()
+        return closing
 
     # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:

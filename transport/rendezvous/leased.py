@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import contextlib
+from collections.abc import Set
 
+from transport.errors import StoreError
 from transport.store.base import ABSENT, Store
 
 
@@ -25,17 +27,14 @@ class Leased:
         """Whether the record stands, as far as this member knows."""
         return self.version != ABSENT
 
-    def lease(self) -> Mapping[str, int]:
-        """The lease to renew, by key."""
-        return {self.key: self.version} if self.stands else {}
-
     def renewed(self, kept: Set[str]) -> None:
         """After a renewal of the leases, of which these keys were kept."""
         if self.key not in kept:
             self.version = ABSENT
 
     def give_up(self) -> None:
-        """Delete the record, if it stands; when that fails its lease ends. Raises StoreError."""
+        """Delete the record, if it stands. Where the store fails it stays until its lease ends."""
         version, self.version = self.version, ABSENT
         if version != ABSENT:
-            self._store.compare_and_set(self.key, None, version)
+            with contextlib.suppress(StoreError):
+                self._store.compare_and_set(self.key, None, version)

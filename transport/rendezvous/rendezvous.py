@@ -221,10 +221,7 @@ class Rendezvous:
                     self._store.watch(session.keys.round, session.version, session.wait_s())
                 except StoreError:
                     self._stopping.wait(session.rules.poll_s)  # the next step handles the error
-            try:
-                session.leave()
-            except StoreError as error:
-                log.debug("%r left without giving up its leases, which will end: %s", session, error)
+            session.leave()
         except Exception as error:
             log.debug("%r failed", session, exc_info=True)
             self._failure = error

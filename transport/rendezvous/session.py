@@ -176,22 +176,19 @@ class Session:
         self._surrendered = True
 
     def leave(self) -> None:
-        """Give up the seat and the host's lease, so that no member waits for their end. Raises StoreError."""
+        """Give up the seat and the host's lease, so that no member waits for their end."""
         with self._lock:
             if self._member.state is not State.ENDED:
                 self._member.apply(Event.LEAVE)
                 self._show()
             seat, self._seat = self._seat, None
-            try:
-                with contextlib.suppress(StoreError):  # otherwise its lease ends
-                    self._waiting.give_up()
-                if not self._stays(seat):
-                    self._seated.give_up()
-            finally:
-                self._seated.version = ABSENT
-                closing = self._hosting.hand_over(self._clock())
-                if closing is not None:
-                    write_archive(self._archive, closing)
+            self._waiting.give_up()
+            if not self._stays(seat):
+                self._seated.give_up()
+            self._seated.version = ABSENT
+            closing = self._hosting.hand_over(self._clock())
+            if closing is not None:
+                write_archive(self._archive, closing)
 
     def close(self, reason: Reason, message: str = "") -> Closing:
         """Close the run, or return how it was already closed. On return the closing is in the store and the archive.
@@ -274,7 +271,7 @@ class Session:
         seated = self._seated.stands and not self._stays(self._seat)
         if seated:
             kept_up.append(self._seated)
-        leases = {key: version for each in kept_up for key, version in each.lease().items()}
+        leases = {each.key: each.version for each in kept_up if each.stands}
         kept = self._store.renew(leases, self.rules.lease_s) if leases else set()
         self._beaten_at = looked_at
         for each in kept_up:
@@ -286,16 +283,14 @@ class Session:
 
     def _give_up(self) -> None:
         if self._surrendered and self._seated.stands and not self._stays(self._seat):
-            with contextlib.suppress(StoreError):  # otherwise its lease ends
-                self._seated.give_up()
+            self._seated.give_up()
             self._seat_lost()
         self._surrendered = False
 
     def _show_waiting(self) -> None:
         """Tell the host that a newcomer waits, or no longer, only where the rules let a newcomer end a round."""
         if self._member.state is not State.SPARE:
-            with contextlib.suppress(StoreError):  # otherwise its lease ends
-                self._waiting.give_up()
+            self._waiting.give_up()
         elif self.rules.grow and not self._waiting.stands:
             self._waiting.version = self._store.put(self._waiting.key, self.name.encode(), lease_s=self.rules.lease_s)
 
