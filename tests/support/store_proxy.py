@@ -23,9 +23,6 @@ class StoreProxy(Store):
         """Make this call; ``changes``: what it writes, empty of counters and leases; None: it reads."""
         return call()
 
-    def get(self, key: str) -> Entry | None:
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         return self.call(lambda: self.inner.get_many(keys))  # type: ignore[no-any-return]
 

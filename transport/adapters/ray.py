@@ -161,9 +161,6 @@ class RayStore(Store):
             how = "is gone, with its node or its last handle" if isinstance(error, RayActorError) else "cannot be asked"
             raise StoreUnavailableError(f"directory actor {self._name!r} {how}: {error}") from None
 
-    def get(self, key: str) -> Entry | None:
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         return [_entry(row) for row in self._ask("get_many", [check_key(key) for key in keys])]
 

@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _LOOKS = 4  # attempts at a snapshot while members join; who joins during the last one becomes a spare
 _MOST_SLOTS = 1 << 20  # of a round; a larger counter is not one of this package
-_CHUNK = 1000  # keys deleted in one call
 
 
 class Hosting:
@@ -208,9 +207,7 @@ class Hosting:
         return changes
 
     def _forget(self, number: int) -> None:
-        keys = list(self._store.scan(self._keys.of_round(number)))
-        for begin in range(0, len(keys), _CHUNK):
-            self._store.put_many([Change(key, None) for key in keys[begin : begin + _CHUNK]])
+        self._store.delete_all(list(self._store.scan(self._keys.of_round(number))))
 
 
 def _number(key: str, entry: Entry | None) -> int:

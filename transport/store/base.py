@@ -26,6 +26,7 @@ from transport.storage.notify import Waking, wait_for
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20
 RECHECK_S = 1.0  # how often a watcher reads without a wake-up
+_DELETED_AT_ONCE = 1000
 
 ABSENT = 0  # the version of a record that does not exist
 
@@ -60,9 +61,9 @@ class Store(abc.ABC):
         """The address from which this host reaches the store; None: the store is on this host, or it is not known."""
         return None
 
-    @abc.abstractmethod
     def get(self, key: str) -> Entry | None:
         """The record, or None."""
+        return self.get_many([key])[0]
 
     @abc.abstractmethod
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
@@ -91,6 +92,11 @@ class Store(abc.ABC):
     def delete(self, key: str) -> None:
         """Remove the record if it is there."""
         self.put_many([Change(key, None)])
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Remove these records, some at a time: not in one step, so that other calls need not wait for all."""
+        for first in range(0, len(keys), _DELETED_AT_ONCE):
+            self.put_many([Change(key, None) for key in keys[first : first + _DELETED_AT_ONCE]])
 
     @abc.abstractmethod
     def put_many(self, changes: Sequence[Change]) -> list[int] | None:

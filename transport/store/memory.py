@@ -49,9 +49,6 @@ class MemoryStore(Store):
     def __repr__(self) -> str:
         return f"<MemoryStore {len(self._records)} records{' closed' if self._closed else ''}>"
 
-    def get(self, key: str) -> Entry | None:
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         wanted = check_keys(keys)
         with self._lock:

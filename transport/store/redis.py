@@ -185,13 +185,9 @@ class RedisStore(Store):
         return self._connection.run(script, _KEYS, (self._connection.channel, *arguments), self._now_ms())
 
     # --- reading -------------------------------------------------------------------------------
-    def get(self, key: str) -> Entry | None:
-        """The record, or None."""
-        return self._look(key)[0]
-
     def _look(self, key: str) -> tuple[Entry | None, float | None]:
         """The record, and in how many seconds its lease ends."""
-        answer = self._run(_LOOK, check_key(key))
+        answer = self._run(_LOOK, key)
         assert isinstance(answer, list)
         value, version, *ends = answer
         entry = None if version is None else Entry(value, int(version))

@@ -44,7 +44,6 @@ from transport.store.decision import Next, advance, decide
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "cooldown/"
-_AT_ONCE: Final = 1000  # keys deleted in one call
 
 
 class Ledger:
@@ -104,9 +103,8 @@ class Ledger:
             self.advance(each, end)
         for kind in ("report", "bell", "save", "saving", "saved", "share", "beat", "host"):
             prefix = f"{self._prefix}{kind}/"
-            keys = [key for key in self._store.scan(prefix) if key < f"{prefix}{check_epoch(epoch):012d}"]
-            for first in range(0, len(keys), _AT_ONCE):
-                self._store.put_many([Change(key, None) for key in keys[first : first + _AT_ONCE]])
+            earlier = [key for key in self._store.scan(prefix) if key < f"{prefix}{check_epoch(epoch):012d}"]
+            self._store.delete_all(earlier)
         found = self.epochs()
         return [found[each] for each in still_open if each in found]
 
