@@ -281,39 +281,36 @@ class RedisConnection:
             raise self._words.failed(f"{what} failed: {error}") from error
 
     def _check_server(self) -> None:
-        info = self._patiently(lambda client: client.info("server"))
+        info = self._patiently(self._info)
         version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
         if version < OLDEST:
             raise self._words.unsuitable(f"{self.name} runs Redis {info['redis_version']}; use 6.2 or newer")
-        memory = self._patiently(lambda client: client.info("memory"))
-        policy = str(memory.get("maxmemory_policy", ""))
-        if policy.startswith("allkeys") and memory.get("maxmemory"):
+        policy = str(info.get("maxmemory_policy", ""))
+        if policy.startswith("allkeys") and info.get("maxmemory"):
             raise self._words.unsuitable(
                 f"{self.name} evicts keys when its memory is full (maxmemory-policy {policy}): set noeviction"
             )
-
         if not self._url.may_forget:
-            self._check_append_only_file()
+            self._check_append_only_file(info.get("aof_enabled"))
 
-    def _check_append_only_file(self) -> None:
+    def _check_append_only_file(self, kept: object) -> None:
         """What was answered must survive a kill of the server, unless the user accepts the loss."""
-        kept = self._patiently(self._persistence).get("aof_enabled")
         if kept is None:
             log.warning(
                 "%s does not report whether its append-only file is enabled: without one, it loses %s if it is killed",
                 self.name,
                 self._words.lost,
             )
-        elif not int(kept):
+        elif not kept:
             raise self._words.unsuitable(
                 f"{self.name} has no append-only file: if it is killed, it loses {self._words.lost}. Enable the file "
                 "(redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or accept the loss with may_forget=yes in "
                 "the URL"
             )
 
-    def _persistence(self, client: redis.Redis) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = client.info("persistence")
-        if int(found.get("loading", 0)):  # until it is done, the server says that it has no append-only file
+    def _info(self, client: redis.Redis) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = client.info()
+        if found.get("loading"):  # until it is done, the server says that it has no append-only file
             raise self._redis.exceptions.BusyLoadingError("the server is loading its append-only file")
         return found
 
