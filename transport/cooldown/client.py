@@ -32,7 +32,7 @@ from transport.cooldown.epochs.records import (
     check_name,
 )
 from transport.cooldown.upload import Stop, remove, upload
-from transport.errors import ConfigurationError, CoordinatorLostError, InternalError, RunError, UsageError
+from transport.errors import ConfigurationError, CoordinatorLostError, RunError, UsageError
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.runtime.durable import flush
 from transport.runtime.progress import Progress, silent
@@ -118,7 +118,7 @@ class EpochClient(abc.ABC):
         self._part = Part.NOT_ELECTED
         self._uploads: set[str] = set()  # complete ones of this epoch
         self._record: EpochRecord | None = None
-        self._changed: asyncio.Future[None] | None = None  # done, and replaced, when the record changes
+        self._changed: asyncio.Future[None]  # done, and replaced, when the record changes
 
     async def join(self, destination: str) -> None:
         """Prove that this process can upload. Call it before its name is among the clients of an epoch.
@@ -140,9 +140,10 @@ class EpochClient(abc.ABC):
             StoreUnavailableError: the store is unavailable for a minute.
             UsageError: the coordinator named clients for the other kind of save, or not this member. Nothing was saved.
         """
-        self._part = Part.NOT_ELECTED
+        self._part, self._record = Part.NOT_ELECTED, None
         self._uploads.clear()
-        watcher = self._follow(epoch)
+        self._changed = asyncio.get_running_loop().create_future()
+        watcher = asyncio.create_task(self._watch(epoch))
         uploader: asyncio.Task[None] | None = None
         try:
             record = await self._begun(watcher, epoch)
@@ -214,12 +215,6 @@ class EpochClient(abc.ABC):
         await in_thread(prune, self._scratch, self._keep_steps)
 
     # --- the record -----------------------------------------------------------------------------------
-    def _follow(self, epoch: int) -> asyncio.Task[None]:
-        """Begin to follow an epoch; cancel the task to end it."""
-        self._record = None
-        self._changed = asyncio.get_running_loop().create_future()
-        return asyncio.create_task(self._watch(epoch))
-
     async def _watch(self, epoch: int) -> None:
         """Follow the epoch's record to its end."""
         loop = asyncio.get_running_loop()
@@ -230,8 +225,7 @@ class EpochClient(abc.ABC):
             if seen != version:
                 version, heard_at, self._record = seen, loop.time(), record
                 changed, self._changed = self._changed, loop.create_future()
-                if changed is not None:
-                    changed.set_result(None)
+                changed.set_result(None)
             elif loop.time() - heard_at > self._patience_s:
                 raise CoordinatorLostError(
                     f"epoch {epoch}: coordinator timeout, its record is unchanged for {self._patience_s:g} s; "
@@ -247,17 +241,11 @@ class EpochClient(abc.ABC):
         """The record as soon as this holds; an error of a task that ends before is raised."""
         tasks = {task for task in (watcher, uploader) if task is not None}
         while self._record is None or not holds(self._record):
-            await asyncio.wait([*tasks, self._change()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, self._changed], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in tasks if task.done()]:
                 task.result()
                 tasks.discard(task)
         return self._record
-
-    def _change(self) -> asyncio.Future[None]:
-        """Done at the record's next change."""
-        if self._changed is None:
-            raise InternalError("no epoch is being watched")
-        return self._changed
 
     async def _tell(
         self, record: EpochRecord, kind: ReportKind, attempt: str = "", sha256: str = "", detail: str = ""
@@ -326,7 +314,7 @@ class CooldownClient(EpochClient):
     async def _refusal(self, mine: str) -> None:
         """Wait until the coordinator has refused this upload for good."""
         while (note := self._refused_by(self._record, mine)) is None:
-            await asyncio.shield(self._change())
+            await asyncio.shield(self._changed)
         why = note.refusal.value if note.refusal is not None else ""
         log.warning("the coordinator rejected the upload, retrying: %s: %s", why, note.detail)
 

@@ -196,14 +196,10 @@ def check_permissions(destination: Destination) -> None:
         destination.delete(probe)
         if destination.size(probe) is not None:
             raise DestinationDeniedError(f"{destination.url}: the test file {probe} still exists after it was deleted")
-    except DestinationDeniedError as error:
-        raise DestinationDeniedError(_denial(destination.url, operation, error)) from error
     except DestinationError as error:
-        raise DestinationError(_denial(destination.url, operation, error)) from error
-
-
-def _denial(url: str, operation: str, error: DestinationError) -> str:
-    return f"this client cannot join: it cannot {operation} the destination {url} ({error})"
+        raise type(error)(
+            f"this client cannot join: it cannot {operation} the destination {destination.url} ({error})"
+        ) from error
 
 
 def normalise(url: str) -> str:
