@@ -68,10 +68,9 @@ class CooldownHost:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        if not 0 < cooldown_s <= 7 * 86_400:
-            raise ConfigurationError(f"cooldown_s={cooldown_s}: give seconds above 0, at most a week")
-        if verify_s is not None and not 0 < verify_s <= 7 * 86_400:
-            raise ConfigurationError(f"verify_s={verify_s}: give seconds above 0, at most a week")
+        for name, value in (("cooldown_s", cooldown_s), ("verify_s", verify_s)):
+            if value is not None and not 0 < value <= 7 * 86_400:
+                raise ConfigurationError(f"{name}={value}: give seconds above 0, at most a week")
         if not 0 <= seed < 2**64:
             raise ConfigurationError(f"seed={seed}: give 0 to 2**64 - 1")
         self.destination = normalise(destination)
@@ -191,8 +190,8 @@ class CooldownHost:
                             coordinator.machine.verified(report, checkpoint)
                 for report in await retry_store(lambda: coordinator.step(self._clock())):
                     made = coordinator.sets.get(report.attempt) if report.client == SET else None
-                    verdict = self._verdict(coordinator.machine.record, destination, report, made, stop, slots)
-                    verdicts.add(asyncio.create_task(verdict))
+                    verify = partial(self._verify, coordinator.machine.record, destination, report, made, stop)
+                    verdicts.add(asyncio.create_task(self._verdict(report, verify, slots)))
                 if coordinator.ended():
                     return
                 ring = in_thread(self._ledger.wait_for_report, epoch, bell, POLL_S)
@@ -209,28 +208,18 @@ class CooldownHost:
             await asyncio.gather(*verdicts, return_exceptions=True)
 
     async def _verdict(
-        self,
-        record: EpochRecord,
-        destination: Destination,
-        report: Report,
-        made: bytes | None,
-        stop: Stop,
-        slots: asyncio.Semaphore,
+        self, report: Report, verify: Callable[[], Checkpoint], slots: asyncio.Semaphore
     ) -> tuple[Report, Checkpoint | RefusedUpload]:
         async with slots:
             try:
-                return report, await in_thread(self._verify, record, destination, report, made, stop)
+                return report, await in_thread(verify)
             except RefusedUpload as untrue:
                 return report, untrue
 
     def _verify(
-        self,
-        record: EpochRecord,
-        destination: Destination,
-        report: Report,
-        made: bytes | None,
-        stop: Stop,
+        self, record: EpochRecord, destination: Destination, report: Report, made: bytes | None, stop: Stop
     ) -> Checkpoint:
+        """The upload as a checkpoint. ``made``: the manifest of a set, which is written first."""
         if made is None:
             return verified(destination, record, report, stop, self._proof)
         try:
