@@ -20,7 +20,6 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import Change, Entry
-from transport.store.memory import MemoryStore
 
 
 @pytest.fixture
@@ -228,22 +227,6 @@ def test_a_round_whose_roster_was_lost_is_followed_by_another(run: SimulatedRun)
     run.run(3)
     assert run.round().number == 2
     assert "roster is missing" in run.round().why
-
-
-class BusyGate(MemoryStore):
-    """Somebody takes a slot whenever the host looks."""
-
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        if f"rendezvous/{RUN}/1/slots" in keys and len(keys) > 2:
-            self.add(f"rendezvous/{RUN}/1/slots")
-        return super().get_many(keys)
-
-
-def test_a_gate_that_is_passed_without_end_closes_all_the_same(run: SimulatedRun) -> None:
-    run.store = BusyGate(clock=lambda: run.now)
-    members = run.joined(3)
-    run.run(3)
-    assert ranks(members) == [0, 1, 2]
 
 
 def test_another_programs_counter_ends_the_run_for_its_members(run: SimulatedRun) -> None:

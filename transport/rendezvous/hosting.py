@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 
 import msgspec
 
@@ -35,7 +36,6 @@ from transport.store.decision import Next, advance
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 4  # attempts at a snapshot while members join; who joins during the last one becomes a spare
 _MOST_SLOTS = 1 << 20  # of a round; a larger counter is not one of this package
 
 
@@ -137,21 +137,15 @@ class Hosting:
         if taken < current.least and open_s < self._rules.join_timeout_s:
             return Snapshot(current, (), open_s=open_s)
         before = self._peers(current.number - 1)
-        old = [self._keys.seat(current.number - 1, peer.slot) for peer in before]
-        for _ in range(_LOOKS):
-            looked = taken
-            seats = [self._keys.seat(current.number, slot) for slot in range(looked)]
-            counter, *entries = self._store.get_many([key, *seats, *old])
-            taken = _number(key, counter)
-            if taken <= looked:
-                break  # else another member joined meanwhile; include it
-        here, there = entries[:looked], entries[looked:]
+        # First the seats of this round: who takes one later has the seat of the round before, and is waited for.
+        here = self._store.scan(self._keys.seats(current.number))
+        there = self._store.get_many([self._keys.seat(current.number - 1, peer.slot) for peer in before])
         returning = frozenset(
             peer.member
             for peer, seat in zip(before, there, strict=True)
             if _sits(peer, seat, current.number - 1) and not self._ended(seat)
         )
-        return Snapshot(current, seats_of(here), before, returning, open_s, self._waiting())
+        return Snapshot(current, seats_of(here.values()), before, returning, open_s, self._waiting())
 
     def _everybody(self, current: Round) -> Snapshot:
         """A snapshot of the members with a rank."""
@@ -220,7 +214,7 @@ def _number(key: str, entry: Entry | None) -> int:
     return taken
 
 
-def seats_of(entries: list[Entry | None]) -> list[Seat]:
+def seats_of(entries: Iterable[Entry | None]) -> list[Seat]:
     """The members that are there."""
     return [decode(Seat, "seat", entry.value) for entry in entries if entry is not None]
 

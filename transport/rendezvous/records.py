@@ -186,9 +186,13 @@ class Keys:
         """Counter of slots taken."""
         return f"{self.all}{number}/slots"
 
+    def seats(self, number: int) -> str:
+        """What the keys of all seats of a round begin with."""
+        return f"{self.all}{number}/seat/"
+
     def seat(self, number: int, slot: int) -> str:
         """Seat."""
-        return f"{self.all}{number}/seat/{slot}"
+        return f"{self.seats(number)}{slot}"
 
     def place(self, number: int, slot: int) -> str:
         """Place."""
