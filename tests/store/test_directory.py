@@ -146,14 +146,6 @@ def test_an_absent_server_is_lost_after_the_grace_and_not_before() -> None:
         whereabouts.found(TICKET, None, 110.0)
 
 
-def test_a_server_may_have_come_and_gone_between_two_looks_that_are_a_lease_apart() -> None:
-    whereabouts = Whereabouts(grace_s=10, lease_s=30)
-    assert whereabouts.found(TICKET, None, 0.0) is None
-    assert whereabouts.found(TICKET, None, 30.0) is None
-    with pytest.raises(PayloadLostError):
-        whereabouts.found(TICKET, None, 40.0)
-
-
 def test_a_store_that_fails_loses_nothing(store: SQLiteStore) -> None:
     finder = Finder(Directory(store), grace_s=0)
     failure = UnreachableError("nobody there")

@@ -175,8 +175,11 @@ class EpochClient(abc.ABC):
         self._part = Part.SKIPPED
         await self._tell(record, ReportKind.SKIPPED)
 
-    async def _cancellable(self, record: EpochRecord, attempt: str, work: Callable[[Stop], T]) -> T:
-        """An upload's result, from a thread; cancelled, it stops, removes what was complete by then, and reports it."""
+    async def _attempted(self, record: EpochRecord, attempt: str, work: Callable[[Stop], T], what: str) -> T | None:
+        """The result of an upload from a thread; None: it failed, which is reported.
+
+        Cancelled, it stops, removes what was complete by then, and reports that.
+        """
         self._part = Part.CANCELLED
         stop = Stop()
         call = in_thread(work, stop)
@@ -196,6 +199,11 @@ class EpochClient(abc.ABC):
                 await removed(record.destination, place)
             await self._tell_cancelled(record, attempt)
             raise
+        except Exception as error:  # of the destination, or of the program's own calls
+            why = f"{type(error).__name__}: {error}"
+            log.warning("epoch %d: %s failed, retrying: %s", record.epoch, what, masked(why))
+            await self._failed(record, why, attempt)
+            return None
 
     async def _tell_cancelled(self, record: EpochRecord, attempt: str) -> None:
         report = self._report(record, ReportKind.CANCELLED, attempt)
@@ -293,14 +301,9 @@ class CooldownClient(EpochClient):
         again_s = AGAIN_FIRST_S
         while True:
             attempt = secrets.token_hex(8)
-            try:
-                save_and_upload = partial(self._save_and_upload, record, attempt)
-                sha256 = await self._cancellable(record, attempt, save_and_upload)
-            except Exception as error:  # of the destination, or of the program's own calls
-                why = f"{type(error).__name__}: {error}"
-                log.warning("epoch %d: upload failed, retrying: %s", record.epoch, masked(why))
-                await self._failed(record, why, attempt)
-            else:
+            save_and_upload = partial(self._save_and_upload, record, attempt)
+            sha256 = await self._attempted(record, attempt, save_and_upload, "upload")
+            if sha256 is not None:
                 mine = f"{self.name}/{attempt}"
                 self._uploads.add(mine)
                 await self._tell(record, ReportKind.UPLOADED, attempt, sha256)

@@ -214,14 +214,11 @@ class ShardedClient(EpochClient):
         beating = asyncio.create_task(self._beat(record, host, number, moved))
         try:
             upload = partial(self._upload_files, record, record.folder(mine), files, moved)
-            sent = await self._cancellable(record, attempt, upload)
-        except Exception as error:  # of the destination, or of the program's own calls
-            why = f"{type(error).__name__}: {error}"
-            log.warning("epoch %d: share %d of %s failed, retrying: %s", record.epoch, number, host, masked(why))
-            await self._failed(record, why, attempt)
-            return
+            sent = await self._attempted(record, attempt, upload, f"share {number} of {host}")
         finally:
             beating.cancel()
+        if sent is None:
+            return
         self._uploads.add(mine)  # from here on it may become part of the checkpoint
         share = Share(host=host, number=number, client=self.name, attempt=attempt, files=sent)
         await retry_store(partial(self._ledger.put_share, record.epoch, share))
