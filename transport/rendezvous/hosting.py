@@ -136,14 +136,13 @@ class Hosting:
         taken = _number(key, self._store.get(key))
         if taken < current.least and open_s < self._rules.join_timeout_s:
             return Snapshot(current, (), open_s=open_s)
-        before = self._peers(current.number - 1)
+        last = current.number - 1
+        before = self._peers(last)
         # First the seats of this round: who takes one later has the seat of the round before, and is waited for.
         here = self._store.scan(self._keys.seats(current.number))
-        there = self._store.get_many([self._keys.seat(current.number - 1, peer.slot) for peer in before])
+        there = self._store.get_many([self._keys.seat(last, peer.slot) for peer in before])
         returning = frozenset(
-            peer.member
-            for peer, seat in zip(before, there, strict=True)
-            if _sits(peer, seat, current.number - 1) and not self._ended(seat)
+            peer.member for peer, entry in zip(before, there, strict=True) if self._returns(peer, entry, last)
         )
         return Snapshot(current, seats_of(here.values()), before, returning, open_s, self._waiting())
 
@@ -160,9 +159,13 @@ class Hosting:
             return frozenset()
         return frozenset(key.removeprefix(self._keys.waiting) for key in self._store.scan(self._keys.waiting))
 
-    def _ended(self, entry: Entry | None) -> bool:
-        """Whether the seat is of a member that is done and does not come back."""
-        return self._rules.done_stays and entry is not None and decode(Seat, "seat", entry.value).status is Status.DONE
+    def _returns(self, peer: Peer, entry: Entry | None, number: int) -> bool:
+        """Whether a member's seat of this round still stands, and the member may come back."""
+        if entry is None:
+            return False
+        seat = decode(Seat, "seat", entry.value)
+        done = self._rules.done_stays and seat.status is Status.DONE
+        return (seat.member, seat.round) == (peer.member, number) and not done
 
     def _peers(self, number: int) -> tuple[Peer, ...]:
         if number < 1:
@@ -217,10 +220,3 @@ def _number(key: str, entry: Entry | None) -> int:
 def seats_of(entries: Iterable[Entry | None]) -> list[Seat]:
     """The members that are there."""
     return [decode(Seat, "seat", entry.value) for entry in entries if entry is not None]
-
-
-def _sits(peer: Peer, entry: Entry | None, number: int) -> bool:
-    if entry is None:
-        return False
-    seat = decode(Seat, "seat", entry.value)
-    return seat.member == peer.member and seat.round == number
