@@ -25,7 +25,7 @@ from transport.cooldown.epochs.records import Phase, encode
 from transport.errors import RetriesExhaustedError
 from transport.rendezvous import decisions, placement
 from transport.rendezvous.hosting import Hosting
-from transport.store.directory import Directory, Whereabouts
+from transport.store.directory import Directory, Finder
 from transport.store.memory import MemoryStore
 from transport.testing import MemoryQueue, memory_queue
 from transport.wire.frames import END_ASKED, UNKNOWN
@@ -83,13 +83,13 @@ def _never_lost() -> None:
     def found(self: Any, ticket: Any, serving: Any, now: float) -> Any:
         return None if serving is None else serving.moved(ticket)
 
-    Whereabouts.found = found  # type: ignore[method-assign]
+    Finder.found = found  # type: ignore[method-assign]
     Routes.all_wrong = lambda *_: False  # type: ignore[method-assign]
 
 
 def _lost_at_once() -> None:
-    original = Whereabouts.__init__
-    Whereabouts.__init__ = lambda self, grace_s, *more: original(self, 0.0, *more)  # type: ignore[method-assign]
+    original = Finder.__init__
+    Finder.__init__ = lambda self, directory: original(self, directory, grace_s=0.0)  # type: ignore[method-assign]
     Directory.renew = lambda *_: True  # type: ignore[method-assign]
 
 

@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from transport.errors import PayloadLostError, UnreachableError
-from transport.store.directory import Directory, Finder, Serving, Whereabouts
+from transport.store.directory import Directory, Finder, Serving
 from transport.store.memory import MemoryStore
 from transport.store.sqlite import SQLiteStore
 from transport.testing import a_ticket
 
 
+def a_finder() -> Finder:
+    return Finder(Directory(MemoryStore(), lease_s=30.0), grace_s=20.0)
+
+
 def test_absences_that_were_seen_far_apart_are_not_one() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None
     # Others read the ring meanwhile. This reader cannot know: it asks again when the ring is away a second time.
     assert places.found(ticket, None, 1000.0) is None
@@ -24,7 +28,7 @@ def test_absences_that_were_seen_far_apart_are_not_one() -> None:
 
 
 def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None
     for now in (120.0, 140.0):
         assert places.watched(now) == [ticket.ring]
@@ -34,7 +38,7 @@ def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for() -> None
 
 
 def test_a_look_that_finds_the_ring_ends_its_absence() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None
     places.looked([ticket.ring], set(), 110.0)
     assert places.watched(110.0) == []
@@ -42,7 +46,7 @@ def test_a_look_that_finds_the_ring_ends_its_absence() -> None:
 
 
 def test_a_ring_that_is_not_read_from_any_more_is_not_looked_for_for_ever() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None
     places.looked([ticket.ring], {ticket.ring}, 399.0)
     assert places.watched(399.0) == [ticket.ring]
@@ -87,17 +91,17 @@ def test_a_finder_whose_store_is_closed_looks_no_more_and_hides_no_error(tmp_pat
 
 
 def test_a_look_does_not_bring_back_what_was_reached_meanwhile() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None
-    places.reached(ticket.ring)
+    places.reached(ticket)
     places.looked([ticket.ring], {ticket.ring}, 101.0)
     assert places.watched(101.0) == []
 
 
 def test_a_read_that_succeeds_ends_an_absence() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    ticket, places = a_ticket(), a_finder()
     assert places.found(ticket, None, 100.0) is None
-    places.reached(ticket.ring)  # the server lives: it was away for a moment, and its ports answer again
+    places.reached(ticket)  # the server lives: it was away for a moment, and its ports answer again
     assert places.found(ticket, None, 1000.0) is None
     with pytest.raises(PayloadLostError):
         places.found(ticket, None, 1020.0)

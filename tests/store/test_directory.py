@@ -23,7 +23,6 @@ from transport.errors import (
     LinkError,
     PayloadLostError,
     RingError,
-    StaleSlotError,
     StoreError,
     TransportError,
     UnreachableError,
@@ -32,7 +31,8 @@ from transport.errors import (
 from transport.runtime.loop_thread import LoopThread
 from transport.settings import Settings
 from transport.store import SQLiteStore
-from transport.store.directory import Announcement, Directory, Finder, Serving, Whereabouts
+from transport.store.directory import Announcement, Directory, Finder, Serving
+from transport.store.memory import MemoryStore
 from transport.testing import run
 from transport.ticket import Ticket
 
@@ -128,22 +128,22 @@ def test_a_record_that_is_none_is_an_error_and_no_answer(store: SQLiteStore) -> 
 
 # --- decisions ---------------------------------------------------------------------------------------
 def test_a_moved_server_is_tried_first_from_then_on() -> None:
-    whereabouts = Whereabouts(grace_s=10)
-    assert whereabouts.current(TICKET) is TICKET
-    moved = whereabouts.found(TICKET, serving(), 0.0)
+    finder = Finder(Directory(MemoryStore()), grace_s=10)
+    assert finder.current(TICKET) is TICKET
+    moved = finder.found(TICKET, serving(), 0.0)
     assert moved is not None
     assert (moved.host, moved.addresses, moved.ports) == ("there", ("10.0.0.1",), (5000,))
     assert (moved.identity, moved.key) == (TICKET.identity, TICKET.key)
-    assert whereabouts.current(TICKET) == moved
-    assert whereabouts.found(moved, serving(), 1.0) is None  # the same place: the failure stands
+    assert finder.current(TICKET) == moved
+    assert finder.found(moved, serving(), 1.0) is None  # the same place: the failure stands
 
 
 def test_an_absent_server_is_lost_after_the_grace_and_not_before() -> None:
-    whereabouts = Whereabouts(grace_s=10)
-    assert whereabouts.found(TICKET, None, 100.0) is None
-    assert whereabouts.found(TICKET, None, 109.9) is None
+    finder = Finder(Directory(MemoryStore()), grace_s=10)
+    assert finder.found(TICKET, None, 100.0) is None
+    assert finder.found(TICKET, None, 109.9) is None
     with pytest.raises(PayloadLostError, match="no server of its ring for 10 s"):
-        whereabouts.found(TICKET, None, 110.0)
+        finder.found(TICKET, None, 110.0)
 
 
 def test_a_store_that_fails_loses_nothing(store: SQLiteStore) -> None:
@@ -155,11 +155,6 @@ def test_a_store_that_fails_loses_nothing(store: SQLiteStore) -> None:
     with pytest.raises(PayloadLostError) as lost:
         run(finder.after(TICKET, failure))
     assert lost.value.__cause__ is failure
-
-
-def test_only_a_failure_to_reach_anybody_asks_the_directory(store: SQLiteStore) -> None:
-    finder = Finder(Directory(store), grace_s=0)
-    assert run(finder.after(TICKET, StaleSlotError("consumed"))) is None
 
 
 # --- real processes ----------------------------------------------------------------------------------

@@ -238,29 +238,36 @@ class _Absence(msgspec.Struct):
     asked: float
 
 
-class Whereabouts:
-    """A reader's knowledge of servers. Decisions without I/O; belongs to one loop.
+class Finder:
+    """A client's side of the directory: where rings are served by now, and since when one is absent. For one loop.
 
     Args:
-        grace_s: how long a ring must be absent from the directory before its payloads count as lost.
-        lease_s: of the directory. Between two looks so far apart a ring may have been present.
+        grace_s: how long a ring must be absent before its payloads count as lost; default two thirds of the lease.
     """
 
-    def __init__(self, grace_s: float, lease_s: float = LEASE_S) -> None:
-        self._grace_s = grace_s
-        self._lease_s = lease_s
+    def __init__(
+        self, directory: Directory, *, grace_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._grace_s = directory.lease_s * 2 / 3 if grace_s is None else grace_s
         self._known: dict[str, Serving] = {}
         self._absent: dict[str, _Absence] = {}
+        self._watch: asyncio.Task[None] | None = None  # while any ring is absent
+        self._ended = False
 
     def current(self, ticket: Ticket) -> Ticket:
         """The ticket with the addresses and ports that were last found for its ring."""
         serving = self._known.get(ticket.ring)
-        return ticket if serving is None else serving.moved(ticket)
+        try:
+            return ticket if serving is None else serving.moved(ticket)
+        except TicketError:
+            return ticket
 
-    def reached(self, ring: str) -> None:
-        """A read of the ring succeeded: the time of its absence is counted from zero again."""
+    def reached(self, ticket: Ticket) -> None:
+        """A read of the ticket's ring succeeded: the time of its absence is counted from zero again."""
         if self._absent:
-            self._absent.pop(ring, None)
+            self._absent.pop(ticket.ring, None)
 
     def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
         """After a failed read: the ticket to read instead; None if the failure is to be raised.
@@ -288,7 +295,7 @@ class Whereabouts:
 
     def watched(self, now: float) -> list[str]:
         """The absent rings to look for again, within a lease. A ring that is not read from any more is forgotten."""
-        forget_s = _WATCHED_LEASES * self._lease_s
+        forget_s = _WATCHED_LEASES * self._directory.lease_s
         self._absent = {ring: absence for ring, absence in self._absent.items() if now - absence.asked < forget_s}
         return list(self._absent)
 
@@ -305,68 +312,31 @@ class Whereabouts:
         if absence is None:
             absence = self._absent[ring] = _Absence(now, now, now)
             _bound(self._absent)
-        elif now - absence.seen >= self._lease_s:
-            absence.since = now
+        elif now - absence.seen >= self._directory.lease_s:
+            absence.since = now  # in between it may have been there
         absence.seen = now
         return absence
 
-
-def _bound(rings: dict[str, Any]) -> None:
-    if len(rings) > _MOST_RINGS:
-        rings.pop(next(iter(rings)))
-
-
-class Finder:
-    """A client's side of the directory.
-
-    Args:
-        grace_s: see `Whereabouts`; default two thirds of the lease.
-    """
-
-    def __init__(
-        self, directory: Directory, *, grace_s: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._directory = directory
-        self._clock = clock
-        lease_s = directory.lease_s
-        self._look_s = lease_s / 3
-        self._whereabouts = Whereabouts(lease_s * 2 / 3 if grace_s is None else grace_s, lease_s)
-        self._watch: asyncio.Task[None] | None = None  # while any ring is absent
-        self._ended = False
-
-    def current(self, ticket: Ticket) -> Ticket:
-        """The ticket with the addresses and ports that were last found for its ring."""
-        try:
-            return self._whereabouts.current(ticket)
-        except TicketError:
-            return ticket
-
-    def reached(self, ticket: Ticket) -> None:
-        """The ticket's ring was read from."""
-        self._whereabouts.reached(ticket.ring)
-
     async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
-        """The ticket to read instead after ``error``; None: raise it. PayloadLostError as in `Whereabouts.found`."""
-        if not isinstance(error, MAY_HAVE_MOVED):
-            return None
+        """The ticket to read after one of `MAY_HAVE_MOVED`; None: raise that. PayloadLostError as in `found`."""
         try:
             serving = await asyncio.to_thread(self._directory.find, ticket.ring)
-            return self._whereabouts.found(ticket, serving, self._clock())
+            return self.found(ticket, serving, self._clock())
         except PayloadLostError as lost:
             raise lost from error
         except (StoreError, TicketError, ClosedError) as unknown:
             log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], unknown)
             return None
         finally:
-            if self._watch is None and not self._ended and self._whereabouts.watched(self._clock()):
+            if self._watch is None and not self._ended and self.watched(self._clock()):
                 self._watch = asyncio.get_running_loop().create_task(self._look(), name="transport directory")
 
     async def _look(self) -> None:
         """Look again and again for what was absent, until nothing is."""
         try:
             while True:
-                await asyncio.sleep(self._look_s)
-                if not (rings := self._whereabouts.watched(self._clock())):
+                await asyncio.sleep(self._directory.lease_s / 3)
+                if not (rings := self.watched(self._clock())):
                     return
                 try:
                     absent = await asyncio.to_thread(self._directory.absent, rings)
@@ -375,7 +345,7 @@ class Finder:
                 except TransportError as error:
                     log.warning("looking for %d absent rings failed: %s", len(rings), error)
                 else:
-                    self._whereabouts.looked(rings, set(absent), self._clock())
+                    self.looked(rings, set(absent), self._clock())
         finally:
             self._watch = None
 
@@ -384,3 +354,8 @@ class Finder:
         self._ended = True
         if self._watch is not None:
             self._watch.cancel()
+
+
+def _bound(rings: dict[str, Any]) -> None:
+    if len(rings) > _MOST_RINGS:
+        rings.pop(next(iter(rings)))
