@@ -23,7 +23,7 @@ from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import Phase, encode
 from transport.errors import RetriesExhaustedError
-from transport.rendezvous import decisions, placement
+from transport.rendezvous import decisions
 from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Finder
 from transport.store.memory import MemoryStore
@@ -282,7 +282,7 @@ def _without_least(snapshot: Any, rules: Any) -> Any:
 
 
 def _two_seats() -> None:
-    decisions.one_seat_each = placement.one_seat_each = lambda seats: sorted(seats, key=lambda seat: seat.slot)
+    decisions.one_seat_each = lambda seats: sorted(seats, key=lambda seat: seat.slot)
 
 
 def _unfenced_epochs() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.closing import Archive
-from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide
+from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide, place
 from transport.rendezvous.member_states import Event, Member, State
-from transport.rendezvous.placement import place
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
 from transport.store.base import MOST_KEY_BYTES

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from simulated_run import SimulatedMember, SimulatedRun
 
 from transport.errors import ConfigurationError
-from transport.rendezvous.decisions import OpenNext, Snapshot, decide
+from transport.rendezvous.decisions import OpenNext, Snapshot, decide, place, position
 from transport.rendezvous.member_states import State
-from transport.rendezvous.placement import place, position
 from transport.rendezvous.records import Peer, Phase, Reason, Round, Seat, Status
 from transport.rendezvous.rules import Rules
 

@@ -1,4 +1,4 @@
-"""The host's decisions: a table over one consistent snapshot of the round. No I/O, no clock.
+"""The host's decisions: a table over one consistent snapshot of the round, and who gets which rank. No I/O, no clock.
 
 A decision is written by compare-and-set against the version of the round in the snapshot. A host that was stopped and
 has an old snapshot therefore changes nothing.
@@ -19,10 +19,10 @@ has an old snapshot therefore changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from transport.rendezvous.placement import Placement, one_seat_each, place
 from transport.rendezvous.records import Peer, Phase, Reason, Round, Seat, Status
 from transport.rendezvous.rules import Rules
 
@@ -47,9 +47,13 @@ class Snapshot(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Complete the round: write the places; members that join later become spares."""
+    """Complete the round: write the places; members that join later become spares.
 
-    placement: Placement
+    ``active`` in the order of ranks; ``standby`` in the order of slots.
+    """
+
+    active: list[Seat]
+    standby: list[Seat]
 
 
 class OpenNext(NamedTuple):
@@ -66,9 +70,11 @@ class Close(NamedTuple):
 
 
 _MOST_NAMED = 4
+_DIGITS = re.compile(r"([0-9]+)")
 
 Act: TypeAlias = Complete | OpenNext | Close
 Rule: TypeAlias = Callable[[Snapshot, Rules], Act | None]
+Position: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]
 
 
 def decide(snapshot: Snapshot, rules: Rules) -> Act | None:
@@ -85,7 +91,7 @@ def _current(snapshot: Snapshot) -> list[Seat]:
 
 def _complete(snapshot: Snapshot, seats: Sequence[Seat]) -> Complete:
     before = {peer.member: rank for rank, peer in enumerate(snapshot.active)}
-    return Complete(place(seats, snapshot.round.most, before))
+    return place(seats, snapshot.round.most, before)
 
 
 def _full(snapshot: Snapshot, rules: Rules) -> Act | None:
@@ -174,3 +180,49 @@ TABLE: tuple[tuple[Phase, Rule], ...] = (
     (Phase.RUNNING, _broken),
     (Phase.RUNNING, _growing),
 )
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+def one_seat_each(seats: Sequence[Seat]) -> list[Seat]:
+    """Seats in the order of slots; of a member with several only the last, since it lost the others."""
+    last = {seat.member: seat for seat in sorted(seats, key=lambda seat: seat.slot)}
+    return sorted(last.values(), key=lambda seat: seat.slot)
+
+
+def place(seats: Sequence[Seat], most: int, before: Mapping[str, int]) -> Complete:
+    """Give ranks 0..n-1, n at most ``most``, to those who had one ``before`` (rank by member), then by slot.
+
+    A member keeps its rank if that still exists, so a new member gets the rank of the one it replaces. If a member has
+    a position in the network, ranks follow the positions instead, so that neighbours have neighbouring ranks.
+    """
+    seats = one_seat_each(seats)
+    ordered = sorted(seats, key=lambda seat: (seat.member not in before, seat.slot))
+    chosen, standby = ordered[:most], ordered[most:]
+    active = _near(chosen) if any(seat.where for seat in chosen) else _kept(chosen, before)
+    return Complete(active, sorted(standby, key=lambda seat: seat.slot))
+
+
+def position(where: str) -> Position:
+    """A path as a sort key: part by part, numbers by value, so that rack2 comes before rack10."""
+    return tuple(
+        tuple((int(piece), "") if piece.isdigit() else (-1, piece) for piece in _DIGITS.split(part) if piece)
+        for part in where.split("/")
+    )
+
+
+def _near(chosen: Sequence[Seat]) -> list[Seat]:
+    return sorted(chosen, key=lambda seat: (not seat.where, position(seat.where), seat.slot))
+
+
+def _kept(chosen: Sequence[Seat], before: Mapping[str, int]) -> list[Seat]:
+    ranks: dict[int, Seat] = {}
+    homeless = []
+    for seat in chosen:
+        rank = before.get(seat.member, len(chosen))
+        if rank < len(chosen) and rank not in ranks:
+            ranks[rank] = seat
+        else:
+            homeless.append(seat)
+    free = (rank for rank in range(len(chosen)) if rank not in ranks)
+    ranks.update(zip(free, homeless, strict=True))
+    return [ranks[rank] for rank in range(len(chosen))]

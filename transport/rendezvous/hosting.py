@@ -181,10 +181,10 @@ class Hosting:
         """The round after a decision, and the records that are written with it."""
         current = snapshot.round
         match act:
-            case Complete(placement):
-                why = current.why + without(snapshot.active, placement.active, current.why)
+            case Complete(active, standby):
+                why = current.why + without(snapshot.active, active, current.why)
                 after = msgspec.structs.replace(current, phase=Phase.RUNNING, why=why)
-                return after, self._places(current.number, placement.active, placement.standby)
+                return after, self._places(current.number, active, standby)
             case OpenNext(why):
                 number = current.number + 1
                 return msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024]), []
