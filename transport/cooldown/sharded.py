@@ -84,8 +84,8 @@ class ShardedClient(EpochClient):
         self._launch = launch
         self._takeover_s = takeover_s
         self._process = secrets.token_hex(8)
-        self._tried = -1  # the last epoch in which save() was called
-        self._kept: tuple[int, Saved] | None = None  # the last save, in case the store could not be told
+        # The last epoch in which save() was called, and what it has saved, in case the store could not be told.
+        self._last: tuple[int, Saved | None] = (-1, None)
 
     # --- the save -------------------------------------------------------------------------------------
     async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
@@ -116,20 +116,21 @@ class ShardedClient(EpochClient):
             if decision != NO_SAVE:
                 await self._failed(record, "another launch of the job saved in this epoch, and did not complete it")
             return False
-        kept = self._kept[1] if self._kept is not None and self._kept[0] == record.epoch else None
-        kept = kept or await self._save_once(record)
-        if kept is None:
+        epoch, saved = self._last
+        if epoch != record.epoch or saved is None:
+            saved = await self._save_once(record)
+        if saved is None:
             return False
-        await retry_store(partial(self._ledger.put_saved, record.epoch, kept))
+        await retry_store(partial(self._ledger.put_saved, record.epoch, saved))
         return True
 
     async def _save_once(self, record: EpochRecord) -> Saved | None:
         """Save, unless an earlier process or call has begun to: the other members would not join a second save."""
         begin = partial(self._ledger.begin_save, record.epoch, self.name, self._process)
-        if self._tried == record.epoch or await retry_store(begin) != self._process:
+        if self._last[0] == record.epoch or await retry_store(begin) != self._process:
             await self._failed(record, "this member began to save in this epoch before, and did not complete it")
             return None
-        self._tried = record.epoch
+        self._last = (record.epoch, None)
         call = in_thread(self._save_files, record)
         try:
             saved = await self._outlasting(call, record)
@@ -141,7 +142,7 @@ class ShardedClient(EpochClient):
         except (TransportError, OSError) as error:
             await self._failed(record, str(error))
             return None
-        self._kept = (record.epoch, saved)
+        self._last = (record.epoch, saved)
         return saved
 
     async def _outlasting(self, call: asyncio.Future[Saved], record: EpochRecord) -> Saved:

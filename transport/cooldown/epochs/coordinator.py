@@ -71,9 +71,9 @@ class Coordinator:
         self._elapsed = record.elapsed_s
         if record.phase is Phase.COOLDOWN:
             self._elapsed += self.interval
-        # Invariant: every upload in it is of an elected client and of this epoch.
-        self._verifying: set[str] = set()
-        self._again: dict[str, tuple[float, Report]] = {}  # (elapsed time at which to verify again, report)
+        # Reported uploads, of elected clients and of this epoch, with the elapsed time at which to verify them again;
+        # None while they are being verified.
+        self._unproven: dict[str, tuple[Report, float | None]] = {}
 
     def __repr__(self) -> str:
         left = max(0.0, self.record.cooldown_s - self._elapsed)
@@ -101,7 +101,7 @@ class Coordinator:
     def report(self, report: Report) -> None:
         """A client's report was read, perhaps again."""
         record = self.record
-        if record.phase is not Phase.COOLDOWN or report.upload in self._verifying or report.upload in self._again:
+        if record.phase is not Phase.COOLDOWN or report.upload in self._unproven:
             return
         known = record.notes.get(report.client)
         if known is not None and (known.kind, known.attempt) == (report.kind, report.attempt):
@@ -123,17 +123,17 @@ class Coordinator:
 
     def verified(self, report: Report, checkpoint: Checkpoint) -> None:
         """The upload is a checkpoint."""
-        if report.upload in self._verifying:
+        if self._is_awaited(report):
             self._end(Outcome.CHECKPOINTED, checkpoint)
 
     def refuted(self, report: Report, refusal: Refusal, detail: str, upload: str = "") -> None:
         """The upload is refused. ``upload``: the wrong part of a set; the others stay good."""
-        if report.upload not in self._verifying:
+        if not self._is_awaited(report):
             return
-        self._verifying.discard(report.upload)
+        del self._unproven[report.upload]
         self.due = [each for each in self.due if each != report]
         if refusal is Refusal.UNREADABLE:
-            self._again[report.upload] = (self._elapsed + LOOK_AGAIN_S, report)
+            self._unproven[report.upload] = (report, self._elapsed + LOOK_AGAIN_S)
         elif upload:
             why = f"{refusal.value}: {detail}"[:500]
             self._change(refused={**self.record.refused, upload: why})
@@ -146,12 +146,10 @@ class Coordinator:
         before, self._now = self._now, now
         if before is not None:
             self._elapsed += min(max(now - before, 0.0), MOST_GAP_S)
-        unproven = self._verifying or self._again
-        if self._elapsed >= (self.record.most_s if unproven else self.record.cooldown_s):
+        if self._elapsed >= (self.record.most_s if self._unproven else self.record.cooldown_s):
             self._end(Outcome.TIMED_OUT, None)
             return
-        for report in [report for at, report in self._again.values() if at <= self._elapsed]:
-            del self._again[report.upload]
+        for report in [each for each, at in self._unproven.values() if at is not None and at <= self._elapsed]:
             self._verify(report)
         if self._elapsed - self.record.elapsed_s >= self.interval:
             self._change()
@@ -175,9 +173,7 @@ class Coordinator:
             self._change()
             return
         _require_same(theirs, mine)
-        self._verifying -= refuted
-        for upload in refuted & self._again.keys():
-            del self._again[upload]
+        self._unproven = {upload: state for upload, state in self._unproven.items() if upload not in refuted}
         own = {client: note for client, note in mine.notes.items() if f"{client}/{note.attempt}" not in refuted}
         notes, refused = {**theirs.notes, **own}, {**theirs.refused, **mine.refused}
         self.record = theirs
@@ -186,8 +182,13 @@ class Coordinator:
 
     # --- their parts ----------------------------------------------------------------------------------
     def _verify(self, report: Report) -> None:
-        self._verifying.add(report.upload)
+        self._unproven[report.upload] = (report, None)
         self.due.append(report)
+
+    def _is_awaited(self, report: Report) -> bool:
+        """Whether a verdict on this upload is awaited."""
+        known = self._unproven.get(report.upload)
+        return known is not None and known[1] is None
 
     def _end(self, outcome: Outcome, checkpoint: Checkpoint | None) -> None:
         self._verify_nothing()
@@ -195,8 +196,7 @@ class Coordinator:
 
     def _verify_nothing(self) -> None:
         """The epoch has ended: what was being verified does not matter any more."""
-        self._verifying.clear()
-        self._again.clear()
+        self._unproven.clear()
         self.due.clear()
 
     def _note(self, report: Report, refusal: Refusal | None, detail: str) -> None:
