@@ -1,4 +1,4 @@
-// Service and Connection for transport/server/listener.py and transport/server/connection.py.
+// Service and Connection for transport/server/listener.py.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 

@@ -27,7 +27,7 @@ BECOME = """
 import ctypes, encodings.idna, os, sys
 import uvloop
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, errors
-from transport.server import connection
+from transport.server import listener
 from transport.wire import library as ucx
 ucx.engine()
 ucx.transports_here({})

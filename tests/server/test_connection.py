@@ -32,7 +32,7 @@ from transport import _ring
 from transport.client.connections.connection import Link, Want
 from transport.errors import StaleSlotError
 from transport.ring.buffer import SharedRingBuffer
-from transport.server.connection import Connection
+from transport.server.listener import Connection
 from transport.settings import Settings
 from transport.testing import run
 from transport.wire import frames

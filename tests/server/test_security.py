@@ -172,7 +172,7 @@ async def test_a_welcome_for_another_ring_is_not_taken(monkeypatch: pytest.Monke
 
     async def anybody(*_: object) -> None: ...
 
-    monkeypatch.setattr("transport.server.connection.Connection._admit", anybody)
+    monkeypatch.setattr("transport.server.listener.Connection._admit", anybody)
     with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
         async with Stage(ring) as stage:
             with pytest.raises(WrongRingError, match="serves ring"):

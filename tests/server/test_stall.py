@@ -8,7 +8,7 @@ from helpers import asynchronous, listener_pids, until
 from supervised import LOCAL, QUICK, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.server.stall import StallDetector
+from transport.server.listener import StallDetector
 from transport.wire.ucx import Worker
 from transport.wires import settings_for
 

@@ -13,8 +13,7 @@ from frame_codec import Answer
 from helpers import until
 
 from transport.ring.buffer import SharedRingBuffer
-from transport.server.connection import Connection
-from transport.server.listener import Listener
+from transport.server.listener import Connection, Listener
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import frames

@@ -1,12 +1,20 @@
-"""A listener: serves one ring on one port from one event loop.
+"""A listener: serves one ring on one port from one event loop, each client by a `Connection` of its own.
 
 It holds what its connections share (the native service, the limit on connections). Once a second it sends a heartbeat,
 closes idle connections and ends attempts that were not acknowledged. `process` runs it as a process of its own.
+
+A connection has its handshake here, and its requests in native code (native/ucp/serving.hpp):
+
+    HANDSHAKE ──WELCOME sent──► OPEN ──BYE, loss, eviction, garbage──► CLOSED
+
+However a connection ends, `Connection.close` runs once. It first makes UCX stop using the slots' memory and then
+releases the pins, so a payload that was not acknowledged is READY again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -15,13 +23,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transport.errors import ClosedError
+from transport.errors import (
+    AuthenticationError,
+    BusyError,
+    InternalError,
+    LinkError,
+    ProtocolError,
+    RefusedError,
+    TransportError,
+    WrongRingError,
+)
 from transport.ring.attachment import Attachment
 from transport.runtime.logs import LogLimit
-from transport.server.connection import Connection
-from transport.server.stall import StallDetector
 from transport.settings import DEFAULTS, Settings
-from transport.wire import frames
+from transport.wire import authentication, frames
 from transport.wire.library import engine
 from transport.wire.ucx import Endpoint, Listening, Worker
 from transport.wires import Wire, settings_for
@@ -34,9 +49,196 @@ log = logging.getLogger(__name__)
 _MOST_READS = 4096  # per connection: bounds the listener's memory if a client never acknowledges
 _MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not received yet
 _MOST_REFUSED = 64  # beyond the limit on connections: this many at once get a BUSY answer, UCX rejects the rest
+_MOST_AFTER_REFUSAL = 4  # handshake messages of the largest size
 _ALERT_S = 10.0  # for this long after a connection without UCX handshake, look for the next one at this interval:
 _LOOK_S = 0.1
+_MOST_SILENT = 3  # connections in a row: see `StallDetector`
+_SILENT_S = 1.0  # a client that leaves sooner may have had nothing to send
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+class Connection:
+    """A client's connection: handshake, then CONTROL messages until either side ends it."""
+
+    def __init__(self, listener: Listener, endpoint: Endpoint, tag_base: int) -> None:
+        self._listener = listener
+        self._ring = listener.ring
+        self._endpoint = endpoint
+        self.tag_base = tag_base  # of what this side receives
+        self._native: _ucp.Connection | None = None  # once the client is admitted
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._closed = False
+        self._wire_settled = False
+        self.opened = False
+        self._began = time.monotonic()
+        self._received = False
+
+    @property
+    def host(self) -> str:
+        """The client's host, as reported by UCX."""
+        return self._endpoint.name.rpartition(":")[0]
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self.opened else "handshake"
+        return f"<Connection {self._endpoint.name} {state}, {self.attempts} attempts>"
+
+    @property
+    def attempts(self) -> int:
+        """Reads that have not been acknowledged."""
+        return self._native.attempts if self._native is not None else 0
+
+    @property
+    def last_active(self) -> float:
+        """When the admitted client last sent something, in monotonic seconds; 0.0 before."""
+        return self._native.last_active if self._native is not None else 0.0
+
+    async def serve(self) -> None:
+        """Run until the connection ends. Errors end this connection only."""
+        try:
+            async with asyncio.timeout(self._listener.settings.handshake_timeout_s):
+                native = await self._handshake()
+            self._raise_unless_gone(await self._ended, native.reason)
+        except TimeoutError:
+            log.info("%r: no handshake within %.1f s", self, self._listener.settings.handshake_timeout_s)
+        except LinkError as error:
+            log.debug("%r ended: %s", self, error)
+        except TransportError as error:
+            if not self._closed:
+                log.warning("%r ended: %s: %s", self, type(error).__name__, error)
+        finally:
+            self.close()
+
+    def _raise_unless_gone(self, outcome: int, reason: str) -> None:
+        if outcome == engine().END_GARBAGE:
+            raise ProtocolError(reason)
+        if outcome == engine().END_INTERNAL:
+            raise InternalError(reason)
+        log.debug("%r ended: %s", self, reason)
+
+    # --- handshake ----------------------------------------------------------------------------------
+    async def _receive_handshake(self, expected: type[frames.Handshake]) -> tuple[frames.Handshake, bytes]:
+        """The message, and its body as it came."""
+        prefix = bytearray(frames.PREFIX_BYTES)
+        await self._endpoint.receive_stream(prefix)
+        self._received = True
+        self._listener.received_at = time.monotonic()
+        kind, length = frames.decode_prefix(prefix)
+        body = bytearray(length)
+        if length:
+            await self._endpoint.receive_stream(body)
+        if kind.name.title() != expected.__name__:
+            raise ProtocolError(f"expected {expected.__name__}, got {kind.name}")
+        return frames.decode_handshake(expected, bytes(body)), bytes(body)
+
+    async def _handshake(self) -> _ucp.Connection:
+        try:
+            hello, body = await self._receive_handshake(frames.Hello)
+            await self._admit(hello, body)
+        except RefusedError as refusal:
+            await self._welcome(code=refusal.status, reason=str(refusal))
+            await self._closed_by_client()
+            raise
+        # its receives are posted before WELCOME tells the client to send
+        native: _ucp.Connection = engine().Connection(
+            self._listener._service,
+            self._endpoint.native,
+            self.tag_base,
+            hello.tag_base,
+            self._ended,
+            hello.lease_ms / 1000,
+        )
+        self._endpoint.worker.kick()
+        self._native = native
+        self._count_by_wire(native)
+        await self._welcome()
+        self.opened = True
+        return native
+
+    def _count_by_wire(self, native: _ucp.Connection) -> None:
+        """Count this connection's payload bytes under its wire in the ring's statistics."""
+        with contextlib.suppress(TransportError):  # the client may have disconnected
+            native.count_as(f"bytes_{self._endpoint.wire()}")
+
+    async def _closed_by_client(self) -> None:
+        """Wait until the client has closed: if this side closed first, UCX would drop the refusal that it still sends.
+
+        Further messages of the client are discarded, up to a limit: UCX would keep in memory what is not received.
+        """
+        with contextlib.suppress(TransportError):
+            for _ in range(_MOST_AFTER_REFUSAL):
+                await self._endpoint.receive_stream(bytearray(frames.MAX_HANDSHAKE_BYTES))
+
+    async def _admit(self, hello: frames.Hello, body: bytes) -> None:
+        if hello.ring and hello.ring != self._ring.ring_id:
+            raise WrongRingError(f"this listener serves ring {self._ring.ring_id[:8]}, not {hello.ring[:8]}")
+        if self._listener.refuses_connections:
+            raise BusyError("the listener has reached its number of connections, or is shutting down")
+        secret = self._listener.secret
+        if secret is None:
+            return
+        own = authentication.nonce()
+        challenge = frames.Challenge(own, authentication.proof(secret, "listener", hello.nonce, own, body))
+        await self._endpoint.send_stream(frames.encode_handshake(challenge))
+        answer, _ = await self._receive_handshake(frames.Proof)
+        if not authentication.same(answer.proof, authentication.proof(secret, "client", hello.nonce, own, body)):
+            raise AuthenticationError("the client's shared secret differs from this listener's")
+
+    async def _welcome(self, code: int = 0, reason: str = "") -> None:
+        welcome = frames.Welcome(
+            ring=self._ring.ring_id,
+            tag_base=self.tag_base,
+            ports=self._ring.native.ports() if code == 0 else (),
+            inline_limit=self._listener.settings.inline_limit,
+            code=code,
+            reason=reason,
+            consumers=self._ring.native.consumers if code == 0 else "",
+            schema=self._ring.native.fingerprint.hex() if code == 0 else "",
+            fields=self._ring.native.schema if code == 0 else b"",
+        )
+        await self._endpoint.send_stream(frames.encode_handshake(welcome))
+
+    # --- time, and the end --------------------------------------------------------------------------
+    def sweep(self, now: float) -> None:
+        """End attempts that were acknowledged through another listener or not in time; close an idle connection."""
+        native, settings = self._native, self._listener.settings
+        if native is None:  # the handshake has its own limit
+            return
+        if not self._wire_settled:  # UCX adds lanes while the two sides exchange addresses, mostly before WELCOME
+            self._wire_settled = True
+            self._count_by_wire(native)
+        native.end_consumed()
+        if native.attempts == 0:
+            if native.waiting:  # an answer is due to it, not from it
+                return
+            if now - native.last_active > settings.listener_idle_eviction_s:
+                self.close()
+            return
+        ended = native.expire(now - settings.ack_timeout_s)
+        if ended < 0:
+            log.warning("%r: client stopped receiving; closing the connection", self)
+            self.close()
+        elif ended > 0:  # reads, or the claims of a client that is silent for longer than its own lease
+            log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)
+
+    def close(self) -> None:
+        """End the connection now. UCX stops using the slots' memory before their pins are released."""
+        if self._closed:
+            return
+        self._closed = True
+        silent = not self._received and self._in_shared_memory()
+        self._endpoint.abort()
+        if self._native is not None:
+            self._native.close()
+        if not self._ended.done():
+            self._ended.set_result(0)
+        self._listener.forget(self)
+        if silent:
+            self._listener.silent(self._began)
+
+    def _in_shared_memory(self) -> bool:
+        with contextlib.suppress(TransportError):  # the client may have disconnected
+            return self._endpoint.wire() == "shm"
+        return False
 
 
 class OwnMemory:
@@ -55,6 +257,33 @@ class OwnMemory:
         self._file.close()
 
 
+class StallDetector:
+    """Decides from the silent connections of one listener whether it is stalled. No I/O.
+
+    All clients of a host write into one shared-memory queue of the listener. A client that is killed after it reserved
+    an entry and before it filled it leaves an entry that UCX waits for. Nothing that any client sends afterwards
+    arrives, although new connections are still made, through TCP. UCX's interface does not report this state; the only
+    sign is that connections stay silent.
+    """
+
+    def __init__(self) -> None:
+        self._silent: list[float] = []  # start times of connections without a message, since the last received message
+
+    def silent(self, began: float, ended: float, last_received: float) -> bool:
+        """Report a connection on which nothing was received; True if the listener is stalled.
+
+        Args:
+            began, ended: of the connection. All three times are in seconds of one clock.
+            last_received: when the listener last received anything from any client.
+        """
+        if ended - began < _SILENT_S:
+            return False
+        self._silent = [each for each in self._silent if each > last_received]
+        if began > last_received:
+            self._silent.append(began)
+        return len(self._silent) >= _MOST_SILENT
+
+
 class Listener:
     """Serves ``ring`` from the running loop.
 
@@ -65,7 +294,7 @@ class Listener:
         bind: local IPv4 address to listen on; "": all of them.
         restart: called with the reason when the listener can only be repaired by a new process; only for a listener
             that has a process of its own. Reasons: its memory exceeds ``listener_memory_bytes``, because UCX keeps
-            what peers send in more ways than can be counted here; or it is stalled (stall.py).
+            what peers send in more ways than can be counted here; or it is stalled (`StallDetector`).
     """
 
     def __init__(
@@ -86,7 +315,7 @@ class Listener:
         self._restart = restart
         self._memory = None if restart is None else OwnMemory()
         self._stall = StallDetector()
-        self._received_at = 0.0  # when a client that is not yet admitted last sent something
+        self.received_at = 0.0  # when a client that is not yet admitted last sent something
         self._stranger_at = -math.inf
         self._worker: Worker | None = None
         self._listening: Listening | None = None
@@ -196,7 +425,9 @@ class Listener:
 
     # --- connections --------------------------------------------------------------------------------
     def _accept(self, endpoint: Endpoint) -> None:
-        connection = Connection(self, endpoint)
+        base = frames.new_tag_base(self._tag_bases)
+        self._tag_bases.add(base)
+        connection = Connection(self, endpoint, base)
         begun = sum(not each.opened and each.host == connection.host for each in self._connections)
         if begun >= self.settings.handshakes_per_host:
             log.info("%r: refused: its host has %d unfinished handshakes", connection, begun)
@@ -205,42 +436,14 @@ class Listener:
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
         self._connections[connection] = task
 
-    def admit(
-        self,
-        endpoint: Endpoint,
-        tag_base: int,
-        client_base: int,
-        ended: asyncio.Future[int],
-        lease_s: float,
-    ) -> _ucp.Connection:
-        """Serve an admitted client; ``ended`` resolves when the client is gone.
-
-        Its claims end when it is silent for ``lease_s``; 0: with the connection.
-        """
-        connection: _ucp.Connection = engine().Connection(
-            self._service, endpoint.native, tag_base, client_base, ended, lease_s
-        )
-        endpoint.worker.kick()
-        return connection
-
-    def new_tag_base(self) -> int:
-        """A tag base that no connection of this listener uses."""
-        base = frames.new_tag_base(self._tag_bases)
-        self._tag_bases.add(base)
-        return base
-
     def forget(self, connection: Connection) -> None:
         """The connection has closed."""
         self._connections.pop(connection, None)
         self._tag_bases.discard(connection.tag_base)
 
-    def received(self) -> None:
-        """A client that is not yet admitted has sent something."""
-        self._received_at = time.monotonic()
-
     def silent(self, began: float) -> None:
         """A connection over shared memory ended before anything was received on it."""
-        last_received = max([self._received_at, *(each.last_active for each in self._connections)])
+        last_received = max([self.received_at, *(each.last_active for each in self._connections)])
         stalled = self._stall.silent(began, time.monotonic(), last_received)
         if stalled and self._restart is not None and not self.draining:
             self._restart("it receives nothing over shared memory")
@@ -295,16 +498,3 @@ class Listener:
                 before,
                 extra={"ring": self.ring.ring_id},
             )
-
-
-async def serve_until(
-    listener: Listener, stop: asyncio.Event, drain_s: float, ready: Callable[[int], None], *, exiting: bool = False
-) -> None:
-    """Report the port of a started listener, serve until ``stop``, then drain."""
-    if not listener.port:
-        raise ClosedError("the listener has not been started")
-    ready(listener.port)
-    try:
-        await stop.wait()
-    finally:
-        await listener.stop(drain_s, exiting=exiting)

@@ -27,7 +27,7 @@ from transport.runtime import stacks
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import handler
 from transport.server.lifetime import Lifetime, Phase
-from transport.server.listener import Listener, serve_until
+from transport.server.listener import Listener
 from transport.settings import Settings
 from transport.wires import Wire
 
@@ -183,8 +183,10 @@ async def _serve(config: ListenerConfig) -> int:
         orphaned = loop.create_task(_stop_when_orphaned(ring, lifetime, config.settings, stop))
         try:
             _left_open.append(listener)
-            await serve_until(listener, stop, DRAIN_S, lambda port: answer(StartReport(ports=(port,))), exiting=True)
+            answer(StartReport(ports=(port,)))
+            await stop.wait()
         finally:
+            await listener.stop(DRAIN_S, exiting=True)
             orphaned.cancel()  # no effect if it has finished
         if orphaned.done() and not orphaned.cancelled() and not ring.native.supervised:
             ring.native.unlink_if_last(gives_up_to=lifetime.gives_up_to)  # what is unread then, if linger_s is over
