@@ -14,8 +14,8 @@ from transport.claims.batch import OUT_OF_REACH, ClaimedRows, _when_done
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.outcomes import Outcomes
 from transport.claims.takers import Takers
-from transport.client.attempts import RemoteReads
 from transport.client.connections.acknowledgements import AckLedger
+from transport.client.connections.links import Links
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
 from transport.cooldown.epochs.coordinator import Coordinator
@@ -111,14 +111,14 @@ def _unbounded() -> None:
 
 
 def _confirmed_too_early() -> None:
-    original = RemoteReads._send
+    original = Links.request
 
-    def send(self: Any, link: Any, *arguments: Any) -> Any:
-        request = original(self, link, *arguments)
-        self._links.ledger.answered(link, request.number)
-        return request
+    def request(self: Any, link: Any, wants: Any) -> Any:
+        number, answer = original(self, link, wants)
+        self.ledger.answered(link, number)
+        return number, answer
 
-    RemoteReads._send = send  # type: ignore[method-assign]
+    Links.request = request  # type: ignore[method-assign]
 
 
 def _unreachable_is_lost() -> None:

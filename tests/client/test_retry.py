@@ -8,22 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.client.retry import (
-    Deadline,
-    GiveUp,
-    Retry,
-    Try,
-    Wait,
-    backoff,
-    backoff_ceiling,
-)
-from transport.errors import (
-    DeadlineExceededError,
-    RetriesExhaustedError,
-    StaleSlotError,
-    TransportError,
-    UnreachableError,
-)
+from transport.client.retry import Deadline, Retry, backoff, backoff_ceiling
+from transport.errors import DeadlineExceededError, RetriesExhaustedError, StaleSlotError, UnreachableError
 from transport.settings import DEFAULTS
 
 NEVER = Deadline(math.inf)
@@ -60,88 +46,29 @@ def test_jitter_is_anything_from_nothing_to_the_ceiling(failures: int, random: f
 
 
 # --- the plan --------------------------------------------------------------------------------------
-def test_tries_wait_in_between_and_end_with_the_last_failure() -> None:
-    retry = plan(attempts=2)
-    assert retry.step(0.0) == Try(1)
-    retry.failed(UnreachableError("first"), 1.0)
-    assert retry.step(1.0) == Wait(pytest.approx(0.25))
-    assert retry.step(1.1) == Wait(pytest.approx(0.15))  # woken early
-    assert retry.step(1.25) == Try(2)
+def test_pauses_follow_failures_and_the_last_one_ends_the_plan() -> None:
+    retry = plan(attempts=3)
+    assert [retry.failed(UnreachableError("first"), now) for now in (1.0, 2.0)] == [0.25, 0.5]
     last = UnreachableError("last")
-    retry.failed(last, 2.0)
-    step = retry.step(2.0)
-    assert isinstance(step, GiveUp)
-    assert isinstance(step.error, RetriesExhaustedError)
-    assert step.error.attempts == retry.begun == 2
-    assert step.error.__cause__ is last
-    assert str(step.error) == "2 of 2 attempts failed, the last one with: last"
-    assert repr(retry) == "<Retry 2 of 2 attempts, last error UnreachableError('last')>"
+    with pytest.raises(RetriesExhaustedError, match="3 of 3 attempts failed, the last one with: last") as caught:
+        retry.failed(last, 3.0)
+    assert (caught.value.attempts, caught.value.__cause__) == (3, last)
 
 
 def test_a_final_error_ends_the_plan_unchanged() -> None:
-    retry = plan()
-    retry.step(0.0)
     stale = StaleSlotError("consumed")
-    retry.failed(stale, 0.0)
-    assert retry.step(0.0) == GiveUp(stale)
+    with pytest.raises(StaleSlotError) as caught:
+        plan().failed(stale, 0.0)
+    assert caught.value is stale
 
 
 def test_another_healthy_port_is_tried_without_waiting() -> None:
-    retry = plan()
-    retry.step(0.0)
-    retry.failed(UnreachableError("one port"), 0.0, elsewhere=True)
-    assert retry.step(0.0) == Try(2)
+    assert plan().failed(UnreachableError("one port"), 0.0, elsewhere=True) == 0.0
 
 
-def test_a_wait_beyond_the_deadline_is_not_begun() -> None:
-    retry = plan(deadline=Deadline(1.01))
-    retry.step(0.0)
+def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
     failure = UnreachableError("slow")
-    retry.failed(failure, 1.0)
-    step = retry.step(1.0)
-    assert isinstance(step, GiveUp)
-    assert isinstance(step.error, DeadlineExceededError)
-    assert step.error.__cause__ is failure
-    assert not step.error.retryable  # no outer layer tries again
-
-
-def test_after_the_deadline_not_even_a_first_attempt_is_made() -> None:
-    step = plan(deadline=Deadline(1.0)).step(1.0)
-    assert isinstance(step, GiveUp)
-    assert "0 were made, the last failure was: none" in str(step.error)
-
-
-@given(
-    attempts=st.integers(1, 5),
-    random=st.floats(0, 1, exclude_max=True),
-    at=st.floats(0.0, 20.0),
-    deadline=st.floats(0.0, 40.0) | st.just(math.inf),
-    elsewhere=st.booleans(),
-    error=st.sampled_from([UnreachableError("gone"), StaleSlotError("consumed")]),
-)
-def test_a_plan_made_after_the_first_failure_goes_on_as_if_it_had_begun_with_it(
-    attempts: int, random: float, at: float, deadline: float, elsewhere: bool, error: TransportError
-) -> None:
-    def steps(retry: Retry) -> list[str]:
-        """What it says from the first failure on, every further attempt failing at once."""
-        retry.failed(error, at, elsewhere=elsewhere)
-        now, said = at, []
-        for _ in range(20):
-            step = retry.step(now)
-            said.append(f"{step!r} {getattr(step, 'error', None)!r} {retry!r} {retry.begun}")
-            match step:
-                case Try():
-                    retry.failed(UnreachableError("again"), now)
-                case Wait(seconds):
-                    now += seconds
-                case GiveUp():
-                    return said
-        raise AssertionError("it never gave up")
-
-    early = plan(attempts, Deadline(max(deadline, math.nextafter(0.0, 1.0))), random)
-    assert early.step(0.0) == Try(1)
-    late = plan(attempts, Deadline(max(deadline, math.nextafter(0.0, 1.0))), random)
-    late.begin()
-    assert late.begun == early.begun == 1
-    assert repr(late) == repr(early)
-    assert steps(late) == steps(early)
+    with pytest.raises(DeadlineExceededError, match="1 were made, the last failure was: slow") as caught:
+        plan(deadline=Deadline(1.01)).failed(failure, 1.0)
+    assert caught.value.__cause__ is failure
+    assert not caught.value.retryable  # no outer layer tries again

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from transport.errors import DeadlineExceededError, RetriesExhaustedError, TransportError
 from transport.settings import DEFAULTS, Settings
@@ -56,109 +55,51 @@ def backoff(failures: int, settings: Settings, random: Callable[[], float]) -> f
     return backoff_ceiling(failures, settings) * random()
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
-    """Make attempt ``number`` (from 1) now."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Sleep, then ask again."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Raise ``error``; its ``__cause__`` is the last failure where it is not itself that failure."""
-
-    error: TransportError
-
-
-Step: TypeAlias = Try | Wait | GiveUp
-
-
 class Retry:
-    """The plan for one operation of at most ``attempts`` attempts. Ask ``step`` until the operation succeeds:
+    """The plan for one operation of at most ``attempts`` attempts:
 
         while True:
-            match plan.step(now()):
-                case Try():
-                    try:
-                        return await attempt()
-                    except TransportError as error:
-                        plan.failed(error, now())
-                case Wait(seconds):
-                    await asyncio.sleep(seconds)
-                case GiveUp(error):
-                    raise error
+            try:
+                return await attempt()
+            except TransportError as error:
+                pause_s = plan.failed(error, now())
+            await asyncio.sleep(pause_s)
 
-    A wait that would end at or after the deadline is not begun: the plan gives up at once.
+    A pause that would end at or after the deadline is not begun: the plan gives up at once.
+
+    Attributes:
+        failures: attempts that have failed.
     """
 
-    def __init__(
-        self,
-        attempts: int,
-        deadline: Deadline,
-        settings: Settings,
-        random: Callable[[], float],
-    ) -> None:
+    def __init__(self, attempts: int, deadline: Deadline, settings: Settings, random: Callable[[], float]) -> None:
         self._attempts = attempts
         self._deadline = deadline
         self._settings = settings
         self._random = random
-        self._begun = 0
-        self._last_error: TransportError | None = None
-        self._ready_at = float("-inf")
+        self.failures = 0
 
     def __repr__(self) -> str:
-        return f"<Retry {self._begun} of {self._attempts} attempts, last error {self._last_error!r}>"
+        return f"<Retry {self.failures} of {self._attempts} attempts failed>"
 
-    @property
-    def begun(self) -> int:
-        """Attempts made so far."""
-        return self._begun
+    def failed(self, error: TransportError, now: float, *, elsewhere: bool = False) -> float:
+        """The attempt failed: seconds until the next one. ``elsewhere``: that goes to another healthy port, at once.
 
-    def step(self, now: float) -> Step:
-        """What to do now. ``Try`` counts as an attempt."""
-        error = self._last_error
-        if error is not None and not error.retryable:
-            return GiveUp(error)
-        if self._begun >= self._attempts:
-            return GiveUp(self._exhausted())
-        if self._deadline.passed(max(now, self._ready_at)):
-            return GiveUp(self._late())
-        if now < self._ready_at:
-            return Wait(self._ready_at - now)
-        self._begun += 1
-        return Try(self._begun)
-
-    def begin(self) -> None:
-        """Count the first attempt, which was made before the plan existed."""
-        self._begun += 1
-
-    def failed(self, error: TransportError, now: float, *, elsewhere: bool = False) -> None:
-        """The attempt failed. ``elsewhere``: the next one goes to another healthy port and need not wait."""
-        self._last_error = error
-        if not elsewhere:
-            self._ready_at = now + backoff(self._begun, self._settings, self._random)
-
-    def _exhausted(self) -> TransportError:
-        exhausted = RetriesExhaustedError(
-            f"{self._begun} of {self._attempts} attempts failed, the last one with: {self._last_error}", self._begun
-        )
-        exhausted.__cause__ = self._last_error
-        return exhausted
-
-    def _late(self) -> TransportError:
-        late = DeadlineExceededError(
-            f"the deadline leaves no time for another attempt; {self._begun} were made, "
-            f"the last failure was: {self._last_error or 'none'}"
-        )
-        late.__cause__ = self._last_error
-        return late
+        Raises the error to give up with, whose ``__cause__`` is the last failure where it is not itself that failure.
+        """
+        self.failures += 1
+        if not error.retryable:
+            raise error
+        if self.failures >= self._attempts:
+            raise RetriesExhaustedError(
+                f"{self.failures} of {self._attempts} attempts failed, the last one with: {error}", self.failures
+            ) from error
+        pause_s = 0.0 if elsewhere else backoff(self.failures, self._settings, self._random)
+        if self._deadline.passed(now + pause_s):
+            raise DeadlineExceededError(
+                f"the deadline leaves no time for another attempt; {self.failures} were made, "
+                f"the last failure was: {error}"
+            ) from error
+        return pause_s
 
 
 def attempts_of_read(settings: Settings, places: int) -> int:

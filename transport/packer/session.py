@@ -17,7 +17,7 @@ from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
-from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait
+from transport.client.retry import Deadline, Retry
 from transport.errors import RankError, TicketError, TransportError, UsageError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
@@ -156,16 +156,11 @@ class PackerSession:
         """
         plan = Retry(self.settings.calls_per_ticket if calls is None else calls, deadline, self.settings, random.random)
         while True:
-            match plan.step(time.monotonic()):
-                case Wait(seconds):
-                    await asyncio.sleep(seconds)
-                case GiveUp(error):
-                    raise error
-                case Try():
-                    try:
-                        return await call(deadline.remaining(time.monotonic()))
-                    except TransportError as error:
-                        plan.failed(_bare(error), time.monotonic())
+            try:
+                return await call(deadline.remaining(time.monotonic()))
+            except TransportError as error:
+                pause_s = plan.failed(_bare(error), time.monotonic())
+            await asyncio.sleep(pause_s)
 
     def take_in(self, item: FetchedItem) -> bool:
         """The item gets the payload that came with its claim. False: it is to be read."""
