@@ -105,7 +105,7 @@ class UCXXClient:
         self._trace = trace
         self._verify = verify
         self._buffers = BufferPool()
-        self._deliveries = Deliveries(schemas, ack, self._links, self._mapped, self._buffers, trace)
+        self._deliveries = Deliveries(schemas, ack, self._links, trace)
         self._claims = ClaimConnections(
             self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
         )

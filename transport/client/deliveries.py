@@ -1,9 +1,9 @@
 """Makes `ReceivedPayload` objects from read bytes: counts them, finds their schema, sends their acknowledgements.
 
-    mapped             a view of the slot, or a copy out of it
-    copied_to_device   the copy out of the slot is queued
-    received           the bytes came over a wire and are verified
-    hand_over          the caller gets it now; with ack="on_arrival" it is acknowledged here, not before
+    mapped      the bytes are in a slot of this host, or were copied out of it
+    received    they came over a wire and are verified
+    handed_in   they came with their claim
+    hand_over   the caller gets the payload now; with ack="on_arrival" it is acknowledged here, not before
 
 One object for each client, on its loop; a payload may be acknowledged from any thread.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,8 @@ from transport.client.connections.acknowledgements import Ack
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.client.device_reads import DevicePayload
-from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace, key_of
-from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target
 from transport.errors import ClosedError, SchemaError, StaleSlotError, TransportError
 from transport.ring.buffer import SharedRingBuffer
@@ -53,8 +51,6 @@ class Deliveries:
         schemas: Sequence[Schema],
         ack: AckMode,
         links: Links,
-        rings: MappedRings,
-        buffers: BufferPool,
         trace: Trace | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -62,8 +58,6 @@ class Deliveries:
         self._schemas = {schema.fingerprint: schema for schema in schemas}
         self.mode: AckMode = ack
         self._links = links
-        self._mapped = rings
-        self._buffers = buffers
         self._trace = trace
         self.closed = False
         self.reads = 0
@@ -73,78 +67,55 @@ class Deliveries:
         """Of the payload, by its ticket or as the client was given it; None: neither."""
         return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
 
-    def _count(self, wire: Wire, size: int) -> None:
-        self.reads += 1
-        self.bytes_by_wire[wire] = self.bytes_by_wire.get(wire, 0) + size
-
-    # --- same host ----------------------------------------------------------------------------------
+    # --- payloads -----------------------------------------------------------------------------------
     def part(self, ticket: Ticket, fields: tuple[str, ...]) -> PayloadPart:
         """What of the payload these fields are. SchemaError: one is unknown, or this client has no schema for it."""
         return part_of(ticket, self.schema_of(ticket), fields)
 
     def mapped(
-        self,
-        ring: SharedRingBuffer,
-        ticket: Ticket,
-        rank: int,
-        out: Any,
-        destination: Any,
-        part: PayloadPart | None = None,
+        self, ring: SharedRingBuffer, ticket: Ticket, rank: int, data: Any, part: PayloadPart | None = None
     ) -> ReceivedPayload:
-        """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
+        """The payload of a ring of this host: ``data`` is a view of its slot, a copy, or device memory.
 
-        Raises what `SharedRingBuffer.read_raw` raises.
+        ``part``: its fields that are wanted; in host memory they lie where the whole payload has them.
         """
-        schema, layout = (self.schema_of(ticket), None) if part is None else (part.schema, part.inside)
-        view = None
-        if out is None:
-            view = self._mapped.read(ring, ticket, rank)
-        data: Any = view
-        if view is None:
-            if destination is None:
-                destination = self._buffers.take(ticket.size)
-            self._mapped.copy_out(ring, ticket, rank, destination)
-            data = destination if out is None else out
-        self._count("mapped", ticket.size)
         acknowledge = partial(ring.acknowledge, ticket, rank)
-        return ReceivedPayload(ticket, rank, "mapped", data, schema, acknowledge, layout=layout)
+        return self._made(ticket, rank, "mapped", data, acknowledge, part, inside=type(data) is not Target)
 
-    def copied_to_device(
-        self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target, part: PayloadPart | None = None
-    ) -> ReceivedPayload:
-        """The payload whose copy out of the slot is queued, or ``part`` of it alone."""
-        schema, layout = (self.schema_of(ticket), None) if part is None else (part.schema, part.layout)
-        self._count("mapped", ticket.size)
-        acknowledge = partial(ring.acknowledge, ticket, rank)
-        return DevicePayload(ticket, rank, "mapped", target, schema, acknowledge, layout)
-
-    # --- over a wire --------------------------------------------------------------------------------
     def received(
-        self,
-        ticket: Ticket,
-        rank: int,
-        wire: Wire,
-        via: PortKey,
-        data: Any,
-        part: PayloadPart | None = None,
+        self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any, part: PayloadPart | None = None
     ) -> ReceivedPayload:
         """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`.
 
         ``part``: its fields that are wanted, which came alone.
         """
-        schema, layout, size = self.schema_of(ticket), None, ticket.size
-        if part is not None:
-            schema, layout, size = part.schema, part.layout, part.nbytes
-        self._count(wire, size)
-        make = DevicePayload if type(data) is Target else ReceivedPayload
-        acknowledge = partial(self.acknowledge, ticket, rank, via)
-        return make(ticket, rank, wire, data, schema, acknowledge, layout=layout)
+        return self._made(ticket, rank, wire, data, partial(self.acknowledge, ticket, rank, via), part)
 
     def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
         """A payload that was taken together with its claim: the holder of the claim acknowledges by ending it."""
-        self._count(wire, ticket.size)
+        return self._made(ticket, rank, wire, data, lambda: True)
+
+    def _made(
+        self,
+        ticket: Ticket,
+        rank: int,
+        wire: Wire,
+        data: Any,
+        acknowledge: Callable[[], bool],
+        part: PayloadPart | None = None,
+        *,
+        inside: bool = False,
+    ) -> ReceivedPayload:
+        schema, layout, size = None, None, ticket.size
+        if part is None:
+            schema = self.schema_of(ticket)
+        else:
+            schema, layout = part.schema, part.inside if inside else part.layout
+            size = size if wire == "mapped" else part.nbytes
+        self.reads += 1
+        self.bytes_by_wire[wire] = self.bytes_by_wire.get(wire, 0) + size
         make = DevicePayload if type(data) is Target else ReceivedPayload
-        return make(ticket, rank, wire, data, self.schema_of(ticket), lambda: True)
+        return make(ticket, rank, wire, data, schema, acknowledge, layout=layout)
 
     # --- acknowledgements ---------------------------------------------------------------------------
     def hand_over(self, payload: ReceivedPayload, out: Any = None) -> ReceivedPayload:

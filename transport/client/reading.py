@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from transport.client.attempts import RemoteReads
@@ -101,7 +101,7 @@ class Reads:
             raise UsageError("out= is for whole payloads; leave it out where fields= names some of them")
         return await self._read(ticket, out, rank, self.deadline(timeout), fields=wanted)
 
-    async def _read(
+    def _read(
         self,
         ticket: Ticket,
         out: Any,
@@ -110,21 +110,24 @@ class Reads:
         *,
         spent: bool = False,
         fields: tuple[str, ...] | None = None,
-    ) -> ReceivedPayload:
+    ) -> Awaitable[ReceivedPayload]:
         """`one` with a deadline. ``spent``: one attempt was made already."""
         read = self._read_here if self._finder is None else self._read_where_it_is
-        if self._trace is None:
-            return await read(ticket, out, rank, deadline, spent, fields=fields)
+        reading = read(ticket, out, rank, deadline, spent, fields=fields)
+        return reading if self._trace is None else self._traced(self._trace, ticket, rank, reading)
+
+    @staticmethod
+    async def _traced(trace: Trace, ticket: Ticket, rank: int, reading: Awaitable[ReceivedPayload]) -> ReceivedPayload:
         begun, outcome = time.monotonic(), "cancelled"
         try:
-            payload = await read(ticket, out, rank, deadline, spent, fields=fields)
+            payload = await reading
             outcome = payload.wire
             return payload
         except TransportError as error:
             outcome = type(error).__name__
             raise
         finally:
-            self._trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
+            trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
 
     async def _read_where_it_is(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool, *, fields: tuple[str, ...] | None
@@ -178,8 +181,10 @@ class Reads:
             if part is not None and (ring is None or self._device_reads.always):
                 return await self._read_part(ticket, rank, part, ring, deadline)
             if ring is not None:
-                return self._deliveries.mapped(ring, ticket, rank, out, destination, part)
-            return await self._read_remote(ticket, rank, out, destination, deadline, spent)
+                return self._read_mapped(ring, ticket, rank, out, destination, part)
+            buffer = self._buffers.take(ticket.size) if destination is None else destination
+            found_at = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
+            return self._deliveries.received(ticket, rank, *found_at, buffer if out is None else out)
         except StaleSlotError:
             self.stale += 1
             self._links.ledger.settled(ticket.identity, rank)
@@ -211,30 +216,43 @@ class Reads:
                 f"payload {ticket.name} was already consumed by this client; its acknowledgement is being sent"
             )
 
-    # --- into device memory -------------------------------------------------------------------------
+    def _read_mapped(
+        self,
+        ring: SharedRingBuffer,
+        ticket: Ticket,
+        rank: int,
+        out: Any,
+        destination: Any,
+        part: PayloadPart | None,
+    ) -> ReceivedPayload:
+        """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
+
+        Raises what `SharedRingBuffer.read_raw` raises.
+        """
+        data: Any = self._mapped.read(ring, ticket, rank) if out is None else None
+        if data is None:
+            if destination is None:
+                destination = self._buffers.take(ticket.size)
+            self._mapped.copy_out(ring, ticket, rank, destination)
+            data = destination if out is None else out
+        return self._deliveries.mapped(ring, ticket, rank, data, part)
+
+    # --- into device memory, or some fields ---------------------------------------------------------
     async def _read_to_device(
         self, ticket: Ticket, rank: int, target: Target, deadline: Deadline, spent: bool
     ) -> ReceivedPayload:
         ring = self._mapped.find(ticket)
         if ring is None:
             direct = self._device_reads.receive == "direct" and self._links.device_memory()
-            wire, port = await self._device_reads.over_wire(
+            found_at = await self._device_reads.over_wire(
                 target,
                 direct,
                 deadline,
                 lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
             )
-            return self._deliveries.received(ticket, rank, wire, port, target)
+            return self._deliveries.received(ticket, rank, *found_at, target)
         self._device_reads.from_ring(ring, ticket, rank, target)
-        return self._deliveries.copied_to_device(ring, ticket, rank, target)
-
-    # --- over a wire --------------------------------------------------------------------------------
-    async def _read_remote(
-        self, ticket: Ticket, rank: int, out: Any, destination: Any, deadline: Deadline, spent: bool
-    ) -> ReceivedPayload:
-        buffer = self._buffers.take(ticket.size) if destination is None else destination
-        wire, port = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
-        return self._deliveries.received(ticket, rank, wire, port, buffer if out is None else out)
+        return self._deliveries.mapped(ring, ticket, rank, target)
 
     async def _read_part(
         self, ticket: Ticket, rank: int, part: PayloadPart, ring: SharedRingBuffer | None, deadline: Deadline
@@ -245,7 +263,7 @@ class Reads:
             whole = self._buffers.take(ticket.size)
             self._mapped.copy_out(ring, ticket, rank, whole)
             target = to_device(memoryview(part.copied(whole)))
-            return self._deliveries.copied_to_device(ring, ticket, rank, target, part)
+            return self._deliveries.mapped(ring, ticket, rank, target, part)
         buffer = self._buffers.take(part.layout.total)
         found_at = await self._remote.read_part(ticket, rank, part, buffer, deadline)
         data = buffer if to_device is None else to_device(memoryview(buffer))
