@@ -50,35 +50,7 @@ def loop_thread() -> Iterator[LoopThread]:
     made.close()
 
 
-# --- running --------------------------------------------------------------------------------------
-def test_run_returns_the_result_from_another_thread(loop_thread: LoopThread) -> None:
-    async def where() -> str:
-        return threading.current_thread().name
-
-    assert loop_thread.run(where()) == "test loop"
-    assert threading.current_thread().name != "test loop"
-
-
 # --- cancellation ---------------------------------------------------------------------------------
-def test_cancelling_the_future_cancels_the_coroutine(loop_thread: LoopThread) -> None:
-    sleeper = Sleeper()
-    future = loop_thread.submit(sleeper.sleep())
-    assert sleeper.started.wait(WATCHDOG_S)
-    assert future.cancel()
-    assert sleeper.ended.wait(WATCHDOG_S)
-    assert sleeper.how == "cancelled"
-
-
-def test_a_timeout_cancels_the_coroutine(loop_thread: LoopThread) -> None:
-    sleeper = Sleeper()
-    with pytest.raises(TimeoutError):
-        loop_thread.run(sleeper.sleep(), timeout=0.01)
-    # The loop handles in order: after this, the cancellation has arrived.
-    loop_thread.run(asyncio.sleep(0))
-    assert sleeper.how in ("cancelled", "never started")
-    assert loop_thread.run(asyncio.sleep(0, "works on")) == "works on"
-
-
 class Interrupt(BaseException):
     """What a signal's handler raises here, as Ctrl-C raises KeyboardInterrupt."""
 
@@ -104,15 +76,6 @@ def interrupt_when(event: threading.Event) -> threading.Thread:
     thread = threading.Thread(target=send)
     thread.start()
     return thread
-
-
-def test_an_interrupt_while_waiting_cancels_the_coroutine(loop_thread: LoopThread) -> None:
-    sleeper = Sleeper()
-    sender = interrupt_when(sleeper.started)
-    with pytest.raises(Interrupt):
-        loop_thread.run(sleeper.sleep())
-    sender.join()
-    assert sleeper.how == "cancelled"
 
 
 class Cleaning:
@@ -261,54 +224,18 @@ def test_a_wait_looks_again_after_every_wake_and_ends_after_its_time() -> None:
 
 
 # --- the end --------------------------------------------------------------------------------------
-def test_close_cancels_what_runs_and_waits_for_it() -> None:
+def test_close_cancels_what_runs_and_waits_until_it_has_cleaned_up() -> None:
     loop_thread = LoopThread("test loop")
-    sleepers = [Sleeper() for _ in range(3)]
-    futures = [loop_thread.submit(sleeper.sleep()) for sleeper in sleepers]
-    assert all(sleeper.started.wait(WATCHDOG_S) for sleeper in sleepers)
-    loop_thread.close()
-    assert [sleeper.how for sleeper in sleepers] == ["cancelled"] * 3
-    for future in futures:
-        with pytest.raises(ClosedError):
-            future.result(WATCHDOG_S)
-
-
-def test_close_waits_for_cleaning_up() -> None:
-    loop_thread = LoopThread("test loop")
-    started = threading.Event()
-    cleaned = []
-
-    async def slow_to_clean() -> None:
-        try:
-            started.set()
-            await asyncio.get_running_loop().create_future()
-        finally:
-            for step in range(5):
-                await asyncio.sleep(0)
-                cleaned.append(step)
-
-    loop_thread.submit(slow_to_clean())
-    assert started.wait(WATCHDOG_S)
-    loop_thread.close()
-    assert cleaned == [0, 1, 2, 3, 4]
-
-
-def test_a_job_whose_caller_has_dropped_it_is_not_collected(loop_thread: LoopThread) -> None:
-    started, ended = threading.Event(), threading.Event()
-
-    async def waits() -> None:
-        try:
-            started.set()
-            await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            ended.set()
-            raise
-
-    loop_thread.submit(waits())
-    assert started.wait(WATCHDOG_S)
+    works = [Cleaning() for _ in range(3)]
+    job = loop_thread.submit(works[0].work())
+    for dropped in works[1:]:  # the loop itself would let the collector have these
+        loop_thread.submit(dropped.work())
+    assert all(each.begun.wait(WATCHDOG_S) for each in works)
     gc.collect()
     loop_thread.close()
-    assert ended.is_set()
+    assert [each.cleaned for each in works] == [True] * 3
+    with pytest.raises(ClosedError):
+        job.result(WATCHDOG_S)
 
 
 def test_close_closes_what_lives_on_the_loop_before_it_cancels_the_last_first_and_raises_what_failed() -> None:
