@@ -164,17 +164,10 @@ class Reads:
         self._check(ticket, rank)
         part = None if fields is None else self._deliveries.part(ticket, fields)
         target = destination = None
-        if part is not None:
-            pass
-        elif out is not None or self._device_reads.always:
-            try:
-                target = self._device_reads.target(out, ticket.size)
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
-                raise _no_room(ticket) from error
-            destination = check_destination(out, ticket.size) if target is None else None
         try:
+            if part is None and (out is not None or self._device_reads.always):
+                target = self._device_reads.target(out, ticket.size)
+                destination = check_destination(out, ticket.size) if target is None else None
             if target is not None:
                 return await self._read_to_device(ticket, rank, target, deadline, spent)
             ring = self._mapped.find(ticket)

@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 _BYE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
 _LONGEST_SLEEP_S = 30.0
-_FEW = 256  # idle connections
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
@@ -193,11 +192,11 @@ class Links:
         network namespace is another one it maps the memory, but who waits is not woken: that goes through a socket.
         """
         if self._wires is not None and "shm" not in self._wires:
-            return self._get_worker()
+            return self.worker()
         route = self.routes.find(ring)
         known = route is not None and (route.segment is None or shares_memory(route.segment))
         if known and of_this_host(address):
-            return self._get_worker()
+            return self.worker()
         if self._worker_apart is None:
             try:
                 self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
@@ -208,16 +207,13 @@ class Links:
             self._worker_apart.engine.drop_unexpected()
         return self._worker_apart
 
-    def _get_worker(self) -> Worker:
+    def worker(self) -> Worker:
+        """The worker that may use shared memory. The first time UCX is loaded, which takes a tenth of a second."""
         if self._worker is None:
             self._worker = Worker(settings_for(self._allowed()))
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
             self._worker.engine.drop_unexpected()
         return self._worker
-
-    def make_ready(self) -> None:
-        """Load UCX and make the worker, which takes a tenth of a second."""
-        self._get_worker()
 
     async def warm(self, port: PortKey, ring: str, most: int) -> int:
         """Open connections to a port before they are needed, up to ``most``; how many it has then.
@@ -240,7 +236,7 @@ class Links:
 
     def device_memory(self) -> bool:
         """Whether UCX knows device memory here, so that it may be received into."""
-        return self._get_worker().device_memory
+        return self.worker().device_memory
 
     async def _open(self, port: PortKey, ring: str) -> Link:
         """A new link in the place that the caller has taken in the pool."""
@@ -296,7 +292,7 @@ class Links:
         settings = self._settings
         while True:
             address = await address_of(port[0])
-            worker = self._get_worker() if near else self._worker_for(ring, address)  # raises where no wire leads there
+            worker = self.worker() if near else self._worker_for(ring, address)  # raises where no wire leads there
             began = time.monotonic()
             await probe(address, port[1], settings.connect_timeout_s)
             left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
@@ -408,8 +404,8 @@ class Links:
                 await asyncio.sleep(_LOOK_S)
 
     def _look_at_idle(self, now: float) -> None:
-        """Part from idle links that broke: a few are looked at each time, many as often as `_LOOK_S` says."""
-        if self._pool.idle_count <= _FEW or now >= self._looked + _LOOK_S:
+        """Part from idle links that broke; there may be thousands, so not at every turn."""
+        if now >= self._looked + _LOOK_S:
             self._looked = now
             self._break_off_all([link for link in self._pool.idle() if not link.usable])
 

@@ -179,11 +179,6 @@ class EndpointPool(Generic[C]):
             return last_use + self._max_age_s
         return None
 
-    @property
-    def idle_count(self) -> int:
-        """How many connections are idle."""
-        return len(self._idle)
-
     def idle(self) -> list[C]:
         """The idle connections, the one used longest ago first."""
         return list(self._idle)

@@ -64,7 +64,7 @@ class Warming:
             return 0
         if ports or (self._wires is not None and "mapped" not in self._wires):
             try:
-                self._links.make_ready()
+                self._links.worker()
             except TransportError as error:
                 self._failed("making a UCX worker", error)
                 return 0
