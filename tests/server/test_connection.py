@@ -11,32 +11,24 @@ import pytest
 from helpers import asynchronous, proven, settings_with, until
 from scripted_peer import (
     BUSY,
-    FREE,
-    LARGE,
     NONCE,
     PROTOCOL,
     READY,
     SECRET,
     SMALL,
     VERSION,
-    WRONG_RING,
     Peer,
     Stage,
-    ack,
     read,
-    record,
     states,
 )
 
 from transport import _ring
-from transport.client.connections.connection import Link, Want
-from transport.errors import StaleSlotError
 from transport.ring.buffer import SharedRingBuffer
 from transport.server.listener import Connection
-from transport.settings import Settings
 from transport.testing import run
 from transport.wire import frames
-from transport.wire.frames import Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
+from transport.wire.frames import Challenge, Hello, Kind, Proof, Record, Welcome
 
 pytestmark = pytest.mark.ucx
 
@@ -119,18 +111,6 @@ async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer) -
             assert (first.welcome.tag_base, second.welcome.tag_base) == (5, 6)
             await first.gone()
             assert (await stage.connected()).welcome.tag_base == 5
-
-
-@asynchronous
-async def test_a_client_of_another_ring_is_told_why(ring: SharedRingBuffer) -> None:
-    async with Stage(ring) as stage:
-        peer = await stage.peer()
-        welcome = await peer.greet(ring="0" * 32)
-        assert welcome.code == WRONG_RING
-        assert welcome.reason
-        assert welcome.ports == ()
-        await peer.refused()
-        assert not stage.listener._connections
 
 
 async def challenged(stage: Stage) -> tuple[Peer, Challenge]:
@@ -227,38 +207,6 @@ async def test_connections_are_limited_and_a_place_that_is_free_is_given(ring: S
         assert (await first.ask(read(ticket)))[0].joined == SMALL
         await second.gone()
         await stage.connected()
-
-
-# --- both sides together --------------------------------------------------------------------------
-@pytest.mark.parametrize("secret", [None, b"secret"])
-@asynchronous
-async def test_link_and_connection_understand_each_other(ring: SharedRingBuffer, secret: bytes | None) -> None:
-    data = [SMALL, LARGE, b"x", LARGE[::-1]]
-    tickets = [ring.write_raw(each) for each in data]
-    async with Stage(ring, secret=secret) as stage:
-        link = await Link.open(
-            stage.worker, "127.0.0.1", stage.port, ring=ring.ring_id, tag_base=5, secret=secret, settings=Settings()
-        )
-        wants = [Want(ticket, 0, bytearray(ticket.size), ticket.checksum) for ticket in tickets]
-        number, arrived = link.read(wants[:3], [])
-        assert number == 0
-        assert link.outcomes(wants[:3], await arrived) == [None] * 3
-        assert [bytes(want.destination) for want in wants[:3]] == data[:3]
-        number, arrived = link.read([wants[3], wants[0]], [ack(ticket) for ticket in tickets[:3]])
-        assert number == 1
-        large, stale = link.outcomes([wants[3], wants[0]], await arrived)
-        assert wants[3].destination == data[3]
-        assert large is None
-        assert isinstance(stale, StaleSlotError)
-        link.tell([ack(tickets[3])])
-        _, answered = link.ask(record(Kind.STATE, tickets[3]), [])
-        assert link.answer(await answered) == (0, SlotFate.GONE)
-        assert states(ring) == FREE
-        assert ring.statistics().consumes == 4
-        [connection] = stage.listener._connections.values()
-        link.abort()
-        await connection
-        assert not stage.listener._connections
 
 
 def test_a_connection_that_ends_in_an_ordinary_way_is_not_logged_as_trouble(

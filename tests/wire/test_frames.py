@@ -282,17 +282,3 @@ bodies = st.binary(max_size=100) | st.dictionaries(
 def test_body_of_any_bytes_is_read_or_refused_by_name(expected: Any, body: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         assert type(frames.decode_handshake(expected, body)) is expected
-
-
-@given(handshakes, st.data())
-def test_damaged_body_is_read_or_refused_by_name(message: Any, data: st.DataObject) -> None:
-    body = bytearray(frames.encode_handshake(message)[8:])
-    body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ProtocolError):
-        assert type(frames.decode_handshake(type(message), bytes(body))) is type(message)
-
-
-@pytest.mark.parametrize("kind", [0, 5, Kind.CONTROL, Kind.READ, 255])
-def test_handshake_of_an_unknown_kind_is_refused(kind: int) -> None:
-    with pytest.raises(ProtocolError, match="unknown kind"):
-        frames.decode_prefix(prefix(kind=kind))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import asynchronous, dead_port, over_ucx, proven, settings_with, until
+from helpers import asynchronous, over_ucx, proven, settings_with, until
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripted_listener import RING, ScriptedListener, Side
@@ -21,7 +21,6 @@ from transport.errors import (
     ReadTimeoutError,
     RefusedError,
     TransportError,
-    UnreachableError,
     VersionMismatchError,
 )
 from transport.testing import run
@@ -85,17 +84,6 @@ async def test_a_handshake_that_comes_in_pieces_is_understood() -> None:
         opening, side, _ = await heard(listener)
         for byte in wire.encode_handshake(welcome()):
             await side.feed(bytes((byte,)))
-        assert (await opening).ring == RING
-
-
-@pytest.mark.ucx
-@asynchronous
-async def test_both_sides_prove_the_secret() -> None:
-    async with ScriptedListener() as listener:
-        opening, side, hello = await challenged(listener, b"secret", b"secret")
-        answer = await side.heard(Proof)
-        assert answer.proof == proven(b"secret", "client", hello, NONCE)
-        await side.say(welcome())
         assert (await opening).ring == RING
 
 
@@ -171,16 +159,6 @@ async def test_a_listener_of_another_protocol_is_a_version_mismatch() -> None:
 
 
 @pytest.mark.ucx
-@asynchronous
-async def test_a_listener_that_goes_during_the_handshake_is_lost() -> None:
-    async with ScriptedListener() as listener:
-        opening, side, _ = await heard(listener)
-        side.endpoint.abort()
-        with pytest.raises(LinkError):
-            await opening
-
-
-@pytest.mark.ucx
 @pytest.mark.parametrize("cancelled", [False, True])
 @asynchronous
 async def test_a_listener_that_says_nothing_is_given_up_and_the_connection_ended(cancelled: bool) -> None:
@@ -196,14 +174,6 @@ async def test_a_listener_that_says_nothing_is_given_up_and_the_connection_ended
         with pytest.raises(asyncio.CancelledError if cancelled else ReadTimeoutError):
             await opening
         await until(lambda: not side.endpoint.alive)
-
-
-@pytest.mark.ucx
-@asynchronous
-async def test_nobody_there_is_unreachable() -> None:
-    async with ScriptedListener() as listener:
-        with dead_port() as listener.port, pytest.raises(UnreachableError):
-            await listener.opening()
 
 
 # --- whatever a listener says ----------------------------------------------------------------------------

@@ -48,10 +48,6 @@ def test_age_counts_from_the_last_use() -> None:
     assert pool.next_expiry() is None
 
 
-def test_the_age_stays_below_the_listeners_idle_eviction() -> None:
-    assert DEFAULTS.pool_endpoint_max_age_s == DEFAULTS.pool_endpoint_max_age_s < DEFAULTS.listener_idle_eviction_s
-
-
 def test_places_of_a_port_are_bounded_while_connections_are_being_opened() -> None:
     pool = EndpointPool[str](SMALL)
     opened(pool, "a")
