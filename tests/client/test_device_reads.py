@@ -152,7 +152,7 @@ async def test_a_read_keeps_the_stream_that_its_caller_drops_meanwhile(wire: Any
             await client.read(ring.write({"x": noise(60_000, 0)}), out=outs[0])  # has all of the staging memory
             with cupy.cuda.Stream(non_blocking=True):
                 reading = asyncio.ensure_future(client.read(ring.write({"x": noise(60_000, 1)}), out=outs[1]))
-                await until(lambda: client._device_reads._staging._waiting)
+                await until(lambda: client._device_reads._staging._turns.waiting)
             other = cupy.cuda.Stream(non_blocking=True)
             cupy.fake.stopped = False
             await reading

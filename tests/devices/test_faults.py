@@ -122,7 +122,7 @@ async def test_reads_that_wait_for_pinned_memory_end_with_their_client(cupy: Any
             asyncio.ensure_future(client.read(ring.write({"x": noise(60_000)}), out=out, timeout=10))
             for out in outs[1:]
         ]
-        await until(lambda: len(client._device_reads._staging._waiting) == 2)
+        await until(lambda: client._device_reads._staging._turns.waiting == 2)
         await client.close()
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, ClosedError)

@@ -99,25 +99,6 @@ async def test_a_payload_above_the_bound_gets_a_block_alone_and_it_is_not_kept()
     assert staging.bytes == 0
 
 
-@pytest.mark.parametrize("cancelled", ["before", "after"])
-@asynchronous
-async def test_who_stops_waiting_takes_nobodys_turn(cancelled: str) -> None:
-    staging = Pool(8192)
-    block = await staging.take(8192)
-    impatient, patient = (asyncio.ensure_future(staging.take(8192)) for _ in range(2))
-    await asyncio.sleep(0)
-    if cancelled == "before":
-        impatient.cancel()
-    staging.give_back(block)
-    impatient.cancel()
-    assert await patient is block
-    with pytest.raises(asyncio.CancelledError):
-        await impatient
-    staging.give_back(block)
-    staging.close()
-    assert staging.bytes == 0 == staging.lent
-
-
 @asynchronous
 async def test_memory_that_cannot_be_had_is_not_counted() -> None:
     def allocate(_: int) -> np.ndarray:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from transport.devices.buffers import size_class
+from transport.runtime.turns import Turns
 
 _ALLOCATED_IN_THREAD = 8 << 20  # from here on allocating takes milliseconds (0.5 s per GiB)
 
 Allocate = Callable[[int], np.ndarray]
-
-
-class _Turn(NamedTuple):
-    """A waiting request. Its future gets a reserved idle block, or None if a block is to be allocated."""
-
-    wanted: int
-    granted: asyncio.Future[np.ndarray | None]
 
 
 class StagingPool:
@@ -39,9 +31,9 @@ class StagingPool:
         self._idle: dict[int, list[np.ndarray]] = {}
         # Invariant: _bytes is the size of all blocks, lent and idle, those that are being allocated included.
         self._bytes = 0
-        # Invariant: blocks that are lent, being allocated, or reserved for a request whose future is set.
+        # Invariant: blocks that are lent, or being allocated.
         self._lent = 0
-        self._waiting: deque[_Turn] = deque()
+        self._turns = Turns()
 
     def __repr__(self) -> str:
         return f"<StagingPool {self._lent} lent, {self._bytes} of {self._most} bytes>"
@@ -62,29 +54,13 @@ class StagingPool:
         allocate: makes pinned memory of a size if no block is idle. Its errors are raised.
         """
         wanted = size_class(size)
-        if not self._waiting and self._has_room(wanted):
-            block = self._reserve(wanted)
-        else:
-            block = await self._turn(wanted)
+        [block] = await self._turns.wait(lambda: [self._reserve(wanted)] if self._has_room(wanted) else None)
+        self._turns.look()  # there may be room for the next one, too
         return await self._make(wanted, allocate) if block is None else block
-
-    async def _turn(self, wanted: int) -> np.ndarray | None:
-        turn = _Turn(wanted, asyncio.get_running_loop().create_future())
-        self._waiting.append(turn)
-        try:
-            return await turn.granted
-        except BaseException:
-            if not turn.granted.cancelled():  # granted at the same moment
-                self._return(wanted, turn.granted.result())
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
-            self._serve()
-            raise
 
     def give_back(self, block: np.ndarray) -> None:
         """Return a block that is no longer read or written."""
         self._return(block.nbytes, block)
-        self._serve()
 
     def close(self) -> None:
         """Free all idle blocks, and each lent block when it is returned."""
@@ -114,13 +90,7 @@ class StagingPool:
             self._bytes -= size
         else:
             self._idle.setdefault(size, []).append(block)
-
-    def _serve(self) -> None:
-        """Reserve blocks for waiting requests in their order, as far as there is room."""
-        while self._waiting and self._has_room(self._waiting[0].wanted):
-            wanted, granted = self._waiting.popleft()
-            if not granted.done():
-                granted.set_result(self._reserve(wanted))
+        self._turns.look()
 
     def _drop_idle(self, wanted: int) -> None:
         for kept in self._idle.values():
@@ -135,7 +105,6 @@ class StagingPool:
                 return allocate(wanted)
             except BaseException:
                 self._return(wanted, None)
-                self._serve()
                 raise
         work = asyncio.ensure_future(asyncio.to_thread(allocate, wanted))
         try:
@@ -152,4 +121,3 @@ class StagingPool:
         """The allocation of a cancelled request has ended."""
         failed = work.cancelled() or work.exception() is not None
         self._return(wanted, None if failed else work.result())
-        self._serve()

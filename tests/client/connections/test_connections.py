@@ -42,7 +42,7 @@ async def waiting(links: Links, port: PortKey, ring: str, count: int) -> list[as
     tasks = []
     for number in range(1, count + 1):
         tasks.append(asyncio.create_task(links.checkout(port, ring)))
-        await until(lambda number=number: len(links._waiting.get(port, ())) == number)  # type: ignore[misc]
+        await until(lambda number=number: port in links._turns and links._turns[port].waiting == number)  # type: ignore[misc]
     return tasks
 
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.ring.attachment import found_here, shares_memory
+from transport.runtime.turns import Turns
 from transport.settings import Settings
 from transport.wire import frames
 from transport.wire.authentication import checked_secret
@@ -71,8 +71,7 @@ class Links:
         self._worker: Worker | None = None
         self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
         self._pool: EndpointPool[Link] = EndpointPool(settings)
-        # who waits for a link of a port: given one that came back, or None: a place, which is taken in the pool already
-        self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
+        self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
         self._tag_bases: dict[Link, int] = {}
         self._bases: set[int] = set()  # those, and of links that are being opened
         self._partings: set[asyncio.Task[None]] = set()
@@ -122,7 +121,10 @@ class Links:
 
     # --- links --------------------------------------------------------------------------------------
     def try_checkout(self, port: PortKey, ring: str) -> Link | None:
-        """An idle link to the port, if there is one that still serves ``ring``."""
+        """An idle link to the port, if there is one that still serves ``ring``, and nobody waits for it."""
+        return None if self._turns and port in self._turns else self._idle(port, ring)
+
+    def _idle(self, port: PortKey, ring: str) -> Link | None:
         if self._closed:
             raise ClosedError("this client is closed")
         now = time.monotonic()
@@ -134,51 +136,31 @@ class Links:
 
     async def checkout(self, port: PortKey, ring: str) -> Link:
         """An idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
-        while True:
-            link = self.try_checkout(port, ring)
-            if link is not None:
-                return link
-            self._part_from_old()
-            if self._pool.may_open(port):
-                self._pool.begin_open(port)
-                return await self._open(port, ring)
-            link = await self._turn(port)
-            if link is None:
-                return await self._open(port, ring)
-            if self._closed:
-                self.break_off(link)
-                continue  # to the error
-            if link.usable and link.ring == ring:
-                return link
-            self._pool.drop(link)
-            self._pool.begin_open(port)  # before its place is announced: this turn is worth a link
-            self.break_off(link)
-            return await self._open(port, ring)
+        given = None if port in self._turns else self._link_or_place(port, ring)
+        if given is None:
+            turns = self._turns.setdefault(port, Turns())
+            try:
+                given = await turns.wait(partial(self._link_or_place, port, ring))
+            finally:
+                if not turns.waiting:
+                    del self._turns[port]
+        [link] = given
+        return await self._open(port, ring) if link is None else link
 
-    async def _turn(self, port: PortKey) -> Link | None:
-        """Wait behind all others for a link of the port that came back, or for a place: None, and `_open` fills it."""
-        waiting = self._waiting.setdefault(port, deque())
-        turn: asyncio.Future[Link | None] = asyncio.get_running_loop().create_future()
-        waiting.append(turn)
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pass_on(port, turn.result())
-            raise
-        finally:
-            if turn in waiting:
-                waiting.remove(turn)
-            if not waiting and self._waiting.get(port) is waiting:
-                del self._waiting[port]
+    def _link_or_place(self, port: PortKey, ring: str) -> list[Link | None] | None:
+        """An idle link; or None in its place, which is taken in the pool for a new one; or no list."""
+        if (link := self._idle(port, ring)) is not None:
+            return [link]
+        self._part_from_old()
+        if not self._pool.may_open(port):
+            return None
+        self._pool.begin_open(port)
+        return [None]
 
-    def _pass_on(self, port: PortKey, given: Link | None) -> None:
-        """Pass on the link or place of a waiter that was cancelled meanwhile."""
-        if given is not None:
-            self.checkin(given)
-        else:
-            self._pool.open_failed(port)
-            self._announce_place(port)
+    def _came_back(self, port: PortKey) -> None:
+        """The port has a link or a place again."""
+        if self._turns and (turns := self._turns.get(port)) is not None:
+            turns.look()
 
     def _allowed(self) -> frozenset[Wire] | None:
         if self._for_device_memory and self._wires is not None:
@@ -244,7 +226,7 @@ class Links:
             link = await self._connect(port, ring)
         except BaseException:
             self._pool.open_failed(port)
-            self._announce_place(port)
+            self._came_back(port)
             raise
         self._pool.opened(port, link)
         self._check_wire(port, link)
@@ -309,25 +291,9 @@ class Links:
         if not link.usable:
             self.break_off(link)
             return
-        if self._waiting and (turn := self._next_turn(link.port)) is not None:
-            turn.set_result(link)  # never idle, so that its last user cannot be first again
-        elif surplus := self._pool.checkin(link, time.monotonic()):
-            self._break_off_all(surplus)
-
-    def _next_turn(self, port: PortKey) -> asyncio.Future[Link | None] | None:
-        """Of the one that has waited longest for the port."""
-        waiting = self._waiting.get(port)
-        while waiting:
-            turn = waiting.popleft()
-            if not turn.done():
-                return turn
-        return None
-
-    def _announce_place(self, port: PortKey) -> None:
-        """Take a place that became free for the one that has waited longest."""
-        if self._pool.may_open(port) and (turn := self._next_turn(port)) is not None:
-            self._pool.begin_open(port)
-            turn.set_result(None)
+        surplus = self._pool.checkin(link, time.monotonic())
+        self._came_back(link.port)
+        self._break_off_all(surplus)
 
     def break_off(self, link: Link, *, silent: bool = False) -> None:
         """Abort a link; what it carried unconfirmed is acknowledged again through another one.
@@ -342,8 +308,7 @@ class Links:
         self._bases.discard(self._tag_bases.pop(link, -1))
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
-        if self._waiting:
-            self._announce_place(link.port)
+        self._came_back(link.port)
         if blocked:
             self._replace_worker(link.worker)
 
@@ -513,10 +478,8 @@ class Links:
 
     def _admit_no_more(self) -> None:
         self._closed = True
-        for port in list(self._waiting):
-            while (turn := self._next_turn(port)) is not None:
-                turn.set_exception(ClosedError("this client is closed"))
-                turn.exception()  # who was cancelled meanwhile does not look at it
+        for turns in self._turns.values():
+            turns.look()
 
     def end(self) -> None:
         """Stop UCX and everything here, without waiting for a listener. Idempotent."""

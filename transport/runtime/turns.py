@@ -1,0 +1,62 @@
+"""Waiting in turn for something of which there is not enough for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Those that wait are served one after the other, who has waited longest first. Belongs to one loop.
+
+    Who is told that something came back takes it by itself. So nothing is lost with who stops waiting: the next in the
+    line is told.
+    """
+
+    def __init__(self) -> None:
+        self._line: deque[asyncio.Future[None]] = deque()  # done: it was told
+        # Invariant: 0 where somebody in the line was not told.
+        self._untold = 0  # came back when all in the line had been told
+
+    @property
+    def waiting(self) -> int:
+        """How many are in the line. Who must not overtake them waits behind them."""
+        return len(self._line)
+
+    async def wait(self, take: Callable[[], T | None]) -> T:
+        """What ``take()`` gives, once it gives something; it is called by the first in the line only."""
+        if not self._line:
+            self._untold = 0
+            if (taken := take()) is not None:
+                return taken
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._line.append(turn)
+        taken = None
+        try:
+            while True:
+                if self._untold:
+                    self._untold -= 1
+                    loop.call_soon(self.look)  # behind those that were told
+                await turn
+                taken = take() if self._line[0] is turn else None
+                if taken is not None:
+                    return taken
+                place, turn = self._line.index(turn), loop.create_future()
+                self._line[place] = turn
+        finally:
+            self._line.remove(turn)
+            if taken is None:  # what it was told of, or was too little for it, may do for the next one
+                self.look()
+
+    def look(self) -> None:
+        """Something came back: tell the next in the line."""
+        for turn in self._line:
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._untold += 1
