@@ -8,7 +8,7 @@ out of range, and RingError with its kinds for what the segment or the system re
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, final, overload
 
 from typing_extensions import Buffer
 
@@ -173,7 +173,7 @@ class Ring:
     def close(self) -> None:
         """Give up pins, owner place and locks; unmap when the last exported memory is gone. Idempotent.
 
-        A slot that is lent (`Loan`, `PayloadView`) stays this owner's until the last loan of it ends, and the place and
+        A slot that is lent (`Loan`) stays this owner's until the last loan of it ends, and the place and
         its lock until the last loan of all.
         """
     def leave(self, *, give_up_unread: bool, only_empty: bool) -> int:
@@ -183,6 +183,8 @@ class Ring:
         """
     @property
     def lent(self) -> int: ...  # loans that have not ended
+    def end_reading(self) -> None:
+        """At the end of the process: end what a closed ring has lent to be read. Its memory stays mapped."""
     def unlink_if_last(self, *, readers_may_stay: bool = False, gives_up_to: int = ...) -> bool:
         """Remove the segment's name if no other owner (or none but readers) is alive and no other process keeps it.
 
@@ -220,8 +222,17 @@ class Ring:
         """oldest READY that no rank has consumed and no owner pins → WRITING, generation+1."""
     def pin(self, slot: int, generation: int, rank: int) -> int:
         """A pin, which goes with a `Loan` of the slot, or with this attachment."""
-    def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> Loan | int:
-        """pin, if key, deadline and length allow it: a loan, with which the pin goes; else an answer, and no pin."""
+    @overload
+    def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> Loan | int: ...
+    @overload
+    def begin_read(
+        self, slot: int, generation: int, key: int, length: int, rank: int, most_lent: int
+    ) -> Loan | int | None:
+        """pin, if key, deadline and length allow it: a loan, with which the pin goes; else an answer, and no pin.
+
+        None, nothing done: ``most_lent`` loans of this attachment have not ended. The payload counts as read
+        (``bytes_mapped``).
+        """
     def consume(self, slot: int, generation: int, rank: int) -> bool: ...
     def discard(self, slot: int, generation: int) -> bool: ...
     def discard_unread(self) -> int:
@@ -342,17 +353,11 @@ class Ring:
     def wait_published(self, seen: int, timeout_s: float) -> bool: ...
 
 @final
-class PayloadView(Buffer):
-    """A payload's bytes in its slot, read-only. The pin is held while the object or any export of it lives."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-    def __len__(self) -> int: ...
-
-@final
 class Loan(Buffer):
     """Memory of a slot that this owner holds, and which stays its own while anything looks into it: see `Ring.close`.
 
-    A loan that is not ended gives the slot back with the object: unpublished, or for another attempt.
+    To be written it is the whole slot; to be read it is the payload, read-only. A loan that is not ended gives the slot
+    back with the object: unpublished, or for another attempt.
     """
 
     slot: int
@@ -360,8 +365,9 @@ class Loan(Buffer):
     ended: bool
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
-    def __init__(self, ring: Ring, slot: int, generation: int) -> None:
-        """Of a slot that the ring has pinned."""
+    def __len__(self) -> int: ...
+    def __init__(self, ring: Ring, slot: int, generation: int, length: int) -> None:
+        """Of a payload that the ring has pinned."""
     def publish(
         self,
         length: int,
@@ -376,24 +382,6 @@ class Loan(Buffer):
         """WRITING, mine → FREE; or unpin; and end. False: it had ended."""
     def consume(self, rank: int) -> bool:
         """Consume and unpin in one swap, and end. False: it had ended, or the rank was consumed elsewhere."""
-
-@final
-class Views:
-    """The views of one attachment that are out: at most ``most`` at a time, at least one."""
-
-    def __init__(self, ring: Ring, most: int) -> None: ...
-    def read(
-        self, owner: object, slot: int, generation: int, key: int, length: int, rank: int
-    ) -> PayloadView | int | None:
-        """`Ring.begin_read`, and a view of what it pinned; another answer of it; None: too many are out.
-
-        ``owner`` lives as long as the view.
-        """
-    def close(self) -> bool:
-        """Acknowledge what letting go would acknowledge. True: no view is out; else the last one calls owner.close."""
-    def unpin_all(self) -> None:
-        """End every view as if it were unused; their memory stays mapped."""
-    def __len__(self) -> int: ...
 
 @final
 class OwnedClaims:

@@ -5,7 +5,9 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "bindings/ring_bindings.hpp"
@@ -38,42 +40,54 @@ nb::object payload(const Ring& ring, std::uint64_t slot) {
 }
 
 // Memory of a slot that is being written or read, for as long as anything looks into it. Closing the ring leaves the
-// slot to it. One that was not ended gives the slot back when it goes: unpublished, or for another attempt.
+// slot to it. One that was not ended gives the slot back when it goes, on any thread, in the middle of anything, and in
+// a forked child, whose Ring is closed and holds nothing: unpublished, or for another attempt.
 class Loan {
  public:
   enum class For { writing, reading };
 
-  // Of a slot that the owner of `ring` has taken, or pinned.
-  Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, For use)
-      : ring_(nb::inst_ptr<Ring>(ring)),
+  // Of a slot that the owner of `ring` has taken, or pinned. To be read are `size` bytes.
+  Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, For use, std::uint64_t size)
+      : keep_(nb::borrow(ring)),
+        ring_(nb::inst_ptr<Ring>(ring)),
         mapping_(ring_->mapping()),
         slot_(slot),
         generation_(generation),
+        size_(std::min(size, ring_->identity().slot_capacity)),
         use_(use),
         data_(ring_->payload(slot)) {
     ring_->lend(slot);
-    keep_ = nb::borrow(ring);
   }
-  Loan(const Loan&) = delete;
-  Loan& operator=(const Loan&) = delete;
+  Loan(Loan&& other) noexcept
+      : keep_(std::move(other.keep_)),
+        ring_(other.ring_),
+        mapping_(std::move(other.mapping_)),
+        slot_(other.slot_),
+        generation_(other.generation_),
+        size_(other.size_),
+        use_(other.use_),
+        data_(other.data_),
+        ended_(std::exchange(other.ended_, true)) {}
+  Loan& operator=(Loan&&) = delete;
   ~Loan() { release(); }
 
   // The object; without memory for it the slot goes back.
-  static nb::object made(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, For use) {
-    std::unique_ptr<Loan> loan;
+  static nb::object made(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, For use,
+                         std::uint64_t size) {
+    std::optional<Loan> loan;
     try {
-      loan = std::make_unique<Loan>(ring, slot, generation, use);
+      loan.emplace(ring, slot, generation, use, size);
     } catch (...) {
       give_back(*nb::inst_ptr<Ring>(ring), slot, generation, use);
       throw;
     }
-    return nb::cast(std::move(loan));
+    return nb::cast(std::move(*loan));
   }
 
   std::uint64_t slot() const { return slot_; }
   std::uint64_t generation() const { return generation_; }
+  std::uint64_t size() const { return size_; }
   bool ended() const { return ended_; }
-
   // The payload is readable, and the slot is the writer's no more. False: it was not.
   bool publish(std::uint64_t length, std::uint64_t checksum, unsigned readers, std::uint64_t deadline_ns,
                nb::bytes note, std::int64_t policy_version) {
@@ -110,9 +124,10 @@ class Loan {
 
   static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     const auto* loan = nb::inst_ptr<Loan>(self);
-    return PyBuffer_FillInfo(view, self, loan->data_, static_cast<Py_ssize_t>(loan->ring_->identity().slot_capacity),
-                             !loan->mapping_->writable(), flags);
+    const bool read_only = loan->use_ == For::reading || !loan->mapping_->writable();
+    return PyBuffer_FillInfo(view, self, loan->data_, static_cast<Py_ssize_t>(loan->size_), read_only, flags);
   }
+  static Py_ssize_t length(PyObject* self) { return static_cast<Py_ssize_t>(nb::inst_ptr<Loan>(self)->size_); }
 
  private:
   struct Ending {
@@ -131,26 +146,34 @@ class Loan {
 
   nb::object keep_;  // the Ring
   Ring* ring_;
-  std::shared_ptr<Mapping> mapping_;
-  std::uint64_t slot_, generation_;
+  std::shared_ptr<Mapping> mapping_;  // the memory stays also where the attachment is closed by force
+  std::uint64_t slot_, generation_, size_;
   For use_;
   std::byte* data_;
   bool ended_ = false;
 };
-PyType_Slot loan_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Loan::get_buffer)}, {0, nullptr}};
+PyType_Slot loan_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Loan::get_buffer)},
+                            {Py_sq_length, reinterpret_cast<void*>(Loan::length)},
+                            {0, nullptr}};
 
-// A loan of the pinned payload, or why it is not pinned. An interrupt drops the loan, and with it the pin.
+// A loan of the pinned payload, or why it is not pinned; nothing where `most_lent` loans (0: no limit) have not ended.
+// An interrupt drops the loan, and with it the pin.
 nb::object begin_read(nb::handle_t<Ring> self, std::uint64_t slot, std::uint64_t generation, std::uint64_t key,
-                      std::uint64_t length, unsigned rank) {
+                      std::uint64_t length, unsigned rank, std::uint64_t most_lent) {
   Ring& ring = *nb::inst_ptr<Ring>(self);
+  if (most_lent != 0 && ring.lent() >= most_lent) return nb::none();
   const ReadAnswer answer = ring.begin_read({slot, generation, key, length, rank});
   if (answer != ReadAnswer::ok) return nb::int_(static_cast<int>(answer));
-  return Loan::made(self, slot, generation, Loan::For::reading);
+  nb::object loan = Loan::made(self, slot, generation, Loan::For::reading, length);
+  ring.count(Counter::bytes_mapped, length);
+  return loan;
 }
 
 // As with a read, an interrupt drops the loan, and with it the slot.
 nb::object to_write(nb::handle_t<Ring> ring, const std::optional<Lease>& lease) {
-  return lease ? Loan::made(ring, lease->slot, lease->generation, Loan::For::writing) : nb::none();
+  if (!lease) return nb::none();
+  const std::uint64_t capacity = nb::inst_ptr<Ring>(ring)->identity().slot_capacity;
+  return Loan::made(ring, lease->slot, lease->generation, Loan::For::writing, capacity);
 }
 
 // Invariant: transitions run with the GIL, only sleeping does not; so close() excludes them (ring.hpp).
@@ -266,10 +289,10 @@ void bind_ring(nb::module_& module) {
   nb::class_<Loan>(module, "Loan", nb::is_final(), nb::type_slots(loan_slots), "Memory of a slot that is in use.")
       .def(
           "__init__",
-          [](Loan* self, nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation) {
-            new (self) Loan(ring, slot, generation, Loan::For::reading);
+          [](Loan* self, nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t length) {
+            new (self) Loan(ring, slot, generation, Loan::For::reading, length);
           },
-          "ring"_a, "slot"_a, "generation"_a)
+          "ring"_a, "slot"_a, "generation"_a, "length"_a)
       .def_prop_ro("slot", &Loan::slot)
       .def_prop_ro("generation", &Loan::generation)
       .def("publish", &Loan::publish, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a, "note"_a,
@@ -305,13 +328,15 @@ void bind_ring(nb::module_& module) {
       .def("__repr__", describe_owner);
 
   bind_claim_types(module);
-  nb::class_<Ring> ring(module, "Ring", nb::is_final(), "One attachment of this process to a ring's segment.");
+  nb::class_<Ring> ring(module, "Ring", nb::is_final(), nb::is_weak_referenceable(),
+                        "One attachment of this process to a ring's segment.");
   bind_claims(ring);
   ring.def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a, nb::kw_only(),
                   "file"_a = "", "synced"_a = false)
       .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
       .def("close", &Ring::close, "Release pins, owner number and locks, except those of lent memory. Idempotent.")
       .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
+      .def("end_reading", &Ring::end_reading)
       .def_prop_ro("lent", &Ring::lent)
       .def("unlink_if_last", &Ring::unlink_if_last, nb::kw_only(), "readers_may_stay"_a = false,
            "gives_up_to"_a = kGivesUpAll)
@@ -346,7 +371,7 @@ void bind_ring(nb::module_& module) {
             return static_cast<int>(ring.pin(slot, generation, rank));
           },
           "slot"_a, "generation"_a, "rank"_a)
-      .def("begin_read", begin_read, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
+      .def("begin_read", begin_read, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a, "most_lent"_a = 0u)
       .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
       .def("discard", &Ring::discard, "slot"_a, "generation"_a)
       .def("discard_unread", &Ring::discard_unread)

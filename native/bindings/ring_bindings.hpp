@@ -21,7 +21,6 @@ namespace nb = nanobind;
 void bind_ring(nb::module_& module);
 void bind_bytes(nb::module_& module);
 void bind_blocks(nb::module_& module);
-void bind_views(nb::module_& module);
 void bind_batches(nb::module_& module);
 void bind_claim_types(nb::module_& module);
 void bind_claims(nb::class_<Ring>& ring);

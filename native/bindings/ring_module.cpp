@@ -117,7 +117,6 @@ NB_MODULE(_ring, module) {
   bind_bytes(module);
   bind_blocks(module);
   bind_ring(module);
-  bind_views(module);
   bind_writes(module);
   bind_batches(module);
   bind_dropped(module);

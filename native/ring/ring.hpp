@@ -114,6 +114,8 @@ class Ring {
   // gives the slot up, and the last of all the place.
   void lend(std::uint64_t slot);
   void loan_ended(std::uint64_t slot) noexcept;
+  // At the end of the process: of a ring that was closed, what is lent to be read comes back now.
+  void end_reading();
   std::uint64_t lent() const;
 
   void close();

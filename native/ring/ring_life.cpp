@@ -107,9 +107,21 @@ void Ring::lend(std::uint64_t slot) {
 
 void Ring::loan_ended(std::uint64_t slot) noexcept {
   const std::lock_guard hold(loans_mutex_);
+  if (loans_[slot] == 0) return;  // `end_reading` was faster
   --lent_;
   if (--loans_[slot] > 0 || !closed_ || fd() < 0) return;  // a forked child owns nothing
   give_up(slot);
+  if (lent_ == 0) detach();
+}
+
+void Ring::end_reading() {
+  const std::lock_guard hold(loans_mutex_);
+  if (!closed_ || fd() < 0) return;
+  for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
+    if (loans_[slot] == 0 || own_pins_[slot] == 0) continue;
+    lent_ -= std::exchange(loans_[slot], 0);
+    give_up(slot);
+  }
   if (lent_ == 0) detach();
 }
 

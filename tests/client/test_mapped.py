@@ -291,11 +291,11 @@ sys.stdin.readline()
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_process_that_ends_with_views_in_hand_leaves_what_it_did_not_acknowledge_and_no_pin(closed: bool) -> None:
     code = f"""
+import ctypes
 import sys
 import numpy as np
 from transport import Ticket
 from transport.client.mapped import MappedRings
-from transport.client.payload import ReceivedPayload
 mapped = MappedRings()
 views = []
 while line := sys.stdin.readline().strip():
@@ -305,6 +305,7 @@ while line := sys.stdin.readline().strip():
     if ticket.slot > 0:
         ring.acknowledge(ticket)
     views.append(np.frombuffer(view, np.uint8))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(views[-1]))  # so that the interpreter does not free it at its end
     print(views[-1].sum(), flush=True)
 if {closed}:
     mapped.close()

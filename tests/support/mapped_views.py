@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from transport import SharedRingBuffer, Ticket
-from transport._ring import PayloadView
+from transport._ring import Loan
 from transport.client.mapped import MappedRings
 
 
@@ -14,7 +14,7 @@ def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
     return look.free, look.ready, look.reading
 
 
-def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadView:
+def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> Loan:
     ring = mapped.find(ticket)
     assert ring is not None
     made = mapped.read(ring, ticket, 0)
@@ -24,5 +24,5 @@ def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadVi
     return made
 
 
-def look(made: PayloadView) -> np.ndarray:
+def look(made: Loan) -> np.ndarray:
     return np.frombuffer(made, np.uint8)

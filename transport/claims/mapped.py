@@ -20,8 +20,7 @@ from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
 from transport.ring.batches import wait_for_payloads
-from transport.ring.buffer import SharedRingBuffer
-from transport.ring.mapping import attached_reader, views_of
+from transport.ring.buffer import SharedRingBuffer, attached_reader
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema
@@ -187,7 +186,6 @@ class RingsOfHost:
         self._lock = threading.RLock()
         self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
-        self._views: dict[str, tuple[SharedRingBuffer, _ring.Views]] = {}  # by ring
         self._refused: dict[tuple[str, frozenset[str]], float] = {}  # by name, and the schemas that were asked for
         self._seen = Observed()
         self._buffers = BufferPool()
@@ -226,8 +224,6 @@ class RingsOfHost:
                     del self._own[ring.ring_id]
                 for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
                     self._leave(ring)
-                for ring_id in [ring_id for ring_id, (ring, _) in self._views.items() if ring.native.closed]:
-                    del self._views[ring_id]
                 self._attach_all(schemas)
             except TransportError as error:
                 if (before := self._log_limit.due()) is not None:
@@ -267,19 +263,16 @@ class RingsOfHost:
     def _ended(self, ring: SharedRingBuffer) -> bool:
         if ring.native.closed:
             return True
-        views = self._views.get(ring.ring_id)
         with contextlib.suppress(ClosedError):
             writing = ring.native.state_counts()[_ring.WRITING]
-            return not (ring.native.keeper_alive or writing or ring.native.unread or (views and views[1]))
+            return not (ring.native.keeper_alive or writing or ring.native.unread or ring.native.lent)
         return True
 
     def _leave(self, ring: SharedRingBuffer) -> None:
         with contextlib.suppress(ClosedError):
             self._seen.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
         del self._attached[ring.ring_id]
-        views = self._views.pop(ring.ring_id, None)
-        if views is None or views[1].close():
-            ring.close()
+        ring.close()
 
     def served(self, schemas: frozenset[str], *, mapped: bool) -> Mapping[str, RingAddress]:
         """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
@@ -365,30 +358,17 @@ class RingsOfHost:
         """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
         if not claim.data or claim.ring.native.closed:
             return None
-        data = self._payload(claim.ring, claim.native)
-        return None if data is None else PayloadBytes("mapped", data)
-
-    def _payload(self, ring: SharedRingBuffer, claim: _ring.Claim) -> Any:
-        size = claim.length
-        at = claim.slot, claim.generation, ring.key(claim.slot, claim.generation), size, claim.rank
-        view = self._views_of(ring).read(ring, *at)
-        if isinstance(view, _ring.PayloadView):
-            return view
-        if view is None:  # many are out
-            view = _ring.Views(ring.native, 1).read(ring, *at)
-        if not isinstance(view, _ring.PayloadView):
-            return None
-        block = self._buffers.take(size)
-        _ring.copy(block, view)
-        return block
-
-    def _views_of(self, ring: SharedRingBuffer) -> _ring.Views:
-        with self._lock:
-            known = self._views.get(ring.ring_id)
-            if known is not None and known[0] is ring:
-                return known[1]
-            self._views[ring.ring_id] = ring, views_of(ring)
-            return self._views[ring.ring_id][1]
+        ring, native = claim.ring, claim.native
+        key = ring.key(native.slot, native.generation)
+        wanted = native.slot, native.generation, key, native.length, native.rank
+        data: Any = ring.native.begin_read(*wanted, ring.most_views)
+        if data is None:  # many views are out
+            loan = ring.native.begin_read(*wanted)
+            if isinstance(loan, int):
+                return None
+            data = self._buffers.take(native.length)
+            _ring.copy(data, loan)
+        return None if isinstance(data, int) else PayloadBytes("mapped", data)
 
     def close(self) -> None:
         """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
@@ -396,7 +376,6 @@ class RingsOfHost:
             for ring in list(self._attached.values()):
                 self._leave(ring)
             self._own = {}
-            self._views.clear()
             self._seen.close()
             self._places.close()
 

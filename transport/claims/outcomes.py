@@ -22,7 +22,7 @@ from transport.client.connections.connection import Link
 from transport.client.connections.links import Links
 from transport.client.connections.pool import PortKey
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
-from transport.ring.mapping import attached_reader
+from transport.ring.buffer import attached_reader
 from transport.settings import Settings
 from transport.wire import frames
 from transport.wire.frames import Kind

@@ -182,7 +182,6 @@ class DeviceReads:
         except BaseException:
             lease.release()
             raise
-        ring.native.count("bytes_mapped", ticket.size)
         self._completions.after(mark, lease.release)
 
     def from_host(self, data: Any) -> Target:

@@ -10,10 +10,9 @@ import time
 from typing import Any
 
 from transport import _ring
-from transport._ring import PayloadView, Views
+from transport._ring import Loan
 from transport.errors import TransportError
-from transport.ring.buffer import SharedRingBuffer
-from transport.ring.mapping import attached_reader, views_of
+from transport.ring.buffer import SharedRingBuffer, attached_reader
 from transport.ticket import Ticket, host_identity
 
 log = logging.getLogger(__name__)
@@ -32,12 +31,12 @@ class MappedRings:
         self._allowed = allowed
         self._rings: dict[str, SharedRingBuffer] = {}
         self._refused: dict[str, float] = {}
-        # Invariant: the same keys. A view keeps its ring attached, also without this object.
-        self._views: dict[str, Views] = {}
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<MappedRings {len(self._rings)} attached, {sum(map(len, self._views.values()))} views>"
+        return (
+            f"<MappedRings {len(self._rings)} attached, {sum(ring.native.lent for ring in self._rings.values())} views>"
+        )
 
     def find(self, ticket: Ticket) -> SharedRingBuffer | None:
         """The ticket's ring, if it is on this host, allowed and can be attached; None: read it through the network."""
@@ -59,34 +58,32 @@ class MappedRings:
             self._refuse(ticket, "its segment now belongs to another ring")
             return None
         self._rings[ticket.ring] = ring
-        self._views[ticket.ring] = views_of(ring)
         return ring
 
     def _refuse(self, ticket: Ticket, why: str) -> None:
         self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
         log.info("ring %s cannot be mapped (%s); reading it over the network", ticket.ring[:8], why)
 
-    def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> PayloadView | None:
-        """The payload's bytes as a read-only view that holds the pin, or None if too many views are in use.
+    def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> Loan | None:
+        """The payload's bytes, read-only, pinned while anything looks into them, or None if too many slots are in use.
 
         Raises what `SharedRingBuffer.read_raw` raises.
         """
-        views = self._views[ticket.ring]
-        view = views.read(ring, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
-        if type(view) is PayloadView:
-            return view
-        if view is not None:
-            raise ring.refusal(view, ticket, rank)
+        loan = ring.native.begin_read(ticket.slot, ticket.generation, ticket.key, ticket.size, rank, ring.most_views)
+        if type(loan) is Loan:
+            return loan
+        if loan is not None:
+            raise ring.refusal(loan, ticket, rank)
         if ticket.ring not in self._warned:
             self._warned.add(ticket.ring)
-            log.warning("%d views of ring %s are held; further payloads are copied", len(views), ticket.ring[:8])
+            held = ring.native.lent
+            log.warning("%d views of ring %s are held; further payloads are copied", held, ticket.ring[:8])
         return None
 
     def copy_out(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, destination: Any) -> None:
         """Copy the payload from its slot into ``destination`` (flat bytes of the payload's size)."""
         with ring.read_raw(ticket, rank) as lease:
             _ring.copy(destination, lease.view)
-        ring.native.count("bytes_mapped", ticket.size)
 
     def detach_finished(self) -> None:
         """Detach from empty rings whose writer has ended. Also forget refusals that are over."""
@@ -95,17 +92,15 @@ class MappedRings:
         finished = [
             ring_id
             for ring_id, ring in self._rings.items()
-            if not self._views[ring_id] and not ring.native.keeper_alive and ring.native.unread == 0
+            if not ring.native.lent and not ring.native.keeper_alive and ring.native.unread == 0
         ]
         for ring_id in finished:
-            del self._views[ring_id]
             self._warned.discard(ring_id)
             self._rings.pop(ring_id).close()
 
     def close(self) -> None:
-        """Detach from every ring; from rings with views in use when the last view is released."""
-        for ring_id, ring in self._rings.items():
-            if self._views[ring_id].close():
+        """Detach from every ring; from rings with views in use when the last view and its payload are gone."""
+        for ring in self._rings.values():
+            if not ring.native.lent:  # else payloads refer to the ring, to acknowledge
                 ring.close()
         self._rings.clear()
-        self._views.clear()

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from transport._ring import PayloadView
+from transport._ring import Loan
 from transport.devices.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
 from transport.ring.packing import decoded_views
@@ -91,7 +91,7 @@ class ReceivedPayload(Mapping[str, Any]):
         data = self._data
         if data is None:
             raise ClosedError(f"payload {self.ticket.name} was released")
-        if type(data) is Block or type(data) is PayloadView:  # an array only where one is asked for
+        if type(data) is Block or type(data) is Loan:  # an array only where one is asked for
             data = self._data = np.frombuffer(memoryview(data), np.uint8)
         return data
 

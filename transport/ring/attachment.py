@@ -91,7 +91,7 @@ class Attachment:
                 if not self.native.closed:  # else the end of a view did it, in the middle of this
                     raise
             # Last: what an interrupt leaves undone is done by the next call, or when this object goes.
-            if self._forgotten is not None:
+            if self._forgotten is not None and not self.native.lent:
                 self._forgotten.detach()
 
     def _leave(self) -> None:
@@ -182,6 +182,18 @@ def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empt
             leave(native, only_empty=only_empty)
 
 
+_LEFT: Final[weakref.WeakSet[_ring.Ring]] = weakref.WeakSet()  # while memory of theirs was in use
+
+
+def _end_reading() -> None:
+    """Let go, at the end of the process, of what is still looked at: it would keep the segments of left rings."""
+    for native in list(_LEFT):
+        native.end_reading()
+
+
+weakref.finalize(_ring.Ring, _end_reading)  # made before the finalizer of any ring, so it runs after them
+
+
 def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False) -> None:
     """Detach; the last owner removes the segment. Lent memory stays attached until it is returned, and removes it then.
 
@@ -204,6 +216,8 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
         readers_may_stay=give_up_unread, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL
     )
     given_up = native.leave(give_up_unread=give_up_unread, only_empty=only_empty)
+    if native.lent:
+        _LEFT.add(native)
     if given_up:
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
     if removes and not removed:  # what was to be given up is; what is there now is a successor's

@@ -24,6 +24,7 @@ from transport.devices.streams import RegisteredPages
 from transport.errors import (
     LayoutError,
     LengthMismatchError,
+    NoOwnerError,
     PayloadTooLargeError,
     RingFullError,
     SchemaError,
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 MAX_READERS: Final = _ring.MAX_READERS
 _PUBLISHED: Final = (_ring.READY, _ring.READING)
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
+_VIEWED_SHARE: Final = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
 
 
 Sync = Literal["never", "publish"]
@@ -90,6 +92,7 @@ class SharedRingBuffer(Attachment):
         schema: what payloads look like, or None: any mapping of names to values, described by its ticket.
         fingerprint: of the schema, 16 bytes; zeros without one.
         data_ended: whether this object has said that no more is written (`end_data`).
+        most_views: payloads that one attachment lends to views at a time, whose memory lasts as long as their arrays.
     """
 
     def __init__(self, native: _ring.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True) -> None:
@@ -101,6 +104,7 @@ class SharedRingBuffer(Attachment):
         self.data_ended = False
         self.file = native.file
         self.fingerprint = native.fingerprint
+        self.most_views = max(int(self.slot_count * _VIEWED_SHARE), 1)
         self._named_ranks = 0
         if writable:
             self._named_ranks = sum(map(len, consumers_of(native.consumers).values()))
@@ -796,6 +800,19 @@ class SharedRingBuffer(Attachment):
         False where CUDA refuses; copies work all the same.
         """
         return self._pages.ensure(slot, lambda: self.native.payload(slot), device)
+
+
+def attached_reader(name: str) -> SharedRingBuffer:
+    """Attach as a reader, unless that would leave too few owner numbers to the ring's writer and listeners.
+
+    Raises what `SharedRingBuffer.attach` raises.
+    """
+    ring = SharedRingBuffer.attach(name, role="reader")
+    readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
+    if readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
+        ring.close()  # not native.close(): all other owners may have detached meanwhile
+        raise NoOwnerError("its remaining owner numbers are reserved for its writer and listeners")
+    return ring
 
 
 def _version(info: _ring.SlotInfo) -> int | None:

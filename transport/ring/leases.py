@@ -197,7 +197,7 @@ class ReadLease(_Lease):
         self._loan = loan
         self.ticket = ticket
         self.rank = rank
-        self.view: memoryview = memoryview(loan)[: ticket.size].toreadonly()
+        self.view: memoryview = memoryview(loan)
 
     def __repr__(self) -> str:
         return f"<ReadLease {self.ticket.name} rank {self.rank} {'ended' if self._loan.ended else 'open'}>"

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from transport import _ring
-from transport._ring import Block, PayloadView
+from transport._ring import Block, Loan
 from transport.devices.arrays import DeviceArray, DeviceTensor, is_torch, kind_of, to_host, writable_bytes
 from transport.devices.copies import DeviceCopies, sources_of
 from transport.devices.libraries import library_of
@@ -284,8 +284,8 @@ def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarra
     The arrays are read-only unless `writable`, and then cannot be made writable either.
     BufferUnsuitableError for a buffer that is too small or not contiguous, or is read-only when `writable`.
     """
-    if not writable and (type(buffer) is PayloadView or type(buffer) is Block):
-        return _views_of(layout, buffer if type(buffer) is PayloadView else buffer.read_only())
+    if not writable and (type(buffer) is Loan or type(buffer) is Block):
+        return _views_of(layout, buffer if type(buffer) is Loan else buffer.read_only())
     flat = _writable(buffer, layout.total) if writable else _sized(_flat(buffer), layout.total).toreadonly()
     # Not numpy.ndarray(buffer=…): that gives up the export and keeps only the object behind it, so that a bytearray
     # may be resized and a mapping be unmapped under the array.

@@ -21,9 +21,8 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.records import check_name
 from transport.cooldown.upload import Stop, Stream, copied, removed_on_failure
 from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
-from transport.ring.buffer import HeldPayload, SharedRingBuffer
+from transport.ring.buffer import HeldPayload, SharedRingBuffer, attached_reader
 from transport.ring.leases import ReadLease
-from transport.ring.mapping import attached_reader
 from transport.runtime.blocking_calls import started
 from transport.runtime.progress import Progress, silent
 from transport.snapshots import manifest as manifests
@@ -285,7 +284,7 @@ class _Payloads:
         self.entries = tuple(Entry(ticket.encode(), each.due, each.policy_version) for each, ticket in known)
         self.bytes = sum(ticket.size for _, ticket in known)
         self.leases = [
-            ReadLease(ring, ticket, each.due[0], _ring.Loan(ring.native, each.slot, each.generation))
+            ReadLease(ring, ticket, each.due[0], _ring.Loan(ring.native, each.slot, each.generation, ticket.size))
             for each, ticket in known
         ]
 

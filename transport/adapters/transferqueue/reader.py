@@ -48,7 +48,6 @@ class Reader:
                 raise Unread(place, error) from error
             with lease:
                 use(place, lease.view)
-            ring.native.count("bytes_mapped", ticket.size)
         for rank, some in elsewhere.items():
             self._read_elsewhere(rank, some, use)
 
