@@ -128,7 +128,7 @@ def nothing_is_given_back(module: ModuleType) -> None:
 
 
 def nothing_is_given_back_here(module: ModuleType) -> None:
-    source: Any = module.MappedSource
+    source: Any = module.RingsOfHost
     original = source.end
     kept: list[Any] = []  # a claim that nothing refers to goes back by itself
 

@@ -148,7 +148,7 @@ def test_at_addresses() -> None:
 def test_a_ring_that_one_trainer_refuses_is_mapped_for_another(prefix: str) -> None:
     mine, its = Schema.of(x=("int64",)), Schema.of(y=("int64",))
     with SharedRingBuffer.create(its, prefix=prefix, slots=4) as ring:
-        here = RingsOfHost(OnThisHost(prefix), LONG_S)
+        here = RingsOfHost(OnThisHost(prefix), LONG_S, 5)
         for schema in (mine, its):
             here.look(frozenset({schema.fingerprint}))
         assert [found.ring_id for found in here.rings(frozenset({its.fingerprint}))] == [ring.ring_id]

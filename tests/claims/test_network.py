@@ -15,7 +15,7 @@ from found_rings import here_and_elsewhere, ring_of, some
 from helpers import eventually
 
 from transport import SharedRingBuffer, UCXXServer
-from transport.claims.mapped import MappedSource
+from transport.claims.mapped import RingsOfHost
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
 from transport.errors import AuthenticationError, ClosedError, RingBusyError, RingFullError
@@ -206,7 +206,7 @@ def test_an_error_in_one_half_of_a_claim_loses_no_claims_of_the_other(
 ) -> None:
     with here_and_elsewhere() as (here, elsewhere, queue):
         good = elsewhere if failing == "here" else here
-        half: Any = MappedSource if failing == "here" else NetworkSource
+        half: Any = RingsOfHost if failing == "here" else NetworkSource
         claim = half.claim
         hit: list[bool] = []
 
@@ -247,7 +247,7 @@ def test_what_a_ring_elsewhere_accepted_before_one_here_failed_has_its_answer_wh
             raise RingBusyError("for once")
 
         with monkeypatch.context() as patch:
-            patch.setattr(MappedSource, "end", fail)
+            patch.setattr(RingsOfHost, "end", fail)
             with pytest.raises(RingBusyError):
                 queue.ack_many(claims)
         for _ in range(2):

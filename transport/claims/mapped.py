@@ -1,7 +1,4 @@
-"""Claims of mapped rings, and rings of this host as they are found: attached, and left at their end.
-
-`RingsOfHost` follows the places of a run; `MappedSource` claims from whichever rings it is given.
-"""
+"""Rings of this host as they are found: attached, claimed from, and left at their end."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from transport import _ring
@@ -28,7 +25,6 @@ from transport.ticket import NO_SCHEMA
 
 log = logging.getLogger(__name__)
 
-_SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
 _ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
 
@@ -37,7 +33,7 @@ _ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict
 class MappedClaim(Claim, frozen=True, kw_only=True):
     """A claim of a mapped ring. It goes back when nothing refers to it any more."""
 
-    source: MappedSource
+    source: RingsOfHost
     ring: SharedRingBuffer
     native: _ring.Claim
 
@@ -64,125 +60,23 @@ class MappedClaim(Claim, frozen=True, kw_only=True):
         return self.source.payload_bytes(self)
 
 
-class MappedSource:
-    """Claims of mapped rings. Any thread.
+class RingsOfHost:
+    """Attachments to the segments of some places, and claims from them. Any thread.
 
     Args:
+        lease_s: after how much silence of this process its claims end; None: they last as long as it lives.
         max_deliveries: claims in vain after which a delivery is dead.
-        payload_bytes: the payload of a claim; None: it is to be read by its ticket.
 
     Attributes:
         bell: ends waits of `claim`.
     """
 
-    def __init__(
-        self, max_deliveries: int, payload_bytes: Callable[[MappedClaim], PayloadBytes | None] = lambda claim: None
-    ) -> None:
-        self._max_deliveries = max_deliveries
-        self.payload_bytes = payload_bytes
-        self.bell = _ring.Bell()
-        self._turn = 0
-
-    def __repr__(self) -> str:
-        return "<MappedSource>"
-
-    # --- claiming -------------------------------------------------------------------------------------
-    def claim(
-        self,
-        rings: Callable[[], Sequence[SharedRingBuffer]],
-        n: int,
-        timeout_s: float,
-        rung: int | None = None,
-        *,
-        rank: int | str,
-        consumer: str,
-        oldest_version: int | None,
-    ) -> list[Claim]:
-        """Up to ``n``, of each ring the oldest first; waits for the first one. Of several rings each is first in turn.
-
-        ``rings``: of this moment; raises what is to end the wait. ``rung``: the wait ends when `bell` has rung since.
-        """
-        give_up = time.monotonic() + timeout_s
-        while True:
-            opened = [ring for ring in rings() if not ring.native.closed]
-            seen = []
-            for ring in opened:
-                with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
-                    seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
-            claims = self._claimed(opened, n, rank, consumer, oldest_version)
-            left_s = give_up - time.monotonic()
-            if claims or left_s <= 0 or rung not in (None, self.bell.rung):
-                return claims
-            if seen:
-                wait_for_payloads(seen, left_s, None if rung is None else self.bell, rung or 0)
-            else:
-                time.sleep(min(left_s, _SLICE_S))
-
-    def _claimed(
-        self, rings: Sequence[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
-    ) -> list[Claim]:
-        ranks = [ring.rank_of(rank) for ring in rings]  # before any is claimed: a name may be unknown
-        claims: list[Claim] = []
-        self._turn += 1  # of no consequence if two threads read the same
-        for at in range(len(rings)):
-            if len(claims) == n:
-                break
-            which = (self._turn + at) % len(rings)
-            try:
-                taken = rings[which].native.claim(
-                    n - len(claims),
-                    0.0,
-                    rank=ranks[which],
-                    oldest_version=oldest_version,
-                    most_attempts=self._max_deliveries,
-                    consumer=consumer,
-                )
-                claims += [self._claim(rings[which], each, consumer) for each in taken]
-            except ClosedError:  # meanwhile, by another thread
-                continue
-            except TransportError:
-                if not claims:
-                    raise  # else the next call meets it again: what was claimed is the caller's
-        return claims
-
-    def _claim(self, ring: SharedRingBuffer, native: _ring.Claim, consumer: str) -> MappedClaim:
-        name = f"{ring.ring_id}/{native.slot}/{native.generation}"
-        version = native.policy_version
-        return MappedClaim(
-            name,
-            ring.native.note(native.slot, native.generation) or b"",  # consumed by ticket meanwhile: ack will be told
-            native.rank,
-            native.attempts,
-            f"{name} {native.rank} {native.attempts} {consumer}",
-            None if version == _ring.NO_VERSION else version,
-            source=self,
-            ring=ring,
-            native=native,
-        )
-
-    # --- the ends of claims ---------------------------------------------------------------------------
-    def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
-        """End claims so; those for which it was accepted, now or before."""
-        return [claim for claim in claims if self._ended(claim, end)]
-
-    def _ended(self, claim: MappedClaim, end: End) -> bool:
-        native = claim.native
-        try:
-            if end.verdict is Verdict.CONSUMED:
-                return native.finish()
-            if end.verdict is Verdict.GIVEN_BACK:
-                return native.give_back(end.delay_s)
-            return native.end(_ENDINGS[end.verdict], end.reason, end.consumer)
-        except ClosedError:  # the claim has ended with its ring
-            return False
-
-
-class RingsOfHost:
-    """Attachments to the segments of some places. Any thread."""
-
-    def __init__(self, places: Discovery, lease_s: float | None) -> None:
+    def __init__(self, places: Discovery, lease_s: float | None, max_deliveries: int) -> None:
         self._places = places
         self._lease_s = lease_s
+        self._max_deliveries = max_deliveries
+        self.bell = _ring.Bell()
+        self._turn = 0  # which ring is asked first
         self._lock = threading.RLock()
         self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
@@ -353,6 +247,80 @@ class RingsOfHost:
             seen = {ring.ring_id for ring in self.seen()}
             return {ring: place for ring, place in self._places.served(seen).items() if ring not in seen}
 
+    # --- claiming -------------------------------------------------------------------------------------
+    def claim(
+        self,
+        rings: Sequence[SharedRingBuffer],
+        n: int,
+        wait_s: float,
+        rung: int | None = None,
+        *,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+    ) -> list[Claim]:
+        """Up to ``n``, of each ring the oldest first. Of several rings each is first in turn.
+
+        Where there is none it looks once more, after ``wait_s`` or a moment, or as soon as there may be one, or when
+        `bell` has ``rung`` since.
+        """
+        seen = []
+        for ring in rings:
+            with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
+                seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
+        claims = self._claimed(rings, n, rank, consumer, oldest_version)
+        if claims or not seen or wait_s <= 0:
+            return claims
+        wait_for_payloads(seen, wait_s, None if rung is None else self.bell, rung or 0)
+        return self._claimed(rings, n, rank, consumer, oldest_version)
+
+    def _claimed(
+        self, rings: Sequence[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
+    ) -> list[Claim]:
+        ranks = [ring.rank_of(rank) for ring in rings]  # before any is claimed: a name may be unknown
+        claims: list[Claim] = []
+        self._turn += 1  # of no consequence if two threads read the same
+        for at in range(len(rings)):
+            if len(claims) == n:
+                break
+            which = (self._turn + at) % len(rings)
+            try:
+                taken = rings[which].native.claim(
+                    n - len(claims),
+                    0.0,
+                    rank=ranks[which],
+                    oldest_version=oldest_version,
+                    most_attempts=self._max_deliveries,
+                    consumer=consumer,
+                )
+                claims += [self._claim(rings[which], each, consumer) for each in taken]
+            except ClosedError:  # meanwhile, by another thread
+                continue
+            except TransportError:
+                if not claims:
+                    raise  # else the next call meets it again: what was claimed is the caller's
+        return claims
+
+    def _claim(self, ring: SharedRingBuffer, native: _ring.Claim, consumer: str) -> MappedClaim:
+        name = f"{ring.ring_id}/{native.slot}/{native.generation}"
+        version = native.policy_version
+        return MappedClaim(
+            name,
+            ring.native.note(native.slot, native.generation) or b"",  # consumed by ticket meanwhile: ack will be told
+            native.rank,
+            native.attempts,
+            f"{name} {native.rank} {native.attempts} {consumer}",
+            None if version == _ring.NO_VERSION else version,
+            source=self,
+            ring=ring,
+            native=native,
+        )
+
+    @staticmethod
+    def end(claims: Sequence[MappedClaim], end: End) -> list[Claim]:
+        """End claims so; those for which it was accepted, now or before."""
+        return [claim for claim in claims if _has_ended(claim.native, end)]
+
     # --- payloads -------------------------------------------------------------------------------------
     def payload_bytes(self, claim: MappedClaim) -> PayloadBytes | None:
         """The payload of a claim: a view of its slot, or a copy where many views are out; None: it is gone."""
@@ -378,6 +346,17 @@ class RingsOfHost:
             self._own = {}
             self._seen.close()
             self._places.close()
+
+
+def _has_ended(claim: _ring.Claim, end: End) -> bool:
+    try:
+        if end.verdict is Verdict.CONSUMED:
+            return claim.finish()
+        if end.verdict is Verdict.GIVEN_BACK:
+            return claim.give_back(end.delay_s)
+        return claim.end(_ENDINGS[end.verdict], end.reason, end.consumer)
+    except ClosedError:  # the claim has ended with its ring
+        return False
 
 
 def _fitting(schemas: frozenset[str]) -> set[bytes]:

@@ -40,7 +40,7 @@ from transport import _ring
 from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
 from transport.claims.in_place import TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
-from transport.claims.mapped import MappedClaim, MappedSource, RingsOfHost
+from transport.claims.mapped import MappedClaim, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, own_fault, reason
@@ -116,8 +116,7 @@ class FoundRings(TicketQueue):
         elif self.places.prefix:
             self._notices = RingNotices(self.places.prefix)
         self._max_deliveries = max_deliveries
-        self._here = RingsOfHost(self.places, self.lease_s)
-        self._mapped_source = MappedSource(max_deliveries, self._here.payload_bytes)
+        self._here = RingsOfHost(self.places, self.lease_s, max_deliveries)
         self._closed = threading.Event()
         self._process = os.getpid()
         self._networks: dict[Carrier | None, NetworkSource] = {}  # of each user; the one without a client is this one's
@@ -130,9 +129,7 @@ class FoundRings(TicketQueue):
         self._carries = not wires or set(wires) != {"mapped"}
         self._schemas: frozenset[str] = frozenset()
         self._wanted: Sequence[Schema] = ()
-        self._network = self._networks[None] = NetworkSource(
-            self._served, max_deliveries, self._mapped_source.bell.ring
-        )
+        self._network = self._networks[None] = NetworkSource(self._served, max_deliveries, self._here.bell.ring)
         self._begin()
 
     def _begin(self) -> None:
@@ -157,7 +154,7 @@ class FoundRings(TicketQueue):
         own._wanted = schemas
         own._maps, own._carries = client.allows("mapped"), client.carries()
         own._network = self._networks[client] = NetworkSource(
-            own._served, self._max_deliveries, self._mapped_source.bell.ring, thread, client.claims
+            own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims
         )
         own._begin()
         client.why_nothing = own._waiting.text
@@ -236,12 +233,12 @@ class FoundRings(TicketQueue):
         oldest_version: int | None,
     ) -> None:
         """One round: ``claims`` grows with each half, so that an error in the second one loses nothing of the first."""
-        rung = self._mapped_source.bell.rung if here and self._elsewhere else None
+        rung = self._here.bell.rung if here and self._elsewhere else None
 
         def of_this_host(wait_s: float) -> None:
             nonlocal claims
-            claims += self._mapped_source.claim(
-                self._rings_here,
+            claims += self._here.claim(
+                here,
                 n - len(claims),
                 wait_s,
                 rung,
@@ -367,7 +364,7 @@ class FoundRings(TicketQueue):
     # --- the ends of claims ---------------------------------------------------------------------------
     def _end(self, claims: Iterable[Claim], end: End) -> list[Claim]:
         self._check_open()
-        by_source: dict[MappedSource | NetworkSource, list[RingClaim]] = {}
+        by_source: dict[RingsOfHost | NetworkSource, list[RingClaim]] = {}
         listed = list(claims)
         for claim in listed:
             if isinstance(claim, RingClaim):
@@ -415,10 +412,6 @@ class FoundRings(TicketQueue):
             self._look_at = now + _LOOK_S
         if self._elsewhere:
             self._network.want(rank, n, oldest_version)
-        return self._rings_here()
-
-    def _rings_here(self) -> list[SharedRingBuffer]:
-        self._check_open()
         return self._here.rings(self._schemas) if self._maps else []
 
     # --- looking --------------------------------------------------------------------------------------
@@ -482,7 +475,7 @@ class FoundRings(TicketQueue):
         if gone(self._process):
             return
         self._closed.set()
-        self._mapped_source.bell.ring()
+        self._here.bell.ring()
         for network in list(self._networks.values()):
             network.close()
         self._here.close()
@@ -519,8 +512,7 @@ class RingQueue(FoundRings):
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
         super().__init__(Discovery(), max_deliveries=max_deliveries)
         self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
-        self._here = RingsOfHost(self.places, lease_s)
-        self._mapped_source = MappedSource(max_deliveries)
+        self._here = RingsOfHost(self.places, lease_s, max_deliveries)
         self._maps, self._carries = True, False
         for ring in rings:
             self.add(ring)
@@ -537,6 +529,10 @@ class RingQueue(FoundRings):
     def remove(self, ring: SharedRingBuffer) -> None:
         """Leave this ring alone from now on. What is claimed of it stays claimed until the ring is closed."""
         self._here.remove(ring)
+
+    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
+        """None: a client reads it by its ticket."""
+        return None
 
     def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> FoundRings:
         """The queue itself: its rings are at hand, whatever wires the client uses."""
