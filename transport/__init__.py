@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from transport.client.client import UCXXClient
     from transport.client.payload import ReadOutcome, ReceivedPayload
     from transport.errors import StaleSlotError, TransportError
-    from transport.packer.mixin import UCXXDataPackerMixin
+    from transport.packer.mixin import Trainer, UCXXDataPackerMixin
     from transport.packer.options import ClientOptions, RingOptions, ServerOptions
-    from transport.packer.ready import Rollout, Trainer
-    from transport.packer.rollout import UCXXRolloutMixin
+    from transport.packer.rollout import Rollout, UCXXRolloutMixin
     from transport.ring.buffer import SharedRingBuffer
     from transport.ring.states import SlotState
     from transport.schema import Schema, TensorSpec, UpTo
@@ -37,7 +36,7 @@ _HOMES = {
     "ReadOutcome": "client.payload",
     "ReceivedPayload": "client.payload",
     "RingOptions": "packer.options",
-    "Rollout": "packer.ready",
+    "Rollout": "packer.rollout",
     "Schema": "schema",
     "ServerOptions": "packer.options",
     "Settings": "settings",
@@ -46,7 +45,7 @@ _HOMES = {
     "StaleSlotError": "errors",
     "TensorSpec": "schema",
     "Ticket": "ticket",
-    "Trainer": "packer.ready",
+    "Trainer": "packer.mixin",
     "TransportError": "errors",
     "UCXXClient": "client.client",
     "UCXXDataPackerMixin": "packer.mixin",

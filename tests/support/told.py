@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import FetchedBatch
+from transport.packer.mixin import FetchedBatch, Trainer
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.packer.ready import Rollout, Trainer
+from transport.packer.rollout import Rollout
 from transport.queue import Claim, RingQueue, open_queue
 from transport.queue.group import GroupQueue
 from transport.ring.buffer import SharedRingBuffer

@@ -14,7 +14,7 @@ from transport.cli.snapshot import Attempt, RunName, text_of
 from transport.errors import SnapshotError
 
 if TYPE_CHECKING:
-    from transport.packer.ready import Rollout
+    from transport.packer.rollout import Rollout
     from transport.queue.base import TicketQueue
     from transport.runtime.signals import Stopped
     from transport.snapshots import Manifest, Saved
@@ -120,7 +120,7 @@ def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[R
     """A rollout for each schema, with its payloads; how many had expired."""
     from transport.claims.open import open_queue
     from transport.packer.options import RingOptions
-    from transport.packer.ready import Rollout
+    from transport.packer.rollout import Rollout
     from transport.ring.consumers import consumers_of
 
     queue: TicketQueue = stack.enter_context(open_queue(url))

@@ -19,7 +19,7 @@ from transport.demo.policy import Policy
 from transport.demo.tally import Tally
 from transport.errors import CheckpointDamagedError, TransportError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.writing import Writing
+from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import TicketQueue
 from transport.ring.attachment import remove_dead
 from transport.runtime.decoders import ready
@@ -101,7 +101,7 @@ def _read(destination: Destination, name: str) -> Model:
         raise CheckpointDamagedError(f"{destination.url}/{_MODELS}/{name} is no model of this demo: {error}") from error
 
 
-def restored(plan: Plan, into: Writing, index: int) -> tuple[set[int], int, int]:
+def restored(plan: Plan, into: UCXXRolloutMixin, index: int) -> tuple[set[int], int, int]:
     """Write a rollout's share of the snapshot into its ring.
 
     Returns the episodes that are trained on or in the snapshot, how many are in it, and how many this call has written.

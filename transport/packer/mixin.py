@@ -1,6 +1,15 @@
-"""UCXXDataPackerMixin: a trainer's data packer reads payloads by ticket, prefetched, and trains on each once.
+"""Trainer: a data packer that reads payloads by ticket, prefetched, and trains on each once. UCXXDataPackerMixin is the
+same to be mixed in.
 
-`fetching.py` has the retries of a batch.
+with Trainer(schemas=[schema], queue=queue) as trainer:
+    trainer.start_prefetch(trainer.claim_tickets(32, timeout_s=5))
+    payloads = trainer.consume(trainer.collect_prefetch())
+
+A batch is fetched by calls for each ticket, and rounds over all of them, under one deadline:
+
+layer 3  `_ucxx_dp_fetch_all`       rounds over the batch, for retryable failures   rounds_per_batch
+layer 2    `PackerSession.retried`  fresh calls for one ticket                      calls_per_ticket
+layer 1      `UCXXClient.read`      rotation over the ring's ports                  attempts_per_read
 
 Consumption (with a queue): a payload is consumed when `queue.ack` returned True for its claim; only then is its slot
 acknowledged and only then may it be trained on. The claims of a killed trainer are claimed again by another one.
@@ -11,28 +20,41 @@ them from the trainer's thread only.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Sequence
 from operator import index
+from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
 
 from transport.client.client import WirePolicy
 from transport.client.payload import ReceivedPayload
-from transport.client.retry import Deadline
+from transport.client.retry import Deadline, backoff
 from transport.config import configuration
-from transport.errors import ConnectionLostError, StaleSlotError, UsageError
+from transport.errors import (
+    OWN_FAULTS,
+    ClosedError,
+    ConnectionLostError,
+    StaleSlotError,
+    TransportError,
+    UsageError,
+)
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.fetching import Fetching
+from transport.packer.joining import join_all
 from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.packer.session import TicketLike, check_queue, open_session, resolved
+from transport.packer.session import PackerSession, TicketLike, check_queue, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.ring.consumers import check_consumer
@@ -42,18 +64,27 @@ from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
 from transport.ticket import Ticket
 
-__all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
+__all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "Trainer", "UCXXDataPackerMixin"]
+
+log = logging.getLogger(__name__)
 
 _CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is said
 
 
-class UCXXDataPackerMixin(Fetching, WithBlock):
+class UCXXDataPackerMixin(WithBlock):
     """Mix into a data packer, before its base class; `get_policy_input` then also takes tickets.
 
     `Trainer` is one by itself. A ``with`` cleans up at its end.
     """
 
+    _ucxx: PackerSession | None = None
     _expected_rollouts: int | None = None
+
+    @property
+    def _packer(self) -> PackerSession:
+        if self._ucxx is None:
+            raise ClosedError("this trainer is closed, or not set up: make a new Trainer, or call setup_ucxx_packer()")
+        return self._ucxx
 
     # --- life ---------------------------------------------------------------------------------------
     def setup_ucxx_packer(
@@ -230,6 +261,81 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """Stop fetching; the claims of the batch and of a deferred one return to the queue."""
         self._packer.cancel()
 
+    async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
+        """Layer 3: rounds over the batch; each round repeats the retryable failures of the previous one."""
+        packer = self._packer
+        started = time.monotonic()
+        batch = packer.batch_of(items)
+        fetched = batch.items
+        todo = [item for item in fetched if not item.duplicate and not packer.take_in(item)]
+        try:
+            while todo and batch.rounds < packer.settings.rounds_per_batch:
+                if batch.rounds:
+                    pause = backoff(batch.rounds, packer.settings, random.random)
+                    if deadline.passed(time.monotonic() + pause):
+                        break
+                    await asyncio.sleep(pause)
+                batch.rounds += 1
+                await self._round(packer, todo, batch, deadline)
+                todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
+            if packer.joined:
+                await join_all(packer, fetched, deadline)
+            own_fault = next((item.error for item in fetched if isinstance(item.error, OWN_FAULTS)), None)
+            if own_fault is not None:
+                raise own_fault
+        except asyncio.CancelledError:
+            batch.release()
+            raise
+        except Exception as error:
+            batch.release()
+            claims = [item.claim for item in fetched if item.claim is not None]
+            try:
+                await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
+            except TransportError as second:  # the first error is what the trainer must see
+                log.warning(
+                    "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
+                )
+            raise
+        batch.seconds = time.monotonic() - started
+        packer.claims.count(batch)
+        if not batch.undecodable and all(item.payload is not None for item in fetched):
+            return batch
+        try:
+            await asyncio.to_thread(packer.report, batch)
+        except TransportError as error:  # the payloads are here; `consume` reports again
+            log.warning("failures of a batch were not reported to the queue, consume() retries: %s", error)
+        return batch
+
+    async def _round(
+        self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
+    ) -> None:
+        """One call for every ticket, with small payloads in shared messages; then the remaining calls for failures."""
+        by_rank: dict[int, dict[tuple[str, int, int], list[FetchedItem]]] = {}
+        for item in todo:
+            by_rank.setdefault(packer.rank_of(item), {}).setdefault(item.ticket.identity, []).append(item)
+        again: list[FetchedItem] = []
+        for rank, by_identity in by_rank.items():  # one, unless rings have different numbers for this trainer's name
+            tickets = [items[0].ticket for items in by_identity.values()]
+            timeout = deadline.at - time.monotonic()
+            outcomes = packer.client.read_many(tickets, rank=rank, timeout=max(timeout, 0.0))
+            async with contextlib.aclosing(outcomes):
+                async for outcome in outcomes:
+                    for item in by_identity[outcome.ticket.identity]:
+                        item.payload, item.error = outcome.payload, outcome.error
+                        if outcome.error is not None and outcome.error.retryable:
+                            again.append(item)
+                    packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+        calls = packer.settings.calls_per_ticket - 1
+        if calls < 1:
+            return
+        for item in again:
+            try:
+                item.payload = await packer.retried(functools.partial(_read, packer, item), deadline, calls)
+                item.error = None
+            except TransportError as error:
+                item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
+            packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+
     # --- the interface of the trainer ---------------------------------------------------------------------
     def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
         """The policy's input. A ticket (or claim) is resolved; anything else is passed to the base class.
@@ -288,3 +394,59 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         Store its `to_bytes()` in checkpoints for exactly-once across a restart.
         """
         return self._packer.record_with_accepted()
+
+
+async def _read(packer: PackerSession, item: FetchedItem, timeout_s: float) -> ReceivedPayload:
+    return await packer.client.read(item.ticket, rank=packer.rank_of(item), timeout=timeout_s)
+
+
+class Trainer(UCXXDataPackerMixin):
+    """A trainer's data packer that is set up as it is made; `UCXXDataPackerMixin` has its methods.
+
+    Arguments and errors are those of `UCXXDataPackerMixin.setup_ucxx_packer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        schemas: Sequence[Schema] = (),
+        queue: TicketQueue | None = None,
+        rank: int | str = 0,
+        consumer: str | None = None,
+        max_policy_age: int | None = None,
+        consumed: ConsumedRecord | None = None,
+        progress: Progress | Literal["bar"] | None = None,
+        joined: bool = False,
+        parents: Sequence[Schema] = (),
+        expected_rollouts: int | None = None,
+        wire: WirePolicy | None = None,
+        client: ClientOptions = _CLIENT,
+        settings: Settings | None = None,
+    ) -> None:
+        self.setup_ucxx_packer(
+            schemas=schemas,
+            queue=queue,
+            rank=rank,
+            consumer=consumer,
+            max_policy_age=max_policy_age,
+            consumed=consumed,
+            progress=progress,
+            joined=joined,
+            parents=parents,
+            expected_rollouts=expected_rollouts,
+            wire=wire,
+            client=client,
+            settings=settings,
+        )
+
+    def __repr__(self) -> str:
+        return "<Trainer closed>" if self._ucxx is None else f"<Trainer {self._ucxx.claims!r}>"
+
+    def close(self) -> None:
+        """The same as `cleanup_ucxx_packer`."""
+        self.cleanup_ucxx_packer()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # None: type checkers know that this `with` lets exceptions through
+        super().__exit__(kind, error, trace)

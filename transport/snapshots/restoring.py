@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from transport import _ring
 from transport.config import configuration
@@ -29,7 +29,6 @@ from transport.errors import (
     UsageError,
 )
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.writing import Writing
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
@@ -38,6 +37,9 @@ from transport.snapshots import manifest as manifests
 from transport.snapshots.listing import complete, listed
 from transport.snapshots.manifest import Manifest, RingPart
 from transport.ticket import NO_SCHEMA, ORIGIN, Ticket
+
+if TYPE_CHECKING:
+    from transport.packer.rollout import UCXXRolloutMixin
 
 _KEPT_BLOCKS: Final = 16  # of 16 MiB, between their verification and their use
 
@@ -201,7 +203,7 @@ class Saved:
     # --- the way back -----------------------------------------------------------------------------------
     def restore(
         self,
-        into: SharedRingBuffer | Writing,
+        into: SharedRingBuffer | UCXXRolloutMixin,
         *,
         share: tuple[int, int] = (0, 1),
         consumed: Iterable[ConsumedRecord] = (),
@@ -210,7 +212,7 @@ class Saved:
         progress: Progress = silent,
     ) -> Restored:
         """See `restore`. ``only``: these of `payloads`, instead of all."""
-        ring = into.ring if isinstance(into, Writing) else into
+        rollout, ring = (None, into) if isinstance(into, SharedRingBuffer) else (into, into.ring)
         records = list(consumed)
         number, of = share
         if not 0 <= number < of:
@@ -234,7 +236,7 @@ class Saved:
             if due and (each.ticket.deadline is None or each.ticket.deadline > now):
                 mine.append((each, due))
         # A queue beside the rings learns of them when all are written: no trainer makes room before.
-        beside = isinstance(into, Writing) and into._ucxx_publisher is not None
+        beside = rollout is not None and rollout._ucxx_publisher is not None
         all_at_once = ring.overflow == "overwrite" or beside
         if all_at_once and len(mine) > ring.statistics().free:
             raise RingFullError(
@@ -245,8 +247,8 @@ class Saved:
             self._check(each, ring)
         self.verify([each for each, _ in mine], progress)
         tickets = self._written(mine, ring, timeout_s)
-        if isinstance(into, Writing) and beside:
-            into.reconcile()
+        if rollout is not None and beside:
+            rollout.reconcile()
         size = sum(ticket.size for ticket in tickets)
         return Restored(self.manifest, tickets, size, known, expired, len(wanted) - len(fitting))
 
@@ -311,7 +313,7 @@ def _fits(payload: SavedPayload, ring: SharedRingBuffer) -> bool:
 def restore(
     destination: str,
     step: int | None,
-    into: SharedRingBuffer | Writing,
+    into: SharedRingBuffer | UCXXRolloutMixin,
     *,
     run: str | None = None,
     attempt: str | None = None,

@@ -26,7 +26,7 @@ import torch_loop
 from transport.adapters.torch import TicketDataset, TicketLoader
 from transport.errors import UsageError
 from transport.packer.options import RingOptions
-from transport.packer.ready import Rollout
+from transport.packer.rollout import Rollout
 from transport.queue import open_queue
 from transport.snapshots import restore, snapshot
 
