@@ -36,13 +36,17 @@ Taker = Callable[[float, bool], Awaitable[TakenBatch]]  # (seconds to wait, whet
 
 
 class TakenPart:
-    """The payloads of a `TakenBatch` as a part of a batch in place. Any thread; `finish` in the connection's loop.
+    """The payloads of a `TakenBatch` as a part of a batch in place. Any thread; `consumed` in the connection's loop.
 
     What is neither consumed nor given back goes back with the object. So do payloads that cannot be used;
     ``most_attempts`` of a later TAKE ends them.
+
+    Args:
+        thread: whose loop is the connection's, for `finish`.
     """
 
-    def __init__(self, taken: TakenBatch) -> None:
+    def __init__(self, taken: TakenBatch, thread: LoopThread | None = None) -> None:
+        self._thread = thread
         self._claims = taken.claims
         self._owned = taken.owned
         self._rows = taken.rows
@@ -107,10 +111,15 @@ class TakenPart:
         self._rows = np.delete(self._rows, index)
         self._positions = np.delete(self._positions, index)
 
-    async def finish(self, keep: bool = False) -> bytes:
+    async def consumed(self) -> bytes:
         """Consume: 1 or 0 for each, and the same when it is called again, but for what was in question."""
-        del keep  # the memory is this process's own
         return (await self._claims.end(self._positions, CONSUME)).tobytes()
+
+    def finish(self, keep: bool = False) -> bytes:
+        """See `EndingPart`: `consumed`, for callers in another thread than the loop's."""
+        del keep  # the memory is this process's own
+        assert self._thread is not None, "finish() waits for the loop of a thread"
+        return self._thread.run(self.consumed())
 
     def renew(self) -> int:
         """How many are held. The client's loop says that their holder is alive."""
@@ -139,17 +148,11 @@ class TakenPayloads(Batch):
         return np.frombuffer(b"".join(answers), np.bool_)
 
     async def _finish(self, part: TakenPart | _ring.ClaimedBatch, keep: bool) -> bytes:
-        return await part.finish(keep) if isinstance(part, TakenPart) else part.finish(keep)
+        return await part.consumed() if isinstance(part, TakenPart) else part.finish(keep)
 
     def renew(self) -> int:
         """How many are still held; of a connection, as far as this side knows."""
         return sum(part.renew() for part in self._parts)
-
-    def __enter__(self) -> TakenPayloads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     async def __aenter__(self) -> TakenPayloads:
         return self
@@ -224,9 +227,9 @@ class Plan:
         self._deadline = _ring.Deadline(wait_s)
         self._dropped = 0
 
-    async def part(self, take: Taker) -> TakenPart:
-        """The next claims."""
-        return TakenPart(await take(self._deadline.left_s, self.joined_verify))
+    async def part(self, take: Taker, thread: LoopThread | None = None) -> TakenPart:
+        """The next claims; ``thread``: of the loop, where their ends are waited for in another one."""
+        return TakenPart(await take(self._deadline.left_s, self.joined_verify), thread)
 
     def batch(self, kind: type[B], part: Any) -> B | None:
         """The batch of a part; None: it is empty, and there is time left to take another."""
@@ -247,24 +250,6 @@ async def taken_in_place(plan: Plan, take: Taker) -> TakenPayloads:
 
 def taken_and_waited_for(plan: Plan, take: Taker, thread: LoopThread) -> PayloadBatch:
     """The same for a client whose loop runs in a thread. The payloads are copied in the caller's thread."""
-    while (batch := plan.batch(PayloadBatch, _Waiting(thread.run(plan.part(take)), thread))) is None:
+    while (batch := plan.batch(PayloadBatch, thread.run(plan.part(take, thread)))) is None:
         pass
     return batch
-
-
-class _Waiting:
-    """A `TakenPart` whose claims end in another thread's loop."""
-
-    def __init__(self, part: TakenPart, thread: LoopThread) -> None:
-        self._part = part
-        self._thread = thread
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-    def __len__(self) -> int:
-        return len(self._part)
-
-    def finish(self, keep: bool = False) -> bytes:
-        """See `EndingPart`."""
-        return self._thread.run(self._part.finish(keep))

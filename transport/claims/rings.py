@@ -60,6 +60,7 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
+from transport.ring.batches import check_claim
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import seconds, several
 from transport.runtime.loop_thread import gone
@@ -269,7 +270,7 @@ class FoundRings(TicketQueue):
         seconds(timeout_s, "timeout_s of take()")
         if not isinstance(rank, str):
             rank = arguments.number(rank, "rank of take()")
-        arguments.claimable(n, rank)
+        check_claim(n, rank)
         give_up = time.monotonic() + timeout_s
         while True:
             here = self._follow(rank, n, None)

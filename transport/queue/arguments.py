@@ -10,6 +10,7 @@ from typing import Any
 from transport.config import lease_or_configured
 from transport.errors import RankError, UsageError
 from transport.queue.base import Claim, QueuedTicket
+from transport.ring.batches import check_claim
 from transport.ring.buffer import MAX_READERS
 from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import at_least, seconds, several
@@ -77,16 +78,8 @@ def claimed_by_name(n: Any, timeout_s: Any, rank: Any, oldest_version: Any) -> t
     n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
     rank = check_consumer(rank, "rank of claim()") if isinstance(rank, str) else number(rank, "rank of claim()")
-    claimable(n, rank)
+    check_claim(n, rank)
     return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")
-
-
-def claimable(n: int, rank: int | str) -> None:
-    """Refuse what no claim can be of. Whether a name is one, each ring says."""
-    if n < 1:
-        raise UsageError(f"n={n}: give at least 1")
-    if not isinstance(rank, str) and not 0 <= rank < MAX_READERS:
-        raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
 
 def held(claims: Iterable[Claim], call: str) -> list[Claim]:

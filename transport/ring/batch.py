@@ -181,6 +181,12 @@ class Batch(Sequence[Mapping[str, Any]]):
         for part in self._parts:
             part.release(delay_s)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     # --- how it is made -------------------------------------------------------------------------------
     @classmethod
     def gathered(

@@ -69,18 +69,15 @@ class PayloadBatch(Batch):
         """Say that their holder lives, for its lease; how many are still held."""
         return sum(part.renew() for part in self._parts)
 
-    def __enter__(self) -> PayloadBatch:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+def check_claim(n: int, rank: int | str) -> None:
+    """Raises UsageError, RankError: no claim is of so many payloads, or no payload of such a rank.
 
-
-def check_claim(n: int, rank: int) -> None:
-    """Raises UsageError, RankError: no claim is of so many payloads, or no payload of such a rank."""
+    Whether a name is one, each ring says.
+    """
     if n < 1:
         raise UsageError(f"n={n}; claim at least one payload")
-    if not 0 <= rank < _ring.MAX_READERS:
+    if not isinstance(rank, str) and not 0 <= rank < _ring.MAX_READERS:
         raise RankError(f"rank {rank}; a payload is written for ranks 0..{_ring.MAX_READERS - 1}")
 
 
