@@ -14,16 +14,12 @@ from typing import Any, Final, Self
 
 from transport.client.payload import ReceivedPayload
 from transport.errors import TransportError
-from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
+from transport.packer.mixin import FetchedBatch, Trainer
 from transport.queue.base import Claim, TicketQueue
 
 log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.25  # of every wait, after which `stopping` is asked
-
-
-class _Packer(UCXXDataPackerMixin):
-    """The mixin alone."""
 
 
 class BatchStream:
@@ -37,7 +33,7 @@ class BatchStream:
         idle_s: the stream ends after so many seconds without a ticket, or when all rollouts have ended; None: then
             only.
         stopping: called during every wait; the stream ends when it returns True.
-        options: of `UCXXDataPackerMixin.setup_ucxx_packer`, with its errors.
+        options: of `Trainer`, with its errors.
 
     Attributes:
         packer: for its record and statistics. Claims, batches and its end are the stream's.
@@ -60,11 +56,10 @@ class BatchStream:
         self._stopping = stopping
         self._waiting: list[Claim] = []  # of the batch after the one that is fetched
         self._fetching = False
-        self.packer = _Packer()
-        self.packer.setup_ucxx_packer(queue=queue, **options)
+        self.packer = Trainer(queue=queue, **options)
 
     def next(self) -> FetchedBatch | None:
-        """The next batch with a payload in it; None: `UCXXDataPackerMixin.finished`, no tickets for ``idle_s``, or
+        """The next batch with a payload in it; None: `Trainer.finished`, no tickets for ``idle_s``, or
         stopping.
 
         Raises the queue's errors, and those of `collect_prefetch`.
@@ -101,7 +96,7 @@ class BatchStream:
 
     def close(self) -> None:
         """Give unused payloads back, and end. Idempotent."""
-        self.packer.cleanup_ucxx_packer()
+        self.packer.close()
 
     def __enter__(self) -> Self:
         return self
