@@ -17,7 +17,7 @@ WIRE_VERSION: int
 MAX_READERS: int  # 16, ranks per payload
 MAX_OWNERS: int  # 16, processes attached as owners
 MAX_PORTS: int  # 16, entries of the port table
-NO_VERSION: int  # as a policy version: published without one; as the oldest one: any will do
+NO_VERSION: int  # as a policy version in columns: published without one; as the oldest one: any will do
 MAX_WAITED: int  # rings that `Ring.wait_any` takes
 MAX_ATTEMPTS: int  # the largest ``most_attempts``
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
@@ -77,9 +77,8 @@ class SlotInfo:
     length: int
     checksum: int
     sequence: int  # order of publishing in this ring, from 1
-    created_ns: int  # CLOCK_REALTIME of publishing
     deadline_ns: int  # 0: none; not interpreted here
-    policy_version: int  # NO_VERSION: its writer gave none, or nothing was published
+    policy_version: int | None  # None: its writer gave none, or nothing was published
 
 @final
 class OwnerInfo:
@@ -119,9 +118,8 @@ class Claim(Buffer):
     length: int
     checksum: int
     sequence: int
-    created_ns: int
     deadline_ns: int
-    policy_version: int
+    policy_version: int | None
     verdict: int  # OPEN, CONSUMED, REFUSED, GIVEN_BACK or ENDED
     held: bool  # open, and still this attachment's
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -156,7 +154,6 @@ class Ring:
     fingerprint: bytes  # 16 bytes, of the schema; zeros: any payload
     slot_count: int
     slot_capacity: int  # payload bytes per slot, as asked (areas are rounded up to pages)
-    created_ns: int  # CLOCK_REALTIME
     taken_over: bool
     torn: int  # payloads that `create` found in the file with other bytes than were published, and freed
     owner: int  # own index, -1 for an observer
@@ -375,7 +372,7 @@ class Loan(Buffer):
         readers: int,
         deadline_ns: int,
         note: bytes,
-        policy_version: int = ...,
+        policy_version: int | None = None,
     ) -> bool:
         """WRITING, mine → READY, and end. False: it was not WRITING, or had ended."""
     def release(self) -> bool:
@@ -441,7 +438,7 @@ class WritePlan:
         readers: int,
         created: float,
         deadline: float | None,
-        policy_version: int,
+        policy_version: int | None,
     ) -> int:
         """Publish, into the lease first, until no slot is free; how many payloads are left."""
     def notes(self, first: int) -> list[bytes]:

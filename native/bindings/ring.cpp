@@ -90,10 +90,11 @@ class Loan {
   bool ended() const { return ended_; }
   // The payload is readable, and the slot is the writer's no more. False: it was not.
   bool publish(std::uint64_t length, std::uint64_t checksum, unsigned readers, std::uint64_t deadline_ns,
-               nb::bytes note, std::int64_t policy_version) {
+               nb::bytes note, std::optional<std::int64_t> policy_version) {
     ring_->require_open();
     if (ended_) return false;
-    const Publication publication{length, checksum, readers, deadline_ns, {note.c_str(), note.size()}, policy_version};
+    const Publication publication{length, checksum, readers, deadline_ns, {note.c_str(), note.size()},
+                                  policy_version.value_or(kNoVersion)};
     bool published = false;
     {
       std::optional<WithoutGil> without;
@@ -296,7 +297,7 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("slot", &Loan::slot)
       .def_prop_ro("generation", &Loan::generation)
       .def("publish", &Loan::publish, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a, "note"_a,
-           "policy_version"_a = kNoVersion)
+           "policy_version"_a = nb::none())
       .def("release", &Loan::release)
       .def("consume", &Loan::consume, "rank"_a)
       .def_prop_ro("ended", &Loan::ended);
@@ -310,9 +311,8 @@ void bind_ring(nb::module_& module) {
       .def_ro("length", &SlotInfo::length)
       .def_ro("checksum", &SlotInfo::checksum)
       .def_ro("sequence", &SlotInfo::sequence)
-      .def_ro("created_ns", &SlotInfo::created_ns)
       .def_ro("deadline_ns", &SlotInfo::deadline_ns)
-      .def_ro("policy_version", &SlotInfo::policy_version)
+      .def_prop_ro("policy_version", [](const SlotInfo& slot) { return given_version(slot.policy_version); })
       .def("__repr__", describe_slot);
 
   nb::class_<OwnerInfo>(module, "OwnerInfo", nb::is_final(), "A row of the owner table.")
@@ -354,7 +354,6 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("fingerprint", [](const Ring& ring) { return bytes_of(ring.identity().fingerprint); })
       .def_prop_ro("slot_count", [](const Ring& ring) { return ring.identity().slot_count; })
       .def_prop_ro("slot_capacity", [](const Ring& ring) { return ring.identity().slot_capacity; })
-      .def_prop_ro("created_ns", [](const Ring& ring) { return ring.identity().created_ns; })
       .def_prop_ro("taken_over", &Ring::taken_over)
       .def_prop_ro("file", &Ring::file)
       .def_prop_ro("torn", &Ring::torn)

@@ -144,7 +144,7 @@ class WritePlan {
 
   // Publishes what has not been published yet, into the given slot first, until no slot is free. What is left.
   std::size_t write(Ring& ring, const nb::object& lease, unsigned readers, double created,
-                    std::optional<double> deadline, std::int64_t policy_version) {
+                    std::optional<double> deadline, std::optional<std::int64_t> policy_version) {
     ring.require_open();
     if (largest().first > ring.identity().slot_capacity || largest().second > kNoteCapacity)
       fail(Fault::argument, "a payload or its ticket is too large for a slot");
@@ -153,7 +153,7 @@ class WritePlan {
       const auto pair = nb::cast<nb::tuple>(lease);
       slot = Lease{nb::cast<std::uint32_t>(pair[0]), nb::cast<std::uint32_t>(pair[1])};
     }
-    const Terms terms{readers, created, deadline, policy_version};
+    const Terms terms{readers, created, deadline, policy_version.value_or(kNoVersion)};
     const WithoutGil without(ring);
     std::vector<Lease> prepared;  // at the end of written_
     const bool together = ring.synced();
@@ -274,7 +274,7 @@ void bind_writes(nb::module_& module) {
            "metadata"_a.none())
       .def("largest", [](const WritePlan& plan) { return nb::make_tuple(plan.largest().first, plan.largest().second); })
       .def("write", &WritePlan::write, "ring"_a, "lease"_a.none(), "readers"_a, "created"_a, "deadline"_a.none(),
-           "policy_version"_a)
+           "policy_version"_a.none())
       .def("notes", &WritePlan::notes, "first"_a)
       .def("__len__", &WritePlan::size);
 }

@@ -26,6 +26,11 @@ struct Lease {
   std::uint32_t slot, generation;
 };
 
+// A policy version, where the writer gave one.
+inline std::optional<std::int64_t> given_version(std::int64_t version) {
+  return version == kNoVersion ? std::nullopt : std::optional(version);
+}
+
 struct Publication {
   std::uint64_t length = 0, checksum = 0;
   unsigned readers = 1;

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from transport import _ring
 from transport.claims.batch import End, Verdict
+from transport.claims.looks import depth_of
 from transport.claims.places import Discovery, Observed, RingAddress
-from transport.claims.waiting import Holder, foreign, holders_of, schema_of, unread_of
+from transport.claims.waiting import Holder, foreign, holders_of, schema_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
@@ -198,7 +199,7 @@ class RingsOfHost:
                     continue
                 fitting.append(ring.ring_id)
                 of = None if rank is None else ring.rank_of(rank)
-                unread += unread_of(ring, of)
+                unread += depth_of([ring], of).ready
                 holders += holders_of(ring, of)
         return fitting, unread, strangers, holders
 
@@ -303,14 +304,13 @@ class RingsOfHost:
 
     def _claim(self, ring: SharedRingBuffer, native: _ring.Claim, consumer: str) -> MappedClaim:
         name = f"{ring.ring_id}/{native.slot}/{native.generation}"
-        version = native.policy_version
         return MappedClaim(
             name,
             ring.native.note(native.slot, native.generation) or b"",  # consumed by ticket meanwhile: ack will be told
             native.rank,
             native.attempts,
             f"{name} {native.rank} {native.attempts} {consumer}",
-            None if version == _ring.NO_VERSION else version,
+            native.policy_version,
             source=self,
             ring=ring,
             native=native,

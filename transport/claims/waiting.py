@@ -234,12 +234,6 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
     return found
 
 
-def unread_of(ring: SharedRingBuffer, rank: int | None = None) -> int:
-    """Deliveries that nobody holds."""
-    ranks = range(_ring.MAX_READERS) if rank is None else [rank]
-    return sum(ring.native.depth(each)["ready"] for each in ranks)
-
-
 def foreign(place: str, fingerprint: str, schema: Schema | None, wanted: Sequence[Schema]) -> str:
     """A sentence about a ring whose payloads are of none of the schemas that a trainer wants."""
     ours = ", ".join(each.fingerprint for each in wanted)

@@ -706,7 +706,7 @@ class SharedRingBuffer(Attachment):
             if info.state in _PUBLISHED and info.done != _ALL_DONE:
                 ticket = self.ticket_in(slot, info.generation)
                 if ticket is not None:
-                    found.append((info.sequence, Unread(ticket, _version(info))))
+                    found.append((info.sequence, Unread(ticket, info.policy_version)))
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
 
     def ticket_in(self, slot: int, generation: int) -> Ticket | None:
@@ -747,7 +747,7 @@ class SharedRingBuffer(Attachment):
                     ranks[done, info.readers] = due
                 generation = info.generation
                 if native.pin(slot, generation, due[0]) == _ring.PIN_OK:
-                    held.append(HeldPayload(info.sequence, slot, generation, info.length, due, _version(info)))
+                    held.append(HeldPayload(info.sequence, slot, generation, info.length, due, info.policy_version))
                     break  # else it was consumed or overwritten since the look
         return sorted(held)
 
@@ -813,7 +813,3 @@ def attached_reader(name: str) -> SharedRingBuffer:
         ring.close()  # not native.close(): all other owners may have detached meanwhile
         raise NoOwnerError("its remaining owner numbers are reserved for its writer and listeners")
     return ring
-
-
-def _version(info: _ring.SlotInfo) -> int | None:
-    return None if info.policy_version == _ring.NO_VERSION else info.policy_version

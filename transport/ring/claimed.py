@@ -57,8 +57,7 @@ class ClaimedPayload:
     @property
     def policy_version(self) -> int | None:
         """Of the policy that made the payload, where the writer said so."""
-        version = self.native.policy_version
-        return None if version == _ring.NO_VERSION else version
+        return self.native.policy_version
 
     @property
     def encoded(self) -> bytes:

@@ -164,7 +164,7 @@ class WriteLease(_Lease):
                 self._readers,
                 int(self._deadline * 1e9) if self._deadline is not None else 0,
                 ticket.encode(),
-                _ring.NO_VERSION if self.policy_version is None else self.policy_version,
+                self.policy_version,
             )
         except BaseException:  # such as: closed by another thread since we looked, or a ticket that is too large
             self.abort()

@@ -201,8 +201,7 @@ class Batch:
         """Publish until no slot is free, in this one first."""
         slot = None if loan is None else (loan.slot, loan.generation)
         terms = self._terms
-        version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
-        self._plan.write(self._native, slot, terms.readers, *terms.times(), version)
+        self._plan.write(self._native, slot, terms.readers, *terms.times(), terms.policy_version)
 
 
 def version_of(policy_version: int) -> int:
