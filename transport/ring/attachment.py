@@ -88,7 +88,7 @@ class Attachment:
                 if not self.native.closed:
                     self._leave()
             except ClosedError:
-                if not self.native.closed:  # else the end of a view did it, in the middle of this
+                if not self.native.closed:  # else a signal's handler did it, in the middle of this
                     raise
             # Last: what an interrupt leaves undone is done by the next call, or when this object goes.
             if self._forgotten is not None and not self.native.lent:
