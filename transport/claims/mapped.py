@@ -316,8 +316,7 @@ class RingsOfHost:
             native=native,
         )
 
-    @staticmethod
-    def end(claims: Sequence[MappedClaim], end: End) -> list[Claim]:
+    def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
         """End claims so; those for which it was accepted, now or before."""
         return [claim for claim in claims if _has_ended(claim.native, end)]
 
