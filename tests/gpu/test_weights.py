@@ -21,7 +21,7 @@ from weights_members import checksum_of, version_of
 from transport.errors import UsageError
 from transport.weights.engine import WeightsEngine
 from transport.weights.versions.copies import ShardHeld
-from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
+from transport.weights.versions.layout import row_of, specs_of, weights_checksum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,7 +164,7 @@ async def test_a_device_that_is_not_there_is_refused_at_once(device: Any) -> Non
     count = device.cuda.runtime.getDeviceCount()
     with pytest.raises(UsageError, match=f"this process sees {count} CUDA devices"):
         engine("r", device=f"cupy:{count}")
-    assert VersionLayout.of(specs_of(version_of(0))).total
+    assert row_of(specs_of(version_of(0))).total
 
 
 # --- the measurements -------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from weights_members import version_of
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.sharding.roles import build_topology
-from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
+from transport.weights.versions.layout import row_of, specs_of, weights_checksum
 
 BUCKET = 16384
-TOTAL = VersionLayout.of(specs_of(version_of(0))).total
+TOTAL = row_of(specs_of(version_of(0))).total
 
 
 def engine(name: str, **options: Any) -> WeightsEngine:

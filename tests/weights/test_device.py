@@ -22,8 +22,8 @@ from transport.errors import (
     WeightsChecksumError,
 )
 from transport.weights.engine import WeightsEngine
-from transport.weights.versions.copies import Held
-from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
+from transport.weights.versions.copies import Held, neighbours
+from transport.weights.versions.layout import row_of, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
@@ -182,8 +182,8 @@ async def test_a_version_comes_out_in_device_memory(cupy: Any) -> None:
 @asynchronous
 async def test_tensors_come_in_groups_of_one_copy_each(cupy: Any) -> None:
     host = {f"t{number}": noise(1000, number) for number in range(10)} | {"large": noise(50_000), "last": noise(10)}
-    layout = VersionLayout.of(specs_of(host))
-    groups = [[place.spec.name for place in group] for group in layout.groups(4096)]
+    layout = row_of(specs_of(host))
+    groups = [[place.name for place in group] for group in neighbours(layout, 4096)]
     assert groups == [[f"t{at}" for at in range(first, min(first + 4, 10))] for first in (0, 4, 8)] + [
         ["large"],
         ["last"],

@@ -31,6 +31,7 @@ from transport.errors import (
     UsageError,
     WeightsChecksumError,
 )
+from transport.ring.packing import views
 from transport.server.running import OneThread
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
@@ -40,7 +41,7 @@ from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Slices
 from transport.weights.versions.copies import Copies, Held, attach
-from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
+from transport.weights.versions.layout import row_of, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
@@ -175,7 +176,7 @@ def test_sizes_that_make_no_sense(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_version_that_a_dead_reader_never_gave_back_is_free_for_the_one_after_the_next(mapped: bool) -> None:
-    layout = VersionLayout.of(specs_of(version_of(1)))
+    layout = row_of(specs_of(version_of(1)))
     copies = Copies()
     dead = (
         "import sys; from transport.ticket import Ticket; from transport import SharedRingBuffer; "
@@ -200,7 +201,7 @@ def test_a_version_that_a_dead_reader_never_gave_back_is_free_for_the_one_after_
 
 
 def test_of_readers_that_let_go_of_a_dead_landings_version_the_last_one_removes_it() -> None:
-    layout = VersionLayout.of(specs_of(version_of(1)))
+    layout = row_of(specs_of(version_of(1)))
     copies = Copies()
     lease = copies.take(layout.total, readers=3)
     lease.memory[:] = bytes(layout.total)
@@ -216,13 +217,13 @@ def test_of_readers_that_let_go_of_a_dead_landings_version_the_last_one_removes_
 
 def test_a_landed_version_that_changed_afterwards_is_not_mapped() -> None:
     weights = version_of(1)
-    layout = VersionLayout.of(specs_of(weights))
+    layout = row_of(specs_of(weights))
     copies = Copies()
     try:
         lease = copies.take(layout.total, readers=2)
-        for name, array in layout.arrays(lease.memory, writable=True).items():
+        for name, array in views(layout, lease.memory, writable=True).items():
             array[...] = weights[name]
-        for before, after in zip(layout.places, layout.places[1:], strict=False):
+        for before, after in zip(layout.placements, layout.placements[1:], strict=False):
             lease.memory[before.offset + before.nbytes : after.offset] = bytes(
                 after.offset - before.offset - before.nbytes
             )

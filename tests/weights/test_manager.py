@@ -30,12 +30,13 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsTimeoutError,
 )
+from transport.ring.packing import views
 from transport.testing import ResourceSnapshot
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits, Step
-from transport.weights.versions.layout import VersionLayout, specs_of
+from transport.weights.versions.layout import row_of, specs_of
 from transport.weights.worker import Replica
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -290,9 +291,9 @@ async def test_when_every_member_is_killed_their_closing_removes_what_they_left(
 )
 @asynchronous
 async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error: type[Exception]) -> None:
-    layout = VersionLayout.of(specs_of(version_of(1)))
+    layout = row_of(specs_of(version_of(1)))
     row = bytearray(layout.total)
-    for name, array in layout.arrays(row, writable=True).items():
+    for name, array in views(layout, row, writable=True).items():
         array[...] = version_of(1)[name]
     async with group_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires, "bucket_bytes": 131072}) as group:
 

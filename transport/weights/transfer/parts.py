@@ -17,7 +17,8 @@ from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.errors import ProtocolError, SchemaError, UsageError, WeightsChecksumError
 from transport.ring.leases import WriteLease
-from transport.ring.packing import as_array
+from transport.ring.packing import as_array, views, zero_gaps
+from transport.schema import Layout as RowLayout
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
@@ -29,7 +30,7 @@ from transport.weights.transfer.messages import Slices
 from transport.weights.transfer.sending import gather
 from transport.weights.versions.copies import Copies, Held
 from transport.weights.versions.delta import encoded_size
-from transport.weights.versions.layout import VersionLayout, weights_checksum
+from transport.weights.versions.layout import row_of, weights_checksum
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -76,12 +77,9 @@ class PartLanding:
         """
         lease = copies.take(self._row_layout.total, 1 + len(self.incoming.local))
         self._lease = lease
-        self._row = row = np.frombuffer(lease.memory, np.uint8)
-        end = 0
-        for place in self._row_layout.places:  # what is between tensors is part of the checksum
-            row[end : place.offset] = 0
-            end = place.offset + place.nbytes
-        found = self._row_layout.arrays(lease.memory, writable=True)
+        self._row = np.frombuffer(lease.memory, np.uint8)
+        zero_gaps(self._row_layout, lease.memory)  # what is between tensors is part of the checksum
+        found = views(self._row_layout, lease.memory, writable=True)
         self._arrays = [found[each.name] for each in self._tensors]
         self._based = base is not None
         if base is None:
@@ -211,9 +209,9 @@ class PartLanding:
             lease.abort()
 
 
-def row_layout_of(incoming: Incoming, layout: Layout) -> VersionLayout:
+def row_layout_of(incoming: Incoming, layout: Layout) -> RowLayout:
     """The row of a part that a receiver of this layout gets. SchemaError for a tensor that the layout lacks."""
-    return VersionLayout.of(TensorSpec(each.name, each.dtype, each.shape) for each in _tensors_of(incoming, layout))
+    return row_of(TensorSpec(each.name, each.dtype, each.shape) for each in _tensors_of(incoming, layout))
 
 
 def _tensors_of(incoming: Incoming, layout: Layout) -> list[LocalTensor]:

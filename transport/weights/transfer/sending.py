@@ -184,7 +184,7 @@ class ShardSending:
         size, base = size_of(bucket), stream.base
 
         def fill(memory: memoryview) -> int:
-            for device in {box.data.device for box in boxes if isinstance(box, OnDevice)}:
+            for device in {box.device for box in boxes if isinstance(box, OnDevice)}:
                 lease.register(device)
             checksum = gather(memory, bucket, boxes)
             if base is not None:
@@ -238,9 +238,7 @@ def gather(memory: memoryview, bucket: Sequence[Chunk], boxes: Sequence[Tensor])
     Device memory comes in copies that run ahead of the hashing (transport/devices/copies.py).
     """
     sources = [
-        Source(chunk.at, box.data.size, box.data.address, box.data.device, box.data.stream)
-        if isinstance(box, OnDevice)
-        else None
+        Source(chunk.at, box.nbytes, box.address, box.device, box.stream) if isinstance(box, OnDevice) else None
         for chunk, box in zip(bucket, boxes, strict=True)
     ]
     flat = np.frombuffer(memory, np.uint8)

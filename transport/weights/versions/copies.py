@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transport import _ring
@@ -21,12 +22,14 @@ from transport.errors import RingFullError, WeightsChecksumError
 from transport.ring.attachment import remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.leases import ReadLease, WriteLease
+from transport.ring.packing import views
 from transport.ring.states import SlotState
 from transport.schema import DTYPES, Placement, Schema
+from transport.schema import Layout as RowLayout
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding.layouts import Layout
-from transport.weights.versions.layout import VersionLayout, weights_checksum
+from transport.weights.versions.layout import weights_checksum
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Held:
 
     def __init__(
         self,
-        layout: VersionLayout,
+        layout: RowLayout,
         proof: Proof,
         lease: ReadLease,
         attached: SharedRingBuffer | None,
@@ -66,7 +69,7 @@ class Held:
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """The tensors by name, read-only, without a copy."""
-        return self.layout.arrays(self.row)
+        return views(self.layout, self.row, writable=False)
 
     def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
         """The tensors by name, in new memory of a device, on the stream that is current in this thread at each step.
@@ -77,14 +80,11 @@ class Held:
 
         Raises BufferUnsuitableError for a dtype that the library lacks.
         """
-        for group in self.layout.groups(group_bytes):
+        for group in neighbours(self.layout, group_bytes):
             start, end = group[0].offset, group[-1].offset + group[-1].nbytes
             memory = self._copied(start, end, library, device)
-            for spec, offset, nbytes in group:
-                yield (
-                    spec.name,
-                    library.view(memory, Placement(spec.name, DTYPES[spec.dtype], spec.shape, offset - start, nbytes)),
-                )
+            for place in group:
+                yield place.name, library.view(memory, msgspec.structs.replace(place, offset=place.offset - start))
 
     def _copied(self, start: int, end: int, library: Library, device: int) -> Any:
         """A range of the row in device memory, once the current stream has got there."""
@@ -175,7 +175,9 @@ class ShardHeld:
 
     @property
     def _is_one_part(self) -> bool:
-        return len(self._parts) == 1 and self._parts[0].layout.specs == self.layout.specs
+        return len(self._parts) == 1 and [each.name for each in self._parts[0].layout.placements] == [
+            each.name for each in self.layout.tensors
+        ]
 
     def settle(self) -> None:
         """Wait until copies to a device are done. Blocks."""
@@ -200,7 +202,18 @@ def _passed(mark: Mark) -> bool:
         return False
 
 
-def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, checksum: int) -> Held:
+def neighbours(layout: RowLayout, most_bytes: int) -> Iterator[list[Placement]]:
+    """Neighbouring tensors that take up to so many bytes together, in order; a larger one stands alone."""
+    group: list[Placement] = []
+    for place in layout.placements:
+        if group and place.offset + place.nbytes - group[0].offset > most_bytes:
+            yield group
+            group = []
+        group.append(place)
+    yield group
+
+
+def attach(ticket: Ticket, rank: int, layout: RowLayout, version: int, checksum: int) -> Held:
     """Map a version that another process of this host has landed, and prove it: every byte is hashed here.
 
     Raises:
@@ -258,7 +271,7 @@ class Copies:
                 self._rings.remove(ring)
                 ring.close()
 
-    def hold(self, ticket: Ticket, layout: VersionLayout, proof: Proof) -> Held:
+    def hold(self, ticket: Ticket, layout: RowLayout, proof: Proof) -> Held:
         """Pin a version that was landed here, as its rank 0."""
         ring = next(ring for ring in self._rings if ring.ring_id == ticket.ring)
         return Held(layout, proof, ring.read_raw(ticket, 0), None, lambda: self._old.append((ring, ticket)))

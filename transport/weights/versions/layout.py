@@ -1,106 +1,55 @@
-"""A version of the weights as one row of bytes: which tensor stands where.
+"""A version of the weights as one row of bytes, packed as a payload is: which tensor stands where, and its checksum.
 
-    layout = VersionLayout.of(specs)     # every tensor at a multiple of 64 bytes, gaps zero
-
-Every tensor is one contiguous array, without a copy. The checksum of a version is XXH3 (64 bits) of the row; it does
-not depend on the size of buckets, nor on the way a version came (whole, or as a delta).
+Every tensor stands at a multiple of 64 bytes and is one contiguous array, without a copy; the gaps are zero. The
+checksum of a version is XXH3 (64 bits) of the row; it does not depend on the size of buckets, nor on the way a version
+came (whole, or as a delta).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from transport import _ring
+from transport.devices.streams import pinned_memory
 from transport.errors import SchemaError
-from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, TensorSpec
-from transport.weights.versions.tensors import Tensor, Window, bytes_of, tensor_of
+from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, Placement, TensorSpec
+from transport.schema import Layout as RowLayout
+from transport.weights.versions.tensors import OnDevice, Tensor, tensor_of
 
 MAX_TENSORS = 1 << 17
 
 _ZEROS = bytes(ALIGNMENT)
+_WINDOW_BYTES = 2 << 20  # of a device's tensor that is hashed on the host at a time
 
 
-class Place(NamedTuple):
-    """Where a tensor stands in the row. Bytes."""
-
-    spec: TensorSpec
-    offset: int
-    nbytes: int
-
-
-class VersionLayout(msgspec.Struct, frozen=True, dict=True):
-    """The tensors of a model, in the order in which they are sent. SchemaError for names used twice, or too much."""
-
-    specs: tuple[TensorSpec, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.specs) <= MAX_TENSORS:
-            raise SchemaError(f"a version has {len(self.specs)} tensors: give 1 to {MAX_TENSORS}")
-        if len({spec.name for spec in self.specs}) != len(self.specs):
-            raise SchemaError("two tensors of the version have the same name")
-        if any(spec.ragged for spec in self.specs):
-            raise SchemaError("tensors of weights have fixed shapes; none can be ragged")
-        if self.total > MAX_BYTES:
-            raise SchemaError(f"the version takes {self.total} bytes, more than {MAX_BYTES}")
-
-    @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> VersionLayout:
-        """The layout of these tensors in this order."""
-        return cls(tuple(specs))
-
-    @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """One for each tensor, in order."""
-        places, end = [], 0
-        for spec in self.specs:
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
-            nbytes = math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-            places.append(Place(spec, offset, nbytes))
-            end = offset + nbytes
-        return tuple(places)
-
-    @cached_property
-    def total(self) -> int:
-        """Bytes of the row; nothing is padded behind the last tensor."""
-        last = self.places[-1]
-        return last.offset + last.nbytes
-
-    def groups(self, most_bytes: int) -> Iterator[list[Place]]:
-        """Neighbouring tensors that take up to so many bytes together, in order; a larger one stands alone."""
-        group: list[Place] = []
-        for place in self.places:
-            if group and place.offset + place.nbytes - group[0].offset > most_bytes:
-                yield group
-                group = []
-            group.append(place)
-        yield group
-
-    def arrays(self, row: Any, *, writable: bool = False) -> dict[str, np.ndarray[Any, Any]]:
-        """The tensors by name, in the row's own memory."""
-        flat = np.frombuffer(row, np.uint8)
-        found = {}
-        for spec, offset, nbytes in self.places:
-            array = flat[offset : offset + nbytes].view(DTYPES[spec.dtype]).reshape(spec.shape)
-            if not writable:
-                array.flags.writeable = False
-            found[spec.name] = array
-        return found
+def row_of(specs: Iterable[TensorSpec]) -> RowLayout:
+    """Where tensors stand in the row, in this order. SchemaError for none, too many, or too many bytes."""
+    placements: list[Placement] = []
+    end = 0
+    for spec in specs:
+        dtype = DTYPES[spec.dtype]
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        nbytes = math.prod(spec.shape) * dtype.itemsize
+        placements.append(Placement(spec.name, dtype, spec.shape, offset, nbytes))
+        end = offset + nbytes
+    if not 1 <= len(placements) <= MAX_TENSORS:
+        raise SchemaError(f"a version has {len(placements)} tensors: give 1 to {MAX_TENSORS}")
+    if end > MAX_BYTES:
+        raise SchemaError(f"the version takes {end} bytes, more than {MAX_BYTES}")
+    return RowLayout(tuple(placements), end)
 
 
 def specs_of(weights: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     """What describes these arrays. SchemaError for what cannot be a tensor of a payload."""
-    return tuple(spec_of(name, tensor_of(value, name)) for name, value in weights.items())
+    return tuple(_spec_of(name, tensor_of(value, name)) for name, value in weights.items())
 
 
-def spec_of(name: str, array: Tensor) -> TensorSpec:
-    """What describes one array."""
-    return TensorSpec(name, array.dtype.name, array.shape)
+def _spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tensor.dtype.name, tensor.shape)
 
 
 def weights_checksum(weights: Mapping[str, Any]) -> int:
@@ -110,10 +59,18 @@ def weights_checksum(weights: Mapping[str, Any]) -> int:
     the stream that is current.
     """
     tensors = {name: tensor_of(value, name) for name, value in weights.items()}
-    layout = VersionLayout.of(spec_of(name, tensor) for name, tensor in tensors.items())
-    hasher, window, end = _ring.Checksum(), Window(), 0
-    for place, tensor in zip(layout.places, tensors.values(), strict=True):
+    row = row_of(_spec_of(name, tensor) for name, tensor in tensors.items())
+    hasher, window, end = _ring.Checksum(), None, 0
+    for place, tensor in zip(row.placements, tensors.values(), strict=True):
         hasher.update(_ZEROS[: place.offset - end])
         end = place.offset + place.nbytes
-        window.hash(hasher, bytes_of(tensor))
+        if not isinstance(tensor, OnDevice):
+            hasher.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+            continue
+        if window is None:
+            window = pinned_memory(_WINDOW_BYTES, tensor.device)
+        for start in range(0, tensor.nbytes, len(window)):
+            piece = window[: tensor.nbytes - start]
+            tensor.copy_to(piece, start)
+            hasher.update(piece.data)
     return hasher.digest()

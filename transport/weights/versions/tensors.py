@@ -1,9 +1,9 @@
-"""A sender's tensors as bytes: in host memory, or on a device with the stream that makes them.
+"""A sender's tensors: in host memory, or on a device with the stream that makes them.
 
-Bytes are in the host's byte order, since a dtype's name, which is all that travels, does not tell the order.
+They are in the host's byte order, since a dtype's name, which is all that travels, does not tell the order.
 
 Device memory is not copied until it goes into a bucket. The stream is looked up in the thread that produced the tensor,
-because the current stream is a property of the thread, and kept with the bytes, because it may have no other user.
+because the current stream is a property of the thread, and kept with the tensor, because it may have no other user.
 """
 
 from __future__ import annotations
@@ -15,47 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.devices.libraries import library_of
-from transport.devices.streams import (
-    Mark,
-    Stream,
-    copy_to_host,
-    pinned_memory,
-    settled_on_failure,
-    stream_for_others,
-)
+from transport.devices.streams import Mark, copy_to_host, settled_on_failure, stream_for_others
 from transport.errors import SchemaError
 from transport.ring.packing import as_array
 from transport.schema import DTYPES
-
-_WINDOW_BYTES = 2 << 20  # of a device's tensor that is looked at on the host at a time
-
-HostBytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class DeviceBytes:
-    """Contiguous memory of a device, written by what its stream has in its queue; sliced as host bytes are."""
-
-    __slots__ = ("_keep", "address", "device", "size", "stream")
-
-    def __init__(self, address: int, size: int, device: int, stream: Stream, keep: object) -> None:
-        self.address = address
-        self.size = size
-        self.device = device
-        self.stream = stream
-        self._keep = keep
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> DeviceBytes:
-        start, end, _ = part.indices(self.size)
-        return DeviceBytes(self.address + start, max(0, end - start), self.device, self.stream, self._keep)
-
-
-Bytes = HostBytes | DeviceBytes
 
 
 class OnDevice:
@@ -65,8 +30,11 @@ class OnDevice:
         library = library_of(tensor.value)
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        stream = stream_for_others(library.stream(tensor.device), tensor.device)
-        self.data = DeviceBytes(tensor.address, tensor.nbytes, tensor.device, stream, tensor.value)
+        self.address = tensor.address
+        self.nbytes = tensor.nbytes
+        self.device = tensor.device
+        self.stream = stream_for_others(library.stream(tensor.device), tensor.device)
+        self._keep = tensor.value  # its memory
 
     def box(self, start: Sequence[int], size: Sequence[int]) -> OnDevice:
         """A box of it. SchemaError unless its bytes are one range."""
@@ -74,11 +42,20 @@ class OnDevice:
         first = next((at for at, count in enumerate(size) if count != 1), len(size))
         if tuple(size[first + 1 :]) != tuple(self.shape[len(self.shape) - len(size) + first + 1 :]):
             raise SchemaError("a box of device memory that is not one range: give the tensor itself")
-        at = sum(place * stride for place, stride in zip(start, strides, strict=True)) * self.dtype.itemsize
         found = copy.copy(self)
         found.shape = tuple(size)
-        found.data = self.data[at : at + math.prod(size) * self.dtype.itemsize]
+        found.address += sum(place * stride for place, stride in zip(start, strides, strict=True)) * self.dtype.itemsize
+        found.nbytes = math.prod(size) * self.dtype.itemsize
         return found
+
+    def copy_to(self, memory: np.ndarray[Any, Any], start: int = 0) -> None:
+        """Fill host memory with the bytes from ``start`` on, and wait for that."""
+        if memory.nbytes:
+            with settled_on_failure(self.stream.handle, self.device):
+                copy_to_host(
+                    [(memory.ctypes.data, self.address + start, memory.nbytes)], self.device, self.stream.handle
+                )
+                Mark(self.stream.handle, self.device).wait()
 
 
 Tensor = np.ndarray[Any, Any] | OnDevice
@@ -104,49 +81,10 @@ def tensor_of(value: object, name: str) -> Tensor:
     return OnDevice(array)
 
 
-def bytes_of(tensor: Tensor) -> Bytes:
-    """The tensor's bytes in C order; a copy only where host memory is strided."""
-    if isinstance(tensor, OnDevice):
-        return tensor.data
-    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-
-
 def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The tensor in host memory: itself, or a copy, which is complete on return."""
     if not isinstance(tensor, OnDevice):
         return tensor
-    copy: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype)
-    _copy(tensor.data, copy)
-    return copy
-
-
-def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
-    """Copy to the host, and wait for that."""
-    if data.size:
-        handle = data.stream.handle
-        with settled_on_failure(handle, data.device):
-            copy_to_host([(to.ctypes.data, data.address, data.size)], data.device, handle)
-            Mark(handle, data.device).wait()
-
-
-class Window:
-    """Pinned memory through which a device's bytes are looked at on the host. One thread at a time."""
-
-    def __init__(self) -> None:
-        self._memory: HostBytes | None = None
-
-    def look(self, data: Bytes) -> HostBytes:
-        """The bytes in host memory; good until the next look."""
-        if not isinstance(data, DeviceBytes):
-            return data
-        if self._memory is None or len(self._memory) < data.size:
-            self._memory = pinned_memory(max(_WINDOW_BYTES, data.size), data.device)
-        seen = self._memory[: data.size]
-        _copy(data, seen)
-        return seen
-
-    def hash(self, hasher: _ring.Checksum, data: Bytes) -> None:
-        """Add the bytes to the hash."""
-        step = _WINDOW_BYTES if isinstance(data, DeviceBytes) else max(1, len(data))
-        for at in range(0, len(data), step):
-            hasher.update(self.look(data[at : at + step]).data)
+    copied: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype)
+    tensor.copy_to(copied)
+    return copied
