@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transport.errors import ProtocolError, UsageError
 from transport.weights.transfer import messages
 from transport.weights.transfer.bucket_sender import Pace
-from transport.weights.transfer.messages import Alive, Failed, Frame, Hello, Placed, Slices, Start, Welcome, Whole
+from transport.weights.transfer.messages import Alive, Failed, Frame, Hello, Placed, Slices, Start, Welcome
 from transport.weights.versions.delta import RAW, Record
 
 FRAMES: list[Frame] = [
@@ -19,7 +19,6 @@ FRAMES: list[Frame] = [
     Start(7),
     Start(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ()))),
     Slices(3, 1, 4, b"TK", (Record(0, 64, 2, RAW), Record(64, 64, 4, 1)), 2**64 - 1),
-    Whole(2, 2**64 - 1),
     Placed(0, b"TK", 1),
     Failed("LinkError", "why"),
 ]

@@ -80,14 +80,12 @@ class Incoming(NamedTuple):
 
     part: its number in the plan.
     tensors: numbers of its tensors in this rank's layout, in the part's order.
-    first: whether its buckets come from the senders, none from a relay.
     mapped: (name of the landing, rank among its readers) if it is mapped; then there are no sources.
     local: children of this host that map it. wired: children that its buckets are relayed to.
     """
 
     part: int
     tensors: tuple[int, ...]
-    first: bool
     mapped: tuple[str, int] | None
     sources: tuple[Source, ...]
     local: tuple[str, ...]
@@ -232,7 +230,6 @@ def roles(
                 Incoming(
                     number,
                     tuple(numbers[each][tensor] for tensor in part.tensors),
-                    hop.parent < 0,
                     mapped,
                     tuple(sources),
                     tuple(local[at]),

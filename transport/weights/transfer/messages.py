@@ -69,13 +69,6 @@ class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
     checksum: int = 0
 
 
-class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
-    """All buckets of a part were announced; this is the checksum of its bytes, which the replica has proven."""
-
-    part: int
-    checksum: int
-
-
 @hiding("ticket")
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     """To children on the same host: a whole part is in one slot, complete and verified."""
@@ -85,7 +78,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     checksum: int
 
 
-Frame = Hello | Welcome | Alive | Failed | Start | Slices | Whole | Placed
+Frame = Hello | Welcome | Alive | Failed | Start | Slices | Placed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode

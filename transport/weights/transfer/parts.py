@@ -2,8 +2,7 @@
 
 A bucket is read beside the place where it belongs, spread into it, and hashed again from there: its checksum is the
 sender's, so what was proven is what stands in the tensors. A bucket that is one contiguous range is read straight into
-its place. When all buckets are there, the checksum of the whole part is what relays and the host's other replicas are
-told.
+its place. When all buckets are there, the host's other replicas are told the checksum of the whole part.
 """
 
 from __future__ import annotations
@@ -30,22 +29,16 @@ from transport.weights.transfer.messages import Slices
 from transport.weights.transfer.sending import gather
 from transport.weights.versions.copies import Copies, Held
 from transport.weights.versions.delta import encoded_size
-from transport.weights.versions.layout import row_of, weights_checksum
+from transport.weights.versions.layout import row_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class PartLanding:
-    """Where one part lands: a slot that the host's other receivers map, or the receiver's own tensors.
-
-    Attributes:
-        complete: whether every bucket has arrived.
-        expected: the checksum that the relay above has proven; None: it has not said it yet.
-    """
+    """Where one part lands: a slot that the host's other receivers map, or the receiver's own tensors."""
 
     def __init__(self, incoming: Incoming, layout: Layout, bucket_bytes: int) -> None:
         self.incoming = incoming
-        self.expected: int | None = None
         self._tensors = _tensors_of(incoming, layout)
         self._row_layout = row_layout_of(incoming, layout)
         dtypes = [each.dtype for each in self._tensors]
@@ -57,10 +50,6 @@ class PartLanding:
         self._lease: WriteLease | None = None
         self._row: Bytes | None = None
         self._arrays: list[np.ndarray[Any, Any]] = []
-
-    @property
-    def complete(self) -> bool:
-        return not self._missing and not self._placing
 
     def rank(self, sender: int) -> int:
         """This receiver's number among the readers of a stream's buckets."""
@@ -176,9 +165,10 @@ class PartLanding:
         """The bytes of a bucket that is in its place. In a thread."""
         gather(memory, bucket, [self._target(chunk) for chunk in bucket])
 
-    def placed(self) -> None:
-        """A bucket is in its place, proven, and was relayed."""
+    def placed(self) -> bool:
+        """A bucket is in its place, proven, and was relayed. Whether it is the part's last one."""
         self._placing -= 1
+        return not self._missing and not self._placing
 
     def _target(self, chunk: Chunk) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = view(self._arrays[chunk.slice.target], chunk.slice.target_start, chunk.slice.size)
@@ -186,16 +176,14 @@ class PartLanding:
 
     # --- the end ----------------------------------------------------------------------------------------------
     def checksum(self) -> int:
-        """Of the whole part, as it stands here. In a thread: hashes every byte."""
-        if self._lease is not None:
-            return _ring.checksum(self._lease.memory)
-        return weights_checksum({each.name: array for each, array in zip(self._tensors, self._arrays, strict=True)})
+        """Of the whole slot. In a thread: hashes every byte."""
+        assert self._lease is not None
+        return _ring.checksum(self._lease.memory)
 
-    def publish(self, checksum: int, copies: Copies, version: int) -> tuple[Ticket, Held] | None:
-        """Publish the slot to the host's other receivers, and hold it. None: it landed in place."""
+    def publish(self, checksum: int, copies: Copies, version: int) -> tuple[Ticket, Held]:
+        """Publish the slot to the host's other receivers, and hold it."""
         lease = self._lease
-        if lease is None:
-            return None
+        assert lease is not None
         lease.checksum = checksum
         ticket = lease.publish()
         self._lease, self._row, self._arrays = None, None, []

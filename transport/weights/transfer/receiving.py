@@ -30,7 +30,7 @@ from transport.weights.sharding.roles import Incoming, Role, completed
 from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
-from transport.weights.transfer.messages import Placed, Slices, Start, Whole
+from transport.weights.transfer.messages import Placed, Slices, Start
 from transport.weights.transfer.parts import PartLanding, checked_targets, row_layout_of
 from transport.weights.transfer.sending import copied
 from transport.weights.transfer.threads import in_thread
@@ -197,15 +197,10 @@ class ShardReceiving:
     async def _follow(self, name: str, upstream: Upstream) -> None:
         """Take the messages of one parent, until it has sent all that the plan has for this receiver."""
         buckets = sum(landing.count(name) for landing in self._landings.values())
-        relayed = {
-            part
-            for part, landing in self._landings.items()
-            if not landing.incoming.first and landing.incoming.sources[0].parent == name
-        }
         mapped = {part for part, each in self._mapped.items() if each.mapped is not None and each.mapped[0] == name}
         if not self._role.whole:
             await self._start(name, upstream)
-        while buckets or relayed or mapped:
+        while buckets or mapped:
             frame = await upstream.next()
             if isinstance(frame, Slices) and buckets:
                 buckets -= 1
@@ -213,10 +208,6 @@ class ShardReceiving:
                 if landing is None:
                     raise ProtocolError(f"unexpected bucket of part {frame.part} from {name}")
                 self._begin(self._take, landing, frame, *landing.bucket(frame, name))
-            elif isinstance(frame, Whole) and frame.part in relayed:
-                relayed.discard(frame.part)
-                self._landings[frame.part].expected = frame.checksum
-                self._finish(self._landings[frame.part])
             elif isinstance(frame, Placed) and frame.part in mapped:
                 mapped.discard(frame.part)
                 await self._map(self._mapped[frame.part], frame)
@@ -244,10 +235,11 @@ class ShardReceiving:
                 changes = await self._read(landing, frame, bucket, ticket)
         if landing.incoming.wired:
             await self._relay(landing, frame, bucket, ticket, changes)
-        landing.placed()
+        last = landing.placed()
         self._buckets, self._bytes = self._buckets + 1, self._bytes + (0 if ticket is None else ticket.size)
         self._progress(self._buckets, 0, self._bytes)
-        self._finish(landing)
+        if last:
+            await self._conclude(landing)
 
     async def _relay(
         self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None, changes: Bytes | None
@@ -305,23 +297,12 @@ class ShardReceiving:
         self._waiting += len(data)
         return data
 
-    def _finish(self, landing: PartLanding) -> None:
-        if landing.complete and (landing.incoming.first or landing.expected is not None):
-            self._begin(self._conclude, landing)
-
     async def _conclude(self, landing: PartLanding) -> None:
-        """All of a part is here: prove it as a whole, and tell the children."""
+        """All of a part is here and proven: the host's other receivers may map it, unless it landed in place."""
         part = landing.incoming.part
-        checksum = await in_thread(landing.checksum)
-        if landing.expected not in (None, checksum):
-            raise WeightsChecksumError(
-                f"v{self._version}, part {part}: checksum mismatch: received {checksum:016x}, "
-                f"expected {landing.expected or 0:016x}"
-            )
-        published = landing.publish(checksum, self._copies, self._version)
-        if published is not None:
-            ticket, held = published
+        if self._own is None:
+            checksum = await in_thread(landing.checksum)
+            ticket, held = landing.publish(checksum, self._copies, self._version)
             self._held.append(held)
             await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
-        await self._feed.tell(Whole(part, checksum), landing.incoming.wired)
         self._proven.add(part)
