@@ -20,6 +20,7 @@ import asyncio
 import os
 import statistics
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,7 +287,11 @@ def _link_bytes(case: Case, sent: int) -> int:
         [shard_model.trained(case.size, rank, case.senders) for rank in range(case.senders)],
         [shard_model.served(case.size, rank % case.tp, case.tp) for rank in range(case.replicas)],
     )
-    return max(*plan.sent(), *plan.wanted())
+    sent, wanted = Counter[int](), Counter[int]()
+    for part in plan:
+        sent.update({stream.sender: stream.nbytes for stream in part.streams})
+        wanted.update(dict.fromkeys(part.receivers, part.nbytes))
+    return max(*sent.values(), *wanted.values())
 
 
 async def _update(

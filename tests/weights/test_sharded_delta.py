@@ -58,14 +58,14 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
     outgoing = [
         [
             Outgoing(number, stream.sender, (), tuple(each.dtype for each in part.tensors), stream.slices)
-            for number, part in enumerate(plan.parts)
+            for number, part in enumerate(plan)
             for stream in part.streams
             if stream.sender == sender
         ]
         for sender in range(len(senders))
     ]
     bases = [ShardBase() for _ in senders]
-    rows = [[np.zeros(tensor.shape, DTYPES[tensor.dtype]) for tensor in part.tensors] for part in plan.parts]
+    rows = [[np.zeros(tensor.shape, DTYPES[tensor.dtype]) for tensor in part.tensors] for part in plan]
     for part in rows:  # half of the places are strided
         part[:] = [np.asfortranarray(row) if rng.random() < 0.5 else row for row in part]
     tensors = model(specs)
@@ -97,7 +97,7 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
                 kept.complete = True
             base.end(Proof(version, 0))
             assert base.proof == Proof(version, 0)
-        for part, of_part in zip(plan.parts, rows, strict=True):
+        for part, of_part in zip(plan, rows, strict=True):
             for receiver in part.receivers:
                 expected = local(receivers[receiver], tensors)
                 for tensor, row in zip(part.tensors, of_part, strict=True):
@@ -109,7 +109,7 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
 def one_stream(elements: int = 64) -> Outgoing:
     spec = TensorSpec("w", "float32", (elements,))
     layout = Layout.of([shards.whole(spec)])
-    (part,) = make_plan([layout], [layout]).parts
+    (part,) = make_plan([layout], [layout])
     return Outgoing(0, 0, ("r",), ("float32",), part.streams[0].slices)
 
 

@@ -1,7 +1,7 @@
 """Who sends which slice to whom, from the layouts of all ranks. Pure, and checked: every byte exactly once.
 
-    plan = make_plan(senders, receivers)
-    plan.parts[0].streams[0].slices      # what one sender has for the receivers of one part
+    parts = make_plan(senders, receivers)
+    parts[0].streams[0].slices          # what one sender has for the receivers of one part
 
 A *part* is the local tensors that the same receivers want, alike: the shard of one tensor-parallel rank for all
 engines, the norms for every rank. Its bytes leave the senders once, whatever the number of its receivers; they relay
@@ -64,30 +64,6 @@ class Part(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-class ShardPlan(NamedTuple):
-    """All parts, for so many senders and receivers."""
-
-    senders: int
-    receivers: int
-    parts: tuple[Part, ...]
-
-    def sent(self) -> list[int]:
-        """Bytes that each sender sends."""
-        found = [0] * self.senders
-        for part in self.parts:
-            for stream in part.streams:
-                found[stream.sender] += stream.nbytes
-        return found
-
-    def wanted(self) -> list[int]:
-        """Bytes that each receiver wants."""
-        found = [0] * self.receivers
-        for part in self.parts:
-            for receiver in part.receivers:
-                found[receiver] += part.nbytes
-        return found
-
-
 class _Owner(NamedTuple):
     sender: int
     tensor: int
@@ -143,8 +119,8 @@ class _Want(NamedTuple):
     nbytes: int
 
 
-def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> ShardPlan:
-    """The plan for these layouts, by rank. Deterministic.
+def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> tuple[Part, ...]:
+    """All parts, for these layouts by rank. Deterministic.
 
     A slice that several senders have comes from the one with the least to send; a large one from several.
 
@@ -166,17 +142,17 @@ def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> ShardPl
         if len(want.owners) > 1:
             shared.append(want)
         else:
-            _assign(want, want.owners[0], senders, parts, streams, load)
+            _assign(want, want.owners[0], streams, load)
     for want in sorted(shared, key=lambda each: -each.nbytes):
         for divided in _divided(want):
             owner = min(divided.owners, key=lambda each: (load[each.sender], each.sender))
-            _assign(divided, owner, senders, parts, streams, load)
+            _assign(divided, owner, streams, load)
     made = []
     for number, (of, tensors) in enumerate(parts):
         made.append(Part(of, tensors, tuple(_streams(number, tensors, streams, len(senders)))))
         filled = sum(stream.nbytes for stream in made[-1].streams)
         assert filled == made[-1].nbytes, f"part {number}: {filled} of {made[-1].nbytes} bytes"
-    return ShardPlan(len(senders), len(receivers), tuple(made))
+    return tuple(made)
 
 
 def _sources(senders: Sequence[Layout]) -> dict[str, _Source]:
@@ -250,18 +226,9 @@ def _divided(want: _Want) -> Iterator[_Want]:
         yield want._replace(box=box, nbytes=want.nbytes // want.box.volume * box.volume)
 
 
-def _assign(
-    want: _Want,
-    owner: _Owner,
-    senders: Sequence[Layout],
-    parts: Sequence[tuple[tuple[int, ...], tuple[LocalTensor, ...]]],
-    streams: dict[tuple[int, int], list[Slice]],
-    load: list[int],
-) -> None:
-    source = len(senders[owner.sender].tensors[owner.tensor].shape)
-    target = len(parts[want.part][1][want.target].shape)
+def _assign(want: _Want, owner: _Owner, streams: dict[tuple[int, int], list[Slice]], load: list[int]) -> None:
     size = want.box.size
-    dims = min(len(size), source, target)
+    dims = min(len(size), len(owner.piece.at), len(want.piece.at))
     streams.setdefault((want.part, owner.sender), []).append(
         Slice(
             owner.tensor,

@@ -22,7 +22,7 @@ from transport.weights.plan import topology
 from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Hop
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.plan import Part, ShardPlan, Slice, Stream, make_plan
+from transport.weights.sharding.plan import Part, Slice, Stream, make_plan
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ def layout_of(text: str) -> Layout:
 
 
 @lru_cache(_KEPT_PLANS)
-def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> ShardPlan:
+def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Part, ...]:
     """`make_plan` for packed layouts; remembered as these are."""
     return make_plan([layout_of(each) for each in senders], [layout_of(each) for each in receivers])
 
@@ -179,15 +179,14 @@ def roles(
             raise UsageError("some ranks have a layout and others the whole model: give all of them one, or none")
         everyone = [senders[0], *receivers]
         layouts = [Layout(()) for _ in receivers]
-        one = Part(tuple(range(len(receivers))), (), (Stream(0, (), 0),))
-        plan = ShardPlan(len(senders), len(receivers), (one,))
+        plan: tuple[Part, ...] = (Part(tuple(range(len(receivers))), (), (Stream(0, (), 0),)),)
     else:
         layouts = [layout_of(each.layout) for each in receivers]
         plan = plan_of(tuple(each.layout for each in senders), tuple(each.layout for each in receivers))
     room = min(each.bucket_bytes for each in everyone)
     numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
     place = _order(receivers)
-    groups = [sorted(part.receivers, key=place.__getitem__) for part in plan.parts]
+    groups = [sorted(part.receivers, key=place.__getitem__) for part in plan]
     trees = [
         _hops(
             [receivers[each] for each in among],
@@ -195,16 +194,16 @@ def roles(
             part.nbytes,
             min(room, _FINEST),
         )
-        for part, among in zip(plan.parts, groups, strict=True)
+        for part, among in zip(plan, groups, strict=True)
     ]
-    sizes = [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
+    sizes = [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan, trees, strict=True)]
     bucket_bytes = room if whole_model else finer(room, sizes)
     proof, *others = {each.proof for each in everyone}
     base = None if whole or others else proof
     incoming: list[list[Incoming]] = [[] for _ in receivers]
     outgoing: list[list[Outgoing]] = [[] for _ in senders]
     parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
-    for number, (part, among, hops) in enumerate(zip(plan.parts, groups, trees, strict=True)):
+    for number, (part, among, hops) in enumerate(zip(plan, groups, trees, strict=True)):
         firsts = tuple(receivers[each].name for each, hop in zip(among, hops, strict=True) if hop.parent < 0)
         wired: list[list[str]] = [[] for _ in among]
         local: list[list[str]] = [[] for _ in among]
