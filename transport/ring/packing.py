@@ -18,6 +18,7 @@ from transport import _ring
 from transport._ring import Block, Loan
 from transport.devices.arrays import DeviceArray, DeviceTensor, is_torch, kind_of, to_host, writable_bytes
 from transport.devices.copies import DeviceCopies, sources_of
+from transport.devices.copies import Source as DeviceSource
 from transport.devices.libraries import library_of
 from transport.devices.streams import address_of
 from transport.errors import BufferUnsuitableError, SchemaError
@@ -222,10 +223,21 @@ def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview) 
     if not any(isinstance(array, DeviceTensor) for array in arrays):
         return _pack(layout, arrays, target, None)
     plain = [_plain(array, placement) for array, placement in zip(arrays, layout.placements, strict=True)]
-    copies = DeviceCopies(sources_of(layout, plain), address_of(target))
+    return pack_from(layout, plain, target, sources_of(layout, plain))
+
+
+def pack_from(
+    layout: Layout, arrays: Sequence[Array], target: memoryview, sources: Sequence[DeviceSource | None]
+) -> int:
+    """`pack_into` for device memory whose streams are known: copies run ahead of the hashing.
+
+    arrays: those of device memory contiguous and of the placements' dtypes.
+    sources: of each array where it is in device memory; None for one of the host.
+    """
+    copies = DeviceCopies(sources, address_of(target))
     try:
         copies.start()
-        return _pack(layout, plain, target, copies)
+        return _pack(layout, arrays, target, copies)
     finally:
         copies.finish()
 

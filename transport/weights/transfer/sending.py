@@ -15,11 +15,13 @@ import msgspec
 import numpy as np
 
 from transport import _ring
-from transport.devices.copies import DeviceCopies, Source
-from transport.devices.streams import address_of
+from transport.devices.copies import Source
 from transport.errors import SchemaError
 from transport.ring.leases import WriteLease
+from transport.ring.packing import pack_from
 from transport.runtime.progress import Progress
+from transport.schema import Layout as RowLayout
+from transport.schema import Placement
 from transport.weights.plan.steps import Proof, Weights
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -184,7 +186,7 @@ class ShardSending:
         size, base = size_of(bucket), stream.base
 
         def fill(memory: memoryview) -> int:
-            for device in {box.device for box in boxes if isinstance(box, OnDevice)}:
+            for device in {box.tensor.device for box in boxes if isinstance(box, OnDevice)}:
                 lease.register(device)
             checksum = gather(memory, bucket, boxes)
             if base is not None:
@@ -233,36 +235,19 @@ class ShardSending:
 
 
 def gather(memory: memoryview, bucket: Sequence[Chunk], boxes: Sequence[Tensor]) -> int:
-    """Gather a bucket's boxes in memory, with zeros between them; XXH3 of it all.
-
-    Device memory comes in copies that run ahead of the hashing (transport/devices/copies.py).
-    """
+    """Gather a bucket's boxes in memory, with zeros between them; XXH3 of it all."""
+    placements = (
+        Placement("", box.dtype, tuple(box.shape), chunk.at, chunk.nbytes)
+        for chunk, box in zip(bucket, boxes, strict=True)
+    )
     sources = [
-        Source(chunk.at, box.nbytes, box.address, box.device, box.stream) if isinstance(box, OnDevice) else None
+        Source(chunk.at, chunk.nbytes, box.tensor.address, box.tensor.device, box.stream)
+        if isinstance(box, OnDevice)
+        else None
         for chunk, box in zip(bucket, boxes, strict=True)
     ]
-    flat = np.frombuffer(memory, np.uint8)
-    hasher = _ring.Checksum()
-    copies = DeviceCopies(sources, address_of(memory))
-    end = 0
-    try:
-        copies.start()
-        for number, (chunk, box) in enumerate(zip(bucket, boxes, strict=True)):
-            if chunk.at > end:
-                flat[end : chunk.at] = 0
-                hasher.update(memory[end : chunk.at])
-            end = chunk.at + chunk.nbytes
-            if isinstance(box, OnDevice):
-                for first, last in copies.arrived(number):
-                    hasher.update(memory[first:last])
-            elif box.flags.c_contiguous:
-                hasher.copy(memory[chunk.at : end], box.reshape(-1).view(np.uint8).data)
-            else:
-                flat[chunk.at : end].view(box.dtype).reshape(box.shape)[...] = box
-                hasher.update(memory[chunk.at : end])
-        return hasher.digest()
-    finally:
-        copies.finish()
+    arrays = [box.tensor if isinstance(box, OnDevice) else box for box in boxes]
+    return pack_from(RowLayout(tuple(placements), size_of(bucket)), arrays, memory, sources)
 
 
 def copied(data: np.ndarray[Any, np.dtype[np.uint8]], memory: memoryview) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from transport import _ring
 from transport.devices.libraries import Library
-from transport.devices.streams import Mark, address_of, copy_to_device, settled_on_failure
+from transport.devices.streams import Mark, address_of, copy_to_device, has_passed, settled_on_failure
 from transport.errors import RingFullError, WeightsChecksumError
 from transport.ring.attachment import remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
@@ -96,7 +96,7 @@ class Held:
                 target = library.describe(memory).address
                 copy_to_device(target, address_of(self.row) + start, end - start, device, stream.handle)
                 self._copying.append(Mark(stream.handle, device))
-        while self._copying and _passed(self._copying[0]):
+        while self._copying and has_passed(self._copying[0]):
             del self._copying[0]
         return memory
 
@@ -193,13 +193,6 @@ class ShardHeld:
 
 def _empty(tensor: Any) -> np.ndarray[Any, Any]:
     return np.empty(tensor.shape, DTYPES[tensor.dtype])
-
-
-def _passed(mark: Mark) -> bool:
-    try:
-        return mark.passed
-    except Exception:  # as in `settle`, which says so
-        return False
 
 
 def neighbours(layout: RowLayout, most_bytes: int) -> Iterator[list[Placement]]:

@@ -68,9 +68,9 @@ def weights_checksum(weights: Mapping[str, Any]) -> int:
             hasher.update(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
             continue
         if window is None:
-            window = pinned_memory(_WINDOW_BYTES, tensor.device)
-        for start in range(0, tensor.nbytes, len(window)):
-            piece = window[: tensor.nbytes - start]
+            window = pinned_memory(_WINDOW_BYTES, tensor.tensor.device)
+        for start in range(0, place.nbytes, len(window)):
+            piece = window[: place.nbytes - start]
             tensor.copy_to(piece, start)
             hasher.update(piece.data)
     return hasher.digest()

@@ -8,54 +8,54 @@ because the current stream is a property of the thread, and kept with the tensor
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from transport.devices.arrays import DeviceTensor
 from transport.devices.libraries import library_of
-from transport.devices.streams import Mark, copy_to_host, settled_on_failure, stream_for_others
+from transport.devices.streams import Mark, Stream, copy_to_host, settled_on_failure, stream_for_others
 from transport.errors import SchemaError
 from transport.ring.packing import as_array
 from transport.schema import DTYPES
 
 
-class OnDevice:
+class OnDevice(NamedTuple):
     """A tensor in device memory, contiguous, and the stream that makes it."""
 
-    def __init__(self, tensor: DeviceTensor) -> None:
-        library = library_of(tensor.value)
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.address = tensor.address
-        self.nbytes = tensor.nbytes
-        self.device = tensor.device
-        self.stream = stream_for_others(library.stream(tensor.device), tensor.device)
-        self._keep = tensor.value  # its memory
+    tensor: DeviceTensor
+    stream: Stream
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The tensor's."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's."""
+        return self.tensor.shape
 
     def box(self, start: Sequence[int], size: Sequence[int]) -> OnDevice:
         """A box of it. SchemaError unless its bytes are one range."""
-        strides = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        shape = self.shape
+        strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         first = next((at for at, count in enumerate(size) if count != 1), len(size))
-        if tuple(size[first + 1 :]) != tuple(self.shape[len(self.shape) - len(size) + first + 1 :]):
+        if tuple(size[first + 1 :]) != tuple(shape[len(shape) - len(size) + first + 1 :]):
             raise SchemaError("a box of device memory that is not one range: give the tensor itself")
-        found = copy.copy(self)
-        found.shape = tuple(size)
-        found.address += sum(place * stride for place, stride in zip(start, strides, strict=True)) * self.dtype.itemsize
-        found.nbytes = math.prod(size) * self.dtype.itemsize
-        return found
+        at = sum(place * stride for place, stride in zip(start, strides, strict=True)) * self.dtype.itemsize
+        box = self.tensor._replace(shape=tuple(size), address=self.tensor.address + at)
+        return self._replace(tensor=box)
 
     def copy_to(self, memory: np.ndarray[Any, Any], start: int = 0) -> None:
         """Fill host memory with the bytes from ``start`` on, and wait for that."""
         if memory.nbytes:
-            with settled_on_failure(self.stream.handle, self.device):
-                copy_to_host(
-                    [(memory.ctypes.data, self.address + start, memory.nbytes)], self.device, self.stream.handle
-                )
-                Mark(self.stream.handle, self.device).wait()
+            device, stream = self.tensor.device, self.stream.handle
+            with settled_on_failure(stream, device):
+                copy_to_host([(memory.ctypes.data, self.tensor.address + start, memory.nbytes)], device, stream)
+                Mark(stream, device).wait()
 
 
 Tensor = np.ndarray[Any, Any] | OnDevice
@@ -78,7 +78,8 @@ def tensor_of(value: object, name: str) -> Tensor:
         if plain is None:
             raise SchemaError(f"{name}: a strided {array.dtype.name} tensor that its library cannot make contiguous")
         array = plain
-    return OnDevice(array)
+    stream = stream_for_others(library_of(array.value).stream(array.device), array.device)
+    return OnDevice(array, stream)
 
 
 def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
