@@ -35,7 +35,6 @@ from transport.ring.packing import views
 from transport.server.running import OneThread
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
-from transport.weights.plan.steps import Proof
 from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.feed import Feed
@@ -189,7 +188,7 @@ def test_a_version_that_a_dead_reader_never_gave_back_is_free_for_the_one_after_
             lease.memory[:] = bytes(layout.total)
             checksum = lease.checksum = _ring.checksum(lease.memory)
             ticket = lease.publish()
-            held = copies.hold(ticket, layout, Proof(1, checksum))
+            held = copies.hold(ticket, layout, checksum)
             if mapped:
                 status = subprocess.run([sys.executable, "-c", dead, ticket.encode().hex()], check=False).returncode
                 assert status == 9
@@ -207,7 +206,7 @@ def test_of_readers_that_let_go_of_a_dead_landings_version_the_last_one_removes_
     lease.memory[:] = bytes(layout.total)
     checksum = lease.checksum = _ring.checksum(lease.memory)
     ticket = lease.publish()
-    held = [attach(ticket, rank, layout, 1, checksum) for rank in range(3)]
+    held = [attach(ticket, rank, layout, checksum) for rank in range(3)]
     for ring in copies._rings:
         ring.native.close()  # as if it had been killed
     with leaving_at_once([each._attached for each in held if each._attached]) as threads:
@@ -233,9 +232,9 @@ def test_a_landed_version_that_changed_afterwards_is_not_mapped() -> None:
         memory, ticket = lease.memory, lease.publish()
         memory[7] ^= 1
         with pytest.raises(WeightsChecksumError):
-            attach(ticket, 1, layout, 1, checksum)
+            attach(ticket, 1, layout, checksum)
         memory[7] ^= 1
-        held = attach(ticket, 1, layout, 1, checksum)
+        held = attach(ticket, 1, layout, checksum)
         assert weights_checksum(held.arrays()) == checksum
         held.release()
         held.release()

@@ -20,7 +20,6 @@ from transport.ring.packing import as_array, views, zero_gaps
 from transport.schema import Layout as RowLayout
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
-from transport.weights.plan.steps import Proof
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout, LocalTensor
 from transport.weights.sharding.roles import Incoming
@@ -180,14 +179,14 @@ class PartLanding:
         assert self._lease is not None
         return _ring.checksum(self._lease.memory)
 
-    def publish(self, checksum: int, copies: Copies, version: int) -> tuple[Ticket, Held]:
+    def publish(self, checksum: int, copies: Copies) -> tuple[Ticket, Held]:
         """Publish the slot to the host's other receivers, and hold it."""
         lease = self._lease
         assert lease is not None
         lease.checksum = checksum
         ticket = lease.publish()
         self._lease, self._row, self._arrays = None, None, []
-        return ticket, copies.hold(ticket, self._row_layout, Proof(version, checksum))
+        return ticket, copies.hold(ticket, self._row_layout, checksum)
 
     def abort(self) -> None:
         """Give the slot back, if it is not published. Idempotent."""

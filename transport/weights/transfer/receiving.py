@@ -220,8 +220,8 @@ class ShardReceiving:
         assert self._layout is not None
         row_layout = row_layout_of(incoming, self._layout)
         ticket = Ticket.decode(frame.ticket)
-        version, (_, rank) = self._version, incoming.mapped
-        await in_thread(lambda: self._held.append(attach(ticket, rank, row_layout, version, frame.checksum)))
+        _, rank = incoming.mapped
+        await in_thread(lambda: self._held.append(attach(ticket, rank, row_layout, frame.checksum)))
         self._proven.add(incoming.part)
 
     # --- one bucket -------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class ShardReceiving:
         part = landing.incoming.part
         if self._own is None:
             checksum = await in_thread(landing.checksum)
-            ticket, held = landing.publish(checksum, self._copies, self._version)
+            ticket, held = landing.publish(checksum, self._copies)
             self._held.append(held)
             await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
         self._proven.add(part)

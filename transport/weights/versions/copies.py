@@ -42,25 +42,20 @@ class Held:
     def __init__(
         self,
         layout: RowLayout,
-        proof: Proof,
+        checksum: int,
         lease: ReadLease,
         attached: SharedRingBuffer | None,
         released: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
-        self.proof = proof
+        self.checksum = checksum  # of all its tensors
         self._lease = lease
         self._attached = attached
         self._released: Callable[[], None] | None = released
         self._copying: list[Mark] = []  # behind copies out of the row, oldest first
 
     def __repr__(self) -> str:
-        return f"<Held {self.proof}, {self.layout.total} bytes>"
-
-    @property
-    def checksum(self) -> int:
-        """Of all its tensors: what serves them has this one."""
-        return self.proof.checksum
+        return f"<Held {self.checksum:016x}, {self.layout.total} bytes>"
 
     @property
     def row(self) -> memoryview:
@@ -206,8 +201,8 @@ def neighbours(layout: RowLayout, most_bytes: int) -> Iterator[list[Placement]]:
     yield group
 
 
-def attach(ticket: Ticket, rank: int, layout: RowLayout, version: int, checksum: int) -> Held:
-    """Map a version that another process of this host has landed, and prove it: every byte is hashed here.
+def attach(ticket: Ticket, rank: int, layout: RowLayout, checksum: int) -> Held:
+    """Map a part of a version that another process of this host has landed, and prove it: every byte is hashed here.
 
     Raises:
         WeightsChecksumError: checksum mismatch; nothing is held.
@@ -219,8 +214,8 @@ def attach(ticket: Ticket, rank: int, layout: RowLayout, version: int, checksum:
         found = _ring.checksum(lease.view)
         if found != checksum or ticket.size != layout.total:
             lease.release()
-            raise WeightsChecksumError(f"v{version}: checksum mismatch: mapped {found:016x}, expected {checksum:016x}")
-        return Held(layout, Proof(version, checksum), lease, ring)
+            raise WeightsChecksumError(f"checksum mismatch: mapped {found:016x}, expected {checksum:016x}")
+        return Held(layout, checksum, lease, ring)
     except BaseException:
         ring.close()
         raise
@@ -264,10 +259,10 @@ class Copies:
                 self._rings.remove(ring)
                 ring.close()
 
-    def hold(self, ticket: Ticket, layout: RowLayout, proof: Proof) -> Held:
+    def hold(self, ticket: Ticket, layout: RowLayout, checksum: int) -> Held:
         """Pin a version that was landed here, as its rank 0."""
         ring = next(ring for ring in self._rings if ring.ring_id == ticket.ring)
-        return Held(layout, proof, ring.read_raw(ticket, 0), None, lambda: self._old.append((ring, ticket)))
+        return Held(layout, checksum, ring.read_raw(ticket, 0), None, lambda: self._old.append((ring, ticket)))
 
     @staticmethod
     def _freed(ring: SharedRingBuffer, ticket: Ticket) -> bool:
