@@ -23,7 +23,7 @@ import msgspec
 from transport.client.client import UCXXClient
 from transport.devices.buffers import BufferPool
 from transport.devices.libraries import parse_device
-from transport.errors import ClosedError, SchemaError, UsageError, WeightsTimeoutError
+from transport.errors import ClosedError, ProtocolError, SchemaError, UsageError, WeightsTimeoutError
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.ticket import memory_identity
@@ -36,7 +36,7 @@ from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.changes import ShardBase
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.parts import checked_targets
-from transport.weights.transfer.receiving import ShardReceiving
+from transport.weights.transfer.receiving import ShardReceiving, start_of
 from transport.weights.transfer.sending import ShardSending, iterate
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions.copies import Copies, ShardHeld
@@ -368,24 +368,35 @@ class WeightsEngine:
         if feed is None or role is None:
             raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
         self._role = msgspec.structs.replace(role, base=None)  # the group's next version is whole
-        receiving = ShardReceiving(
-            role,
-            self.layout,
-            self._upstreams,
-            self._client,
-            self._copies,
-            self._buffers,
-            self._in_flight,
-            feed,
-            self._sender,
-            self._own,
-            self.spoil,
-            self._held,
-            self._progress,
-        )
+        layout, own, specs = self.layout, self._own, None
         try:
-            held = await receiving.run(global_steps)
-        except BaseException:
+            if layout is None:
+                ((name, upstream),) = self._upstreams.items()
+                specs = (await start_of(name, upstream, global_steps)).specs
+                if specs is None:
+                    raise ProtocolError(f"{name} says nothing of the model's tensors")
+                layout = await in_thread(lambda: whole_model(tuple(TensorSpec(*spec) for spec in specs)))
+                own = None if own is None else checked_targets(layout, own)
+                role = await in_thread(completed, role, layout)
+            receiving = await in_thread(
+                ShardReceiving,
+                role,
+                layout,
+                self._upstreams,
+                self._client,
+                self._copies,
+                self._buffers,
+                self._in_flight,
+                feed,
+                self._sender,
+                own,
+                self.spoil,
+                self._held,
+                self._progress,
+            )
+            held = await receiving.run(global_steps, specs)
+        except BaseException as error:
+            await announce_failure(feed, error)
             for upstream in self._upstreams.values():
                 upstream.close()  # the parents need not wait for this one
             raise

@@ -101,17 +101,14 @@ async def _all(calls: Any, until: str = asyncio.ALL_COMPLETED) -> list[Any]:
     """
     tasks = [asyncio.ensure_future(each) for each in calls]
     try:
-        _, left = await asyncio.wait(tasks, return_when=until)
-        await ended(*left)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-    failed = [error for task in tasks if (error := _error(task)) is not None]
+        await asyncio.wait(tasks, return_when=until)
+    finally:
+        await ended(*tasks)
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    failed = [each for each in answers if isinstance(each, BaseException)]
     if failed:
         raise min(failed, key=_remoteness)
-    return [task.result() for task in tasks]
+    return answers
 
 
 def _remoteness(error: BaseException) -> int:
@@ -119,9 +116,3 @@ def _remoteness(error: BaseException) -> int:
     if isinstance(error, asyncio.CancelledError):
         return 2
     return int(isinstance(error, ParentLostError | ChildrenLostError))
-
-
-def _error(task: asyncio.Future[Any]) -> BaseException | None:
-    if task.cancelled():
-        return asyncio.CancelledError()
-    return task.exception()

@@ -21,17 +21,15 @@ from transport.client.client import UCXXClient
 from transport.devices.buffers import BufferPool
 from transport.errors import ChildrenLostError, InternalError, ProtocolError, WeightsChecksumError, WeightsError
 from transport.runtime.progress import Progress
-from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding.buckets import Chunk, size_of
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.roles import Incoming, Role, completed
-from transport.weights.sharding.shards import whole_model
+from transport.weights.sharding.roles import Incoming, Role
 from transport.weights.transfer.bucket_sender import BucketSender
-from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Placed, Slices, Start
-from transport.weights.transfer.parts import PartLanding, checked_targets, row_layout_of
+from transport.weights.transfer.parts import PartLanding, row_layout_of
 from transport.weights.transfer.sending import copied
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.copies import Copies, Held, ShardHeld, attach
@@ -43,10 +41,21 @@ _READS = 3  # buckets on the link at once from one parent: two cover the time of
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
+async def start_of(name: str, upstream: Upstream, version: int) -> Start:
+    """A parent's first message of a version. ProtocolError, or WeightsError for another version."""
+    frame = await upstream.next()
+    if not isinstance(frame, Start):
+        raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Start")
+    if frame.version != version:
+        raise WeightsError(f"version mismatch: {name} sends v{frame.version}, expected v{version}")
+    return frame
+
+
 class ShardReceiving:
-    """Receives one version. Create it, and `run` it once.
+    """Receives one version. Create it, in a thread if the model is large, and `run` it once.
 
     Args:
+        role, layout: with the tensors that the version has, of a whole model too.
         buffers: memory for buckets that are read and put into their places.
         at_once: the most buckets that are read at once.
         own: the engine's own tensors, to land in; None: land in slots that the host shares.
@@ -57,7 +66,7 @@ class ShardReceiving:
     def __init__(
         self,
         role: Role,
-        layout: Layout | None,
+        layout: Layout,
         upstreams: Mapping[str, Upstream],
         client: UCXXClient | None,
         copies: Copies,
@@ -96,53 +105,18 @@ class ShardReceiving:
         self._tasks = asyncio.TaskGroup()  # of this version; a task begins others
         self._buckets = self._bytes = 0
         self._waiting = 0  # bytes of changes that are kept for the children
-
-    def _plan(self, role: Role, layout: Layout) -> None:
-        self._role = role
-        self._layout = layout
         self._landings = {
             each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
         }
         self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
 
-    async def run(self, version: int) -> ShardHeld:
-        """Receive the complete version. A failure is sent to the children, and leaves no part of the version in slots.
+    async def run(self, version: int, specs: Any) -> ShardHeld:
+        """Receive the complete version. A failure leaves no part of it in slots; the engine's own tensors may then hold
+        a mixture.
 
-        In the engine's own tensors it may leave a mixture.
+        specs: what the children are told of the tensors.
         """
         self._version = version
-        self._landings = {}
-        try:
-            specs = None
-            if self._role.whole:
-                ((name, upstream),) = self._upstreams.items()
-                specs = (await self._start(name, upstream)).specs
-                if specs is None:
-                    raise ProtocolError(f"{name} says nothing of the model's tensors")
-                layout = await in_thread(lambda: whole_model(tuple(TensorSpec(*spec) for spec in specs)))
-                if self._own is not None:
-                    self._own = checked_targets(layout, self._own)
-                await in_thread(lambda: self._plan(completed(self._role, layout), layout))
-            else:
-                assert self._layout is not None
-                await in_thread(self._plan, self._role, self._layout)
-            return await self._run(specs)
-        except BaseException as error:
-            await announce_failure(self._feed, error)
-            raise
-        finally:
-            for landing in self._landings.values():
-                landing.abort()
-
-    async def _start(self, name: str, upstream: Upstream) -> Start:
-        frame = await upstream.next()
-        if not isinstance(frame, Start):
-            raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Start")
-        if frame.version != self._version:
-            raise WeightsError(f"version mismatch: {name} sends v{frame.version}, expected v{self._version}")
-        return frame
-
-    async def _run(self, specs: Any) -> ShardHeld:
         try:
             if self._role.base is not None and (self._base is None or self._base.proof != self._role.base):
                 raise WeightsError(f"base mismatch: changes since {self._role.base} come, this rank has {self._base!r}")
@@ -152,20 +126,22 @@ class ShardReceiving:
                     self._sender.bytes_copied += await in_thread(landing.open, self._copies, base)
                 else:
                     landing.open_in_place(self._own, based=base is not None)
-            await self._feed.tell(Start(self._version, specs), self._feed.children)
+            await self._feed.tell(Start(version, specs), self._feed.children)
             await self._follow_all()
             if self._proven != {each.part for each in self._role.incoming}:
                 raise InternalError(f"{len(self._proven)} of {len(self._role.incoming)} parts are proven")
             with contextlib.suppress(ChildrenLostError):
                 await self._sender.drained()
-            assert self._layout is not None
-            held = ShardHeld(self._layout, Proof(self._version, self._role.update), self._held, self._own)
+            held = ShardHeld(self._layout, Proof(version, self._role.update), self._held, self._own)
             await in_thread(held.hash)
             return held
         except BaseException:
             for each in self._held:
                 each.release()
             raise
+        finally:
+            for landing in self._landings.values():
+                landing.abort()
 
     async def _follow_all(self) -> None:
         """Follow all parents, until the last task has ended; after the first error the others are cancelled."""
@@ -199,7 +175,7 @@ class ShardReceiving:
         buckets = sum(landing.count(name) for landing in self._landings.values())
         mapped = {part for part, each in self._mapped.items() if each.mapped is not None and each.mapped[0] == name}
         if not self._role.whole:
-            await self._start(name, upstream)
+            await start_of(name, upstream, self._version)
         while buckets or mapped:
             frame = await upstream.next()
             if isinstance(frame, Slices) and buckets:
@@ -217,7 +193,6 @@ class ShardReceiving:
     async def _map(self, incoming: Incoming, frame: Placed) -> None:
         """Map a part that another receiver of the host has landed, and prove it here."""
         assert incoming.mapped is not None
-        assert self._layout is not None
         row_layout = row_layout_of(incoming, self._layout)
         ticket = Ticket.decode(frame.ticket)
         _, rank = incoming.mapped
