@@ -323,18 +323,12 @@ _NO_ATTEMPT = _Attempt("", -1)
 
 
 class _Here(msgspec.Struct, frozen=True):
-    """A rank's record: it takes part in an attempt, as this process (``nonce``)."""
+    """A rank's record: it takes part in an attempt. Its role will be in the record ``role``, a name that no other
+    process of this rank has.
+    """
 
-    attempt: str
-    nonce: str
+    role: str
     metadata: msgspec.Raw
-
-
-class _Given(msgspec.Struct, frozen=True):
-    """A rank's role in an attempt, if it is still the process that asked for it."""
-
-    nonce: str
-    role: msgspec.Raw
 
 
 class _Beside:
@@ -482,37 +476,33 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return self._follow(store, member, version, metadata, until, failed)
         member.attempt = attempt = _Attempt(secrets.token_hex(8), version)
         self._put(store, self._name("attempt"), attempt)
-        here = [_Here(attempt.name, "", msgspec.Raw(metadata))]
-        here += [self._here(store, key, attempt, until, failed) for key in self._keys("here")[1:]]
-        metadatas = [msgspec.json.decode(each.metadata) for each in here]
+        others = [self._here(store, key, until, failed) for key in self._keys(attempt.name, "here")[1:]]
+        metadatas = [msgspec.json.decode(each) for each in (metadata, *(other.metadata for other in others))]
         actor, rollout = build_topology(self.senders, self.receivers, metadatas)
-        found = [*actor["roles"], *rollout["roles"]]
-        for key, each, role in zip(self._keys(attempt.name, "role"), here, found, strict=True):
-            self._put(store, key, _Given(each.nonce, msgspec.Raw(msgspec.json.encode(role))))
+        mine, *roles = [*actor["roles"], *rollout["roles"]]
+        for other, role in zip(others, roles, strict=True):
+            self._put(store, self._name(attempt.name, "role", other.role), role)
         self._put(store, self._name("attempt"), msgspec.structs.replace(attempt, ready=True))
-        return found[0]
+        return mine
 
-    def _here(self, store: Store, key: str, attempt: _Attempt, until: float, failed: Failed) -> _Here:
+    def _here(self, store: Store, key: str, until: float, failed: Failed) -> _Here:
         for value in self._values(store, key, until, failed):
-            if (found := msgspec.json.decode(value, type=_Here)).attempt == attempt.name:
-                return found
+            return msgspec.json.decode(value, type=_Here)
         raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
 
     def _follow(self, store: Store, member: Member, version: int, metadata: bytes, until: float, failed: Failed) -> Any:
-        nonce = secrets.token_hex(8)
+        mine = secrets.token_hex(8)
         for value in self._values(store, self._name("attempt"), until, failed):
             found = msgspec.json.decode(value, type=_Attempt)
             if found.version == version and found.name != member.attempt.name:
                 if decided(store, self._name(found.name, _PHASES[0])) is not None:
                     continue  # it is over
                 member.attempt = _Attempt(found.name, version)
-                self._put(store, self._key("here", member), _Here(found.name, nonce, msgspec.Raw(metadata)))
+                self._put(store, self._key(found.name, member, "here"), _Here(mine, msgspec.Raw(metadata)))
             if found.ready and found.name == member.attempt.name:
-                role = store.get(self._key(found.name, member, "role"))
-                if role is not None:
-                    given = msgspec.json.decode(role.value, type=_Given)
-                    if given.nonce == nonce:  # else a process before this one took part in the attempt
-                        return msgspec.json.decode(given.role)
+                role = store.get(self._name(found.name, "role", mine))
+                if role is not None:  # else a process before this one took part in the attempt
+                    return msgspec.json.decode(role.value)
         raise WeightsTimeoutError(f"timeout: {member.name}: the first sender did not begin version {version} in time")
 
     @staticmethod
@@ -575,7 +565,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         found = decided(store, self._name(attempt.name, _PHASES[0])) if attempt.name else None
         return None if found in (None, _GO) else f"v{attempt.version}: {(found or b'').decode(errors='replace')}"
 
-    def _put(self, store: Store, key: str, record: msgspec.Struct) -> None:
+    def _put(self, store: Store, key: str, record: object) -> None:
         store.put(key, msgspec.json.encode(record), lease_s=2 * self.timeout_s)
 
     def _key(self, attempt: str, member: Member, *what: str) -> str:
