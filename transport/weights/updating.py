@@ -37,23 +37,8 @@ log = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for a cancelled member to end; after that it is not waited for
 
 
-class TrainerMember(Protocol):
-    """A trainer, here or in another process."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def prepare(self) -> Metadata: ...
-
-    async def init_process_group(self, arguments: dict[str, Any]) -> None: ...
-
-    async def send_weights(self, version: int) -> Proof | None: ...
-
-    async def finalize(self) -> None: ...
-
-
-class ReplicaMember(Protocol):
-    """A replica, here (`worker.Replica`) or in another process.
+class Member(Protocol):
+    """What trainers and replicas have in common.
 
     One whose process is gone has an attribute ``lost``, and may have ``tidy()`` for what it left on its host.
     """
@@ -64,6 +49,18 @@ class ReplicaMember(Protocol):
     async def prepare(self) -> Metadata: ...
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None: ...
+
+    async def finalize(self) -> None: ...
+
+
+class TrainerMember(Member, Protocol):
+    """A trainer, here or in another process."""
+
+    async def send_weights(self, version: int) -> Proof | None: ...
+
+
+class ReplicaMember(Member, Protocol):
+    """A replica, here (`worker.Replica`) or in another process."""
 
     async def land(self, version: int) -> Proof: ...
 
@@ -76,8 +73,6 @@ class ReplicaMember(Protocol):
     async def prove(self) -> Proof | None: ...
 
     async def resume(self, generate: bool) -> None: ...
-
-    async def finalize(self) -> None: ...
 
 
 def text_of(error: BaseException) -> str:
@@ -123,6 +118,7 @@ class Run:
         self.fell_back = False
         self._trainers = dict(trainers)
         self._replicas = dict(replicas)
+        self._members: dict[str, Member] = {**trainers, **replicas}
         self._version = version
         self._policy: Policy = policy
         self._limits = limits
@@ -136,7 +132,7 @@ class Run:
         self._landed: dict[str, Proof] = {}
         self._dropped: set[str] = set()  # replicas that the stage went on without
         self._late: set[tuple[Step, str]] = set()
-        self._asked: set[tuple[Step, str]] = set()
+        self._prepared: set[str] = set()
         self._paused: dict[str, float] = {}  # since when
         self._under_way: set[asyncio.Task[Any]] = set()  # of the stage
         self._staging = True
@@ -201,12 +197,8 @@ class Run:
             await self._tidy()
 
     async def _finalize(self) -> None:
-        prepared = {name for step, name in self._asked if step is Step.PREPARE}
-        for step, members in (
-            (Step.FINALIZE_TRAINERS, self._trainers),
-            (Step.FINALIZE_REPLICAS, self._replicas),
-        ):
-            await self._step(step, [name for name in members if name in prepared], self._limits.of(step))
+        for step, members in ((Step.FINALIZE_TRAINERS, self._trainers), (Step.FINALIZE_REPLICAS, self._replicas)):
+            await self._step(step, [name for name in members if name in self._prepared], self._limits.of(step))
 
     def _fall_back(self) -> None:
         """Forget what came of the changes, but not a cancellation, nor replicas that were dropped for another failure.
@@ -286,8 +278,7 @@ class Run:
 
     async def _tidy(self) -> None:
         """Remove the segments of killed members; not earlier, because other members of their host may map them."""
-        members: list[TrainerMember | ReplicaMember] = [*self._trainers.values(), *self._replicas.values()]
-        for member in members:
+        for member in self._members.values():
             tidy = getattr(member, "tidy", None)
             if tidy is not None and getattr(member, "lost", False):
                 try:
@@ -310,7 +301,6 @@ class Run:
             self._on_step(step, tuple(members))
         except Exception:  # an observer's error must not leave replicas paused
             log.exception("the on_step callback failed at step %s", step)
-        self._asked |= {(step, name) for name in members}
         failed = self._topology() if step is Step.TOPOLOGY else await self._asking(step, members, limit_s)
         for name, error in failed:
             self._fail(step, name, error)
@@ -387,39 +377,32 @@ class Run:
             if not isinstance(result, dict):
                 raise MemberFailedError(f"{name}: prepare returned {result!r:.80}, expected a dict")
             self._metadata[name] = result
-        elif step is Step.TRANSFER:
+        elif step is Step.TRANSFER and isinstance(result, Proof):
             if name in self._replicas:
-                if not isinstance(result, Proof):
-                    raise MemberFailedError(f"{name}: land returned {result!r:.80}, expected a Proof")
                 self._landed[name] = result
-            elif isinstance(result, Proof):
+            else:
                 self._sent.add(result)
         elif step in (Step.LOAD, Step.RESTORE, Step.PROVE):
             self.proofs[name] = result if isinstance(result, Proof) else None
 
     def _call(self, step: Step, name: str) -> Coroutine[Any, Any, Any]:
-        trainer, replica = self._trainers.get(name), self._replicas.get(name)
-        if trainer is not None:
-            if step is Step.PREPARE:
-                return trainer.prepare()
-            if step is Step.CONNECT:
-                return trainer.init_process_group(self._arguments[name])
-            if step is Step.TRANSFER:
-                return trainer.send_weights(self._version)
-            return trainer.finalize()
-        assert replica is not None
+        member, replica = self._members[name], self._replicas.get(name)
+        if step is Step.PREPARE:
+            self._prepared.add(name)
+            return member.prepare()
         if step is Step.CONNECT:
-            return replica.init_process_group(self._arguments[name])
-        if step is Step.TRANSFER:
-            return replica.land(self._version)
+            return member.init_process_group(self._arguments[name])
+        if step in (Step.FINALIZE_TRAINERS, Step.FINALIZE_REPLICAS):
+            return member.finalize()
+        if replica is None:
+            return self._trainers[name].send_weights(self._version)
         plain: dict[Step, Callable[[], Coroutine[Any, Any, Any]]] = {
-            Step.PREPARE: replica.prepare,
             Step.PAUSE_IN_PLACE: replica.pause,
+            Step.TRANSFER: lambda: replica.land(self._version),
             Step.PAUSE: replica.pause,
             Step.LOAD: replica.load,
             Step.RESTORE: replica.restore,
             Step.PROVE: replica.prove,
             Step.RESUME: lambda: self._resumed(replica),
-            Step.FINALIZE_REPLICAS: replica.finalize,
         }
         return plain[step]()
