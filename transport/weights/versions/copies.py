@@ -57,14 +57,9 @@ class Held:
     def __repr__(self) -> str:
         return f"<Held {self.checksum:016x}, {self.layout.total} bytes>"
 
-    @property
-    def row(self) -> memoryview:
-        """All bytes of the version, read-only."""
-        return self._lease.view
-
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """The tensors by name, read-only, without a copy."""
-        return views(self.layout, self.row, writable=False)
+        return views(self.layout, self._lease.view, writable=False)
 
     def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
         """The tensors by name, in new memory of a device, on the stream that is current in this thread at each step.
@@ -89,7 +84,7 @@ class Held:
         if end > start:
             with settled_on_failure(stream.handle, device):
                 target = library.describe(memory).address
-                copy_to_device(target, address_of(self.row) + start, end - start, device, stream.handle)
+                copy_to_device(target, address_of(self._lease.view) + start, end - start, device, stream.handle)
                 self._copying.append(Mark(stream.handle, device))
         while self._copying and has_passed(self._copying[0]):
             del self._copying[0]
