@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import msgspec
 
@@ -89,7 +89,6 @@ class BucketSender:
         self._server: UCXXServer | None = None
         self._feed: Feed | None = None
         self._children: tuple[str, ...] = ()  # by rank
-        self._gone: set[str] = set()
         self._unread: dict[int, tuple[Ticket, tuple[str, ...]]] = {}  # by slot: the last one, its children
         self.bytes_sent = 0  # over the link: each bucket once for each child
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
@@ -101,7 +100,6 @@ class BucketSender:
         """
         self.abandon()
         self._feed, self._children = feed, tuple(children)
-        self._gone = set(feed.left)  # they came before this was called, and failed
         if self._ring is not None and self._ring.slot_capacity < bucket_bytes:
             await in_thread(self.close)
         if children and self._ring is None:
@@ -129,11 +127,12 @@ class BucketSender:
         """The children that are not dropped."""
         return tuple(name for name in self._children if name not in self._gone)
 
+    @property
+    def _gone(self) -> Set[str]:
+        return frozenset() if self._feed is None else self._feed.left
+
     def lost(self, name: str) -> None:
-        """A child is disconnected: acknowledge its unread buckets in its place."""
-        if name not in self._children or name in self._gone:
-            return
-        self._gone.add(name)
+        """A child has left the feed: acknowledge its unread buckets in its place."""
         for ticket, names in list(self._unread.values()):  # a thread may publish meanwhile
             self._acknowledge(ticket, names)
 
@@ -147,7 +146,7 @@ class BucketSender:
         """Wait for a free slot for the next bucket. ChildrenLostError if none of its children is left."""
         since = time.monotonic()
         while True:
-            if self._gone.issuperset(names):
+            if set(names) <= self._gone:
                 raise ChildrenLostError(f"all children are disconnected: {', '.join(names)}")
             seen = self.freed_event()
             lease = self.try_reserve(size, names)
@@ -201,7 +200,6 @@ class BucketSender:
             for name in late:
                 assert self._feed is not None
                 self._feed.drop(name)
-                self.lost(name)
             return
 
     async def send(

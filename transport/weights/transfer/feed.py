@@ -43,8 +43,11 @@ class Feed:
     """The parent's side. Belongs to one loop.
 
     Args:
-        lost: called with a child's name if its connection ends before the feed is closed.
+        lost: called with the name of a child that has left: its connection has ended, or it was dropped.
         stall_s: a child that takes no message for so long is dropped; children hear something four times as often.
+
+    Attributes:
+        left: names of children that were connected and are not any more; what the end of the feed parts is not in it.
     """
 
     def __init__(self, lost: Callable[[str], None], stall_s: float = 60.0) -> None:
@@ -58,7 +61,7 @@ class Feed:
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.StreamWriter] = set()
         self._joined = asyncio.Event()  # a child came or left
-        self._left: set[str] = set()
+        self.left: set[str] = set()
         self._expected: frozenset[str] | None = None
         self._closing = False
 
@@ -96,12 +99,7 @@ class Feed:
 
     def missing(self, names: Iterable[str]) -> set[str]:
         """Which of these have not come."""
-        return set(names) - self._children.keys() - self._left
-
-    @property
-    def left(self) -> frozenset[str]:
-        """Names of children that were connected and are not any more."""
-        return frozenset(self._left)
+        return set(names) - self._children.keys() - self.left
 
     @property
     def children(self) -> frozenset[str]:
@@ -142,10 +140,14 @@ class Feed:
                 while await reader.read(1024):
                     raise ProtocolError(f"unexpected message from child {name}")
         finally:
-            if name is not None and self._children.pop(name, None) is not None and not self._closing:
-                self._left.add(name)
-                self._joined.set()
-                self._lost(name)
+            if name is not None:
+                self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        if self._children.pop(name, None) is not None and not self._closing:
+            self.left.add(name)
+            self._joined.set()
+            self._lost(name)
 
     def _admitted(self, hello: Frame) -> str:
         if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
@@ -154,7 +156,7 @@ class Feed:
             )
         if hello.name in self._children:
             raise ProtocolError(f"{hello.name} is already connected")
-        if hello.name in self._left:
+        if hello.name in self.left:
             raise ProtocolError(f"{hello.name} has left this group; it joins with the next update")
         if self._expected is not None and hello.name not in self._expected:
             raise ProtocolError(f"{hello.name} is not in this group; it joins with the next update")
@@ -183,15 +185,15 @@ class Feed:
                 await writer.drain()
         except TimeoutError:
             self.drop(name)
-            self._lost(name)
         except OSError:
             return  # `_serve` detects the disconnect
 
     def drop(self, name: str) -> None:
-        """Abort the connection of a child that is too slow. `lost` is called."""
+        """Abort the connection of a child that is too slow: it has left."""
         writer = self._children.get(name)
         if writer is not None:
             writer.transport.abort()
+            self._leave(name)
 
     async def close(self) -> None:
         """Close all connections, and stop listening. Idempotent."""
