@@ -53,19 +53,14 @@ def encoded_size(records: Sequence[Record]) -> int:
     return sum(record.encoded_bytes for record in records)
 
 
-def word_of(itemsize: int) -> int:
-    """Bytes that are compared as one element: the item, or half of a complex128."""
-    return itemsize if itemsize in _WORDS else 8 if itemsize % 8 == 0 else 1
-
-
 def encode(offset: int, new: Bytes, old: Bytes, itemsize: int, out: Bytes) -> Record | None:
     """Write what differs into ``out``, at least as long as ``new`` padded; None: nothing does.
 
     ``old`` becomes ``new``.
     """
-    word = word_of(itemsize)
+    word = min(itemsize, 8)  # bytes that are compared as one element: of a complex128 one half
     kind = _WORDS[word]
-    positions = _changed(new, old, word)
+    positions = np.flatnonzero(new.view(kind) != old.view(kind))
     if not len(positions):
         return None
     record = Record(offset, len(new), word, len(positions))
@@ -88,24 +83,6 @@ def encode(offset: int, new: Bytes, old: Bytes, itemsize: int, out: Bytes) -> Re
         at += _padded(len(raw))
     old.view(kind)[positions] = values
     return record
-
-
-def _changed(new: Bytes, old: Bytes, word: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Positions of the elements that differ, ascending."""
-    if word == 8 or len(new) % 8 or not (_aligned(new) and _aligned(old)):
-        kind = _WORDS[word]
-        return np.flatnonzero(new.view(kind) != old.view(kind))
-    # Eight bytes at a time: of a version that barely changed, few need the second look.
-    wide = np.flatnonzero(new.view(np.uint64) != old.view(np.uint64))
-    per = 8 // word
-    kind = _WORDS[word]
-    differs = new.view(kind).reshape(-1, per)[wide] != old.view(kind).reshape(-1, per)[wide]
-    positions: np.ndarray[Any, np.dtype[np.intp]] = (wide[:, None] * per + np.arange(per))[differs]
-    return positions
-
-
-def _aligned(data: Bytes) -> bool:
-    return data.ctypes.data % 8 == 0
 
 
 def apply(record: Record, data: Bytes, row: Bytes) -> None:
