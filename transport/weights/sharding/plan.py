@@ -52,9 +52,13 @@ class Stream(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tensors that the same receivers want, and who sends which slices of them."""
+    """Tensors that the same receivers want, and who sends which slices of them.
+
+    numbers: of each receiver, those of the tensors in its layout.
+    """
 
     receivers: tuple[int, ...]
+    numbers: tuple[Numbers, ...]
     tensors: tuple[LocalTensor, ...]
     streams: tuple[Stream, ...]
 
@@ -131,8 +135,8 @@ def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> tuple[P
     sources = _sources(senders)
     parts = _parts(receivers)
     wants: list[_Want] = []
-    for number, (_, tensors) in enumerate(parts):
-        for target, tensor in enumerate(tensors):
+    for number, part in enumerate(parts):
+        for target, tensor in enumerate(part.tensors):
             for piece in tensor.pieces:
                 wants.extend(_wants(sources, number, target, tensor, piece))
     streams: dict[tuple[int, int], list[Slice]] = {}
@@ -148,10 +152,10 @@ def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> tuple[P
             owner = min(divided.owners, key=lambda each: (load[each.sender], each.sender))
             _assign(divided, owner, streams, load)
     made = []
-    for number, (of, tensors) in enumerate(parts):
-        made.append(Part(of, tensors, tuple(_streams(number, tensors, streams, len(senders)))))
+    for number, part in enumerate(parts):
+        made.append(part._replace(streams=tuple(_streams(number, part.tensors, streams, len(senders)))))
         filled = sum(stream.nbytes for stream in made[-1].streams)
-        assert filled == made[-1].nbytes, f"part {number}: {filled} of {made[-1].nbytes} bytes"
+        assert filled == part.nbytes, f"part {number}: {filled} of {part.nbytes} bytes"
     return tuple(made)
 
 
@@ -178,24 +182,26 @@ def _agree(source: _Source, piece: Piece, tensor: LocalTensor, who: str) -> None
         )
 
 
-def _parts(receivers: Sequence[Layout]) -> list[tuple[tuple[int, ...], tuple[LocalTensor, ...]]]:
-    """(receivers, tensors) of every part; what has no bytes is in none."""
+def _parts(receivers: Sequence[Layout]) -> list[Part]:
+    """Every part, without its streams; what has no bytes is in none."""
     alike: dict[int, list[int]] = {}
     for rank, layout in enumerate(receivers):
         alike.setdefault(layout.digest, []).append(rank)
-    wanted: dict[LocalTensor, list[int]] = {}
-    classes = list(alike.values())
-    for number, ranks in enumerate(classes):
-        for tensor in receivers[ranks[0]].tensors:
+    wanted: dict[LocalTensor, dict[int, int]] = {}  # number in each layout that has it, by the layout's first rank
+    for first, *_ in alike.values():
+        for number, tensor in enumerate(receivers[first].tensors):
             if tensor.nbytes:
-                wanted.setdefault(tensor, []).append(number)
+                wanted.setdefault(tensor, {})[first] = number
     found: dict[tuple[int, ...], list[LocalTensor]] = {}
     for tensor, by in wanted.items():
         found.setdefault(tuple(by), []).append(tensor)
-    return [
-        (tuple(sorted(rank for number in by for rank in classes[number])), tuple(tensors))
-        for by, tensors in found.items()
-    ]
+    parts = []
+    for firsts, tensors in found.items():
+        of_first = {first: tuple(wanted[tensor][first] for tensor in tensors) for first in firsts}
+        numbers = {rank: of_first[first] for first in firsts for rank in alike[receivers[first].digest]}
+        ranks = tuple(sorted(numbers))
+        parts.append(Part(ranks, tuple(numbers[rank] for rank in ranks), tuple(tensors), ()))
+    return parts
 
 
 def _wants(sources: dict[str, _Source], part: int, target: int, tensor: LocalTensor, piece: Piece) -> Iterator[_Want]:

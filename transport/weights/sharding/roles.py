@@ -30,7 +30,6 @@ _KEPT_PLANS = 2
 _WIDE = 4  # fan-out for parts of few bytes
 _STEPS = 64  # buckets of a large part for each hop: a hop lets about three of them pass before it has one to pass on
 _FINEST = 256 << 10  # below this a bucket costs more than its bytes
-_KEPT_LAYOUTS = 1024
 _MOST_BYTES = 256 << 20  # of a packed value
 
 
@@ -149,16 +148,11 @@ def unpack(text: str, kind: type[T]) -> T:
         raise ProtocolError(f"not a {kind.__name__} ({len(text)} characters): {error}") from error
 
 
-@lru_cache(_KEPT_LAYOUTS)
-def layout_of(text: str) -> Layout:
-    """The layout of a packed text; remembered, because it is the same in every update."""
-    return unpack(text, Layout)
-
-
 @lru_cache(_KEPT_PLANS)
 def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Part, ...]:
-    """`make_plan` for packed layouts; remembered as these are."""
-    return make_plan([layout_of(each) for each in senders], [layout_of(each) for each in receivers])
+    """`make_plan` for packed layouts; remembered, because they are the same in every update."""
+    layouts = {text: unpack(text, Layout) for text in {*senders, *receivers}}
+    return make_plan([layouts[each] for each in senders], [layouts[each] for each in receivers])
 
 
 def roles(
@@ -178,13 +172,11 @@ def roles(
         if any(each.layout for each in everyone):
             raise UsageError("some ranks have a layout and others the whole model: give all of them one, or none")
         everyone = [senders[0], *receivers]
-        layouts = [Layout(()) for _ in receivers]
-        plan: tuple[Part, ...] = (Part(tuple(range(len(receivers))), (), (Stream(0, (), 0),)),)
+        everywhere = tuple(range(len(receivers)))
+        plan: tuple[Part, ...] = (Part(everywhere, ((),) * len(receivers), (), (Stream(0, (), 0),)),)
     else:
-        layouts = [layout_of(each.layout) for each in receivers]
         plan = plan_of(tuple(each.layout for each in senders), tuple(each.layout for each in receivers))
     room = min(each.bucket_bytes for each in everyone)
-    numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
     place = _order(receivers)
     groups = [sorted(part.receivers, key=place.__getitem__) for part in plan]
     trees = [
@@ -210,6 +202,7 @@ def roles(
         for each, hop in zip(among, hops, strict=True):
             if hop.parent >= 0:
                 (local if hop.mapped else wired)[hop.parent].append(receivers[each].name)
+        numbers = dict(zip(part.receivers, part.numbers, strict=True))
         dtypes = tuple(tensor.dtype for tensor in part.tensors)
         for stream in part.streams:
             outgoing[stream.sender].append(Outgoing(number, stream.sender, firsts, dtypes, stream.slices))
@@ -228,7 +221,7 @@ def roles(
             incoming[each].append(
                 Incoming(
                     number,
-                    tuple(numbers[each][tensor] for tensor in part.tensors),
+                    numbers[each],
                     mapped,
                     tuple(sources),
                     tuple(local[at]),
