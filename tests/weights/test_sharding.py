@@ -236,8 +236,7 @@ def test_shards_that_do_not_divide_are_refused() -> None:
 def test_a_layout_survives_its_packing_and_one_that_does_not_add_up_is_refused() -> None:
     layout = engine(1, 2)
     found = unpack(pack(layout), Layout)
-    assert found == layout
-    assert found.digest == layout.digest != engine(0, 2).digest
+    assert found == layout != engine(0, 2)
     with pytest.raises(ProtocolError, match="two local tensors have this name"):
         unpack(pack([[*layout.tensors, layout.tensors[0]]]), Layout)
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from transport import _ring
 from transport.errors import SchemaError
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.sharding.boxes import Box, BoxIndex, Numbers, left_over
@@ -130,13 +129,3 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """Name, dtype and shape of every local tensor."""
-        return tuple(TensorSpec(each.name, each.dtype, each.shape) for each in self.tensors)
-
-    @cached_property
-    def digest(self) -> int:
-        """A checksum that equal layouts have in common."""
-        return _ring.checksum(msgspec.msgpack.encode(self))

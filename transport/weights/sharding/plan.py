@@ -183,10 +183,10 @@ def _agree(source: _Source, piece: Piece, tensor: LocalTensor, who: str) -> None
 
 
 def _parts(receivers: Sequence[Layout]) -> list[Part]:
-    """Every part, without its streams; what has no bytes is in none."""
+    """Every part, without its streams; what has no bytes is in none. A layout that receivers share is read once."""
     alike: dict[int, list[int]] = {}
     for rank, layout in enumerate(receivers):
-        alike.setdefault(layout.digest, []).append(rank)
+        alike.setdefault(id(layout), []).append(rank)
     wanted: dict[LocalTensor, dict[int, int]] = {}  # number in each layout that has it, by the layout's first rank
     for first, *_ in alike.values():
         for number, tensor in enumerate(receivers[first].tensors):
@@ -198,7 +198,7 @@ def _parts(receivers: Sequence[Layout]) -> list[Part]:
     parts = []
     for firsts, tensors in found.items():
         of_first = {first: tuple(wanted[tensor][first] for tensor in tensors) for first in firsts}
-        numbers = {rank: of_first[first] for first in firsts for rank in alike[receivers[first].digest]}
+        numbers = {rank: of_first[first] for first in firsts for rank in alike[id(receivers[first])]}
         ranks = tuple(sorted(numbers))
         parts.append(Part(ranks, tuple(numbers[rank] for rank in ranks), tuple(tensors), ()))
     return parts
