@@ -174,6 +174,18 @@ async def test_versions_land_in_the_engines_own_tensors() -> None:
 
 
 @asynchronous
+async def test_versions_of_several_parts_land_in_the_segments_of_the_version_before_the_last() -> None:
+    async with job(2, ["ab", "cd"]) as made:
+        segments = []
+        for version in range(1, 6):
+            await made.manager.update(version)
+            made.serves(version, version)
+            segments.append([ring.name for rank in made.ranks for ring in rank.engine._copies._rings])
+        assert len(segments[1]) == 2 * len(segments[0]) > 2 * len(made.ranks)
+        assert segments[1] == segments[2] == segments[3] == segments[4]
+
+
+@asynchronous
 async def test_a_load_that_fails_on_one_rank_takes_the_whole_engine_back() -> None:
     async with job(2, ["aa", "bb"]) as made:
         await made.manager.update(1)

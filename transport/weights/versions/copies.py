@@ -33,8 +33,6 @@ from transport.weights.versions.layout import weights_checksum
 
 log = logging.getLogger(__name__)
 
-_KEPT = 2  # segments: the version that is served, and the one that lands
-
 
 class Held:
     """A part of a version, complete and verified, pinned until `release`. Its arrays stay readable while they exist."""
@@ -230,29 +228,39 @@ class Copies:
         Raises SharedMemoryError where the host has no room for one more version.
         """
         schema = Schema.of(data=("uint8", total))
-        self.trim(len(self._rings))
-        for ring in self._rings:
+        free = self._free()
+        for ring in sorted(free, key=lambda ring: ring.slot_capacity):  # the smallest: another part needs a larger one
             if ring.slot_capacity >= total:
                 with contextlib.suppress(RingFullError):
                     return ring.reserve(schema, readers=readers, timeout_s=0.0)
-        self.trim(_KEPT - 1)
+        self._close(free)  # a version of other tensors lands in others
         ring = SharedRingBuffer.create(slots=1, slot_bytes=max(1, total), prefix=self._prefix, overflow="error")
         self._rings.append(ring)
         return ring.reserve(schema, readers=readers, timeout_s=0.0)
 
-    def trim(self, kept: int = _KEPT) -> None:
-        """Close free segments, the oldest first, while there are more than so many.
+    def trim(self) -> None:
+        """Close free segments, the oldest first, until as many are left as are in use: these have the version that is
+        served, and the next one lands in the others, whose memory is there already.
+        """
+        free = self._free()
+        in_use = len(self._rings) - len(free)
+        self._close(free[: max(0, len(free) - in_use)])
 
-        Not in the middle of an update: what was released here and is pinned by no living reader counts as free, because
-        a reader that died before it mapped it, or since, never releases it.
+    def _free(self) -> list[SharedRingBuffer]:
+        """Free segments, the oldest first.
+
+        What was released here and is pinned by no living reader counts as free, because a reader that died before it
+        mapped it, or since, never releases it. So this is not for the middle of a part's landing.
         """
         for ring, ticket in list(self._old):
             if ring.native.closed or self._freed(ring, ticket):
                 self._old.remove((ring, ticket))
-        for ring in list(self._rings):
-            if len(self._rings) > kept and ring.native.state_counts()[0] == ring.slot_count:
-                self._rings.remove(ring)
-                ring.close()
+        return [ring for ring in self._rings if ring.native.state_counts()[0] == ring.slot_count]
+
+    def _close(self, rings: Sequence[SharedRingBuffer]) -> None:
+        for ring in rings:
+            self._rings.remove(ring)
+            ring.close()
 
     def hold(self, ticket: Ticket, layout: RowLayout, checksum: int) -> Held:
         """Pin a version that was landed here, as its rank 0."""
@@ -270,5 +278,4 @@ class Copies:
 
     def close(self) -> None:
         """Close all segments; the ones mapped elsewhere exist until they are unmapped. Idempotent."""
-        while self._rings:
-            self._rings.pop().close()
+        self._close(list(self._rings))
