@@ -22,6 +22,7 @@ from transport.client.status_socket import clients
 from transport.observe import overview
 from transport.queue import FoundRings, open_queue
 from transport.ring.attachment import remove_dead
+from transport.runtime import logs
 from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
@@ -40,7 +41,7 @@ with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=sys.argv[1]) as ring:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LOOK_S", 0.2)
+    monkeypatch.setattr(logs, "LOOK_S", 0.2)
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_trainer_with_another_schema_at_an_address_hears_the_same_and_top_show
             eventually(heard, "it is said")
             for each in (ring.ring_id[:8], "tokens int32", "tokens int64", ROLLOUTS.fingerprint, TRAINERS.fingerprint):
                 assert each in said()[0]
-            monkeypatch.setattr(waiting, "LOOK_S", 60.0)  # so long is the last look's reason shown
+            monkeypatch.setattr(logs, "LOOK_S", 60.0)  # so long is the last look's reason shown
             assert [each.nothing for each in clients() if each.pid == os.getpid()] == [said()[0].partition(" s: ")[2]]
             assert run(["top", "--once", "--interval", "0.1"]) == 0
             assert f"(process {os.getpid()}) gets nothing: " in capsys.readouterr().out

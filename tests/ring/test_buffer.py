@@ -39,6 +39,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.ring.attachment import remove_dead
+from transport.runtime import logs
 from transport.server.listener import Listener
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
@@ -133,6 +134,35 @@ def test_a_blocked_writer_goes_on_when_a_slot_is_freed(ring: SharedRingBuffer) -
     ring.read_raw(first).consume()
     writer.join()
     assert (written[0].slot, written[0].generation) == (first.slot, 2)
+
+
+def test_a_writer_that_waits_for_long_says_once_who_keeps_its_slots(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "LOOK_S", 0.05)
+
+    def said(ring: SharedRingBuffer) -> list[str]:
+        """What writes have logged that waited for longer than that."""
+        caplog.clear()
+        for _ in range(3):  # calls with time limits are one wait, as a rollout's are
+            with pytest.raises(RingFullError):
+                ring.write_raw(b"x", timeout_s=0.06)
+        return [each.getMessage() for each in caplog.records if ring.ring_id[:8] in each.getMessage()]
+
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
+        ring.write_raw(b"x")
+        [unclaimed] = said(ring)
+        assert "1 unread" in unclaimed
+        assert said(ring) == []
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=10) as ring,
+        SharedRingBuffer.attach(ring.name, role="reader") as reader,
+    ):
+        ring.write_raw(b"x")
+        [held] = reader.claim(1)
+        [claimed] = said(ring)
+        assert f"reader {os.getpid()} holds 1" in claimed
+        assert held.release()
 
 
 def test_overwriting_takes_the_oldest_payload_that_nobody_reads_and_counts_it() -> None:

@@ -43,7 +43,7 @@ from transport.claims.looks import depth_of, failures_of, known_of, place_of, un
 from transport.claims.mapped import MappedClaim, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
-from transport.claims.waiting import LOOK_S, Holder, Known, Reason, Waiting, own_fault, reason
+from transport.claims.waiting import Holder, Known, Reason, Waiting, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, RingNotFoundError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
@@ -63,6 +63,7 @@ from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotice
 from transport.ring.batches import check_claim
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import seconds, several
+from transport.runtime.logs import LOOK_S
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
@@ -287,7 +288,7 @@ class FoundRings(TicketQueue):
 
     def _waited(self, rank: int | str, give_up: float, here: Sequence[SharedRingBuffer]) -> bool:
         """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
-        if self._waiting.due(time.monotonic()):
+        if self._waiting.due():
             with contextlib.suppress(TransportError):  # the caller meets it
                 found = self.why_nothing(rank)
                 if self._waiting.found(found) and found is not None:

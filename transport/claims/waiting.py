@@ -22,14 +22,12 @@ import msgspec
 
 from transport import _ring
 from transport.errors import OWN_FAULTS, BatchTooLargeError, RankError, SchemaError, TransportError
-from transport.runtime.logs import LogLimit
+from transport.runtime.logs import SAY_AGAIN_S, LogLimit, Overdue
 from transport.schema import Schema, difference
 
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
 
-LOOK_S: Final = 5.0  # without a payload, before it is asked why; and between two looks
-_SAY_AGAIN_S: Final = 600.0
 _NAMED: Final = 3  # rings, runs, holders or places in one sentence
 _MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
 # A random ring's name ends with 16 digits.
@@ -169,27 +167,22 @@ class Waiting:
 
     def __init__(self) -> None:
         self.counts: Counter[Why] = Counter()  # looks that found it
-        self._look_at: float | None = None
+        self._overdue = Overdue()
         self._found: Reason | None = None  # by the last look
-        self._said = {why: LogLimit(_SAY_AGAIN_S) for why in Why}
+        self._said = {why: LogLimit(SAY_AGAIN_S) for why in Why}
 
     def text(self) -> str:
         """Why nothing comes, as `transport top` shows it; empty where payloads come, or no call asks for any."""
-        recent = self._look_at is not None and time.monotonic() < self._look_at + LOOK_S
-        return self._found.text if recent and self._found is not None else ""
+        return self._found.text if self._overdue.looked and self._found is not None else ""
 
     def came(self) -> None:
         """A payload came."""
-        self._look_at = self._found = None
+        self._found = None
+        self._overdue.came()
 
-    def due(self, now: float) -> bool:
+    def due(self) -> bool:
         """Nothing came: whether to look for the reason now."""
-        if self._look_at is None:
-            self._look_at = now + LOOK_S
-        if now < self._look_at:
-            return False
-        self._look_at = now + LOOK_S
-        return True
+        return self._overdue.due()
 
     def found(self, found: Reason | None) -> bool:
         """Note what a look has found, and count it. Whether to log it."""

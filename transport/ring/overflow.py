@@ -2,19 +2,24 @@
 
     "block"      waits for a reader to free one, within a time limit (back-pressure; the default)
     "error"      raises RingFullError at once
-    "overwrite"  takes the slot of the oldest payload that no reader has consumed or is reading; counted
+    "overwrite"  takes the slot of the oldest payload that nobody reads or has claimed, whoever has consumed it; counted
 
-Before any of these, slots of dead processes and of expired payloads are reclaimed.
+Before any of these, slots of dead processes and of expired payloads are reclaimed. A writer that waits for long says
+who keeps the slots.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from typing import Final, Literal
 
 from transport import _ring
 from transport.errors import RingFullError
+from transport.runtime import logs
+
+log = logging.getLogger(__name__)
 
 Overflow = Literal["block", "error", "overwrite"]
 
@@ -34,6 +39,9 @@ class Overflowing:
         self._native = native
         self.policy: Overflow = overflow
         self.may_expire = native.taken_over
+        self._overdue = logs.Overdue()  # a slot, since this writer's last payload
+        self._published = 0
+        self._said = logs.LogLimit(logs.SAY_AGAIN_S)
 
     def take(self, timeout_s: float | None) -> _ring.Loan:
         """A slot to write. Raises RingFullError if none becomes free in time; None: no limit."""
@@ -46,16 +54,15 @@ class Overflowing:
         if taken is None and self.policy != "error":
             taken = self._wait(_FOR_EVER_S if timeout_s is None else timeout_s)
         if taken is None:
-            free, writing, ready, reading = native.state_counts()
             raise RingFullError(
-                f"no slot of {free + writing + ready + reading} became free: {writing} being written, {ready} unread, "
-                f"{reading} being read{self._readers()}; the readers are slower than the writer, or have ended; make a "
-                "larger ring, or use overflow='overwrite'"
+                f"no slot of {native.slot_count} became free: {self._kept()}; the readers are slower than the writer, "
+                "or have ended; make a larger ring, or use overflow='overwrite'"
             )
         return taken
 
-    def _readers(self) -> str:
-        """Which processes hold how many slots that are being read."""
+    def _kept(self) -> str:
+        """Why no slot is free: which processes hold how many that are being read, claims included."""
+        _, writing, ready, reading = self._native.state_counts()
         held: Counter[int] = Counter()
         for slot in range(self._native.slot_count):
             info = self._native.info(slot)
@@ -64,7 +71,8 @@ class Overflowing:
         names = {_ring.ROLE_LISTENER: "listener", _ring.ROLE_READER: "reader"}
         owners = [owner for owner in self._native.owners() if held[owner.index]]
         each = (f"{names.get(owner.role, 'writer')} {owner.pid} holds {held[owner.index]}" for owner in owners)
-        return f" ({', '.join(each)})" if owners else ""
+        text = f"{writing} being written, {ready} unread, {reading} being read"
+        return f"{text} ({', '.join(each)})" if owners else text
 
     def _tidy(self) -> bool:
         """Reclaim slots of dead processes and expired payloads; True if there were any."""
@@ -76,14 +84,33 @@ class Overflowing:
         """Wait until a slot is freed, expires, or (with "overwrite") is unpinned by its readers."""
         give_up = time.monotonic() + timeout_s
         while True:
+            self._tell()
             left = give_up - time.monotonic()
-            patience_s = self._patience_s()
+            patience_s = min(self._patience_s(), logs.LOOK_S)
             taken = self._native.take(max(min(left, patience_s), 0.0))
             if taken is None and self.policy == "overwrite":
                 taken = self._native.try_overwrite()
             if taken is not None or left <= patience_s:
                 return taken
-            self.discard_expired(time.time())
+            if self.may_expire:
+                self.discard_expired(time.time())
+
+    def _tell(self) -> None:
+        """Say of a ring that has been full for long who keeps its slots."""
+        published = self._native.own_count("publishes")  # a batch takes slots that are free by itself
+        if published != self._published:
+            self._published = published
+            self._overdue.came()
+        if self._overdue.due() and self._said.due() is not None:
+            log.warning(
+                "ring %s has been full for %.0f s, and its writer waits: %s; %s",
+                self._native.ring_id.hex()[:8],
+                self._overdue.waited_s,
+                self._kept(),
+                "the readers are slower than the writer"
+                if self._native.state_counts()[_ring.READING]
+                else "no trainer claims them",
+            )
 
     def _patience_s(self) -> float:
         """How long to wait for a freed slot before polling for changes without wake-up: see `_wait`."""

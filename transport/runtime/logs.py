@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
 """Fields of a line: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""
 
+LOOK_S: Final = 5.0  # of waiting in vain, before it is asked why; and between two looks
+SAY_AGAIN_S: Final = 600.0  # the same reason
+
 
 class JsonLines(logging.Formatter):
     """Formats time (seconds since the epoch), level, logger, process, message and the given `FIELDS`."""
@@ -72,6 +75,37 @@ class LogLimit:
         self._next = now + self._every_s
         suppressed, self._suppressed = self._suppressed, 0
         return suppressed
+
+
+class Overdue:
+    """Whether something that is waited for is overdue, so that it is to be asked why: after `LOOK_S`, and so on."""
+
+    def __init__(self) -> None:
+        self._since = self._look_at = math.inf
+
+    @property
+    def looked(self) -> bool:
+        """Whether it is still waited for, and the last look is no older than the next one is away."""
+        return time.monotonic() < self._look_at + LOOK_S < math.inf
+
+    @property
+    def waited_s(self) -> float:
+        """Since the first look; 0: it is not waited for."""
+        return max(0.0, time.monotonic() - self._since)
+
+    def came(self) -> None:
+        """It is waited for no more."""
+        self._since = self._look_at = math.inf
+
+    def due(self) -> bool:
+        """It has not come: whether to look for the reason now."""
+        now = time.monotonic()
+        if self._since > now:
+            self._since, self._look_at = now, now + LOOK_S
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        return True
 
 
 def set_up_logging(configuration: Configuration, who: str = "") -> None:
