@@ -282,6 +282,40 @@ def test_notices_of_one_host_are_seen_by_all_and_end_with_the_announcer(prefix: 
         assert reader.latest("policy") is None
 
 
+def test_a_notice_of_one_host_ends_with_a_killed_announcer(prefix: str) -> None:
+    with open_queue(f"rings:{prefix}") as reader:
+        with Child(ANNOUNCER, prefix) as first:
+            assert first.line() == "True"
+            assert reader.latest("policy") is not None
+            first.kill()
+        assert reader.latest("policy") is None
+        with open_queue(f"rings:{prefix}") as restarted:
+            assert restarted.announce("policy", 0, b"restarted")
+            notice = reader.latest("policy")
+            assert notice is not None
+            assert (notice.version, notice.payload) == (0, b"restarted")
+        with Child(ANNOUNCER, prefix) as second:
+            assert second.line() == "True"
+            second.kill()
+    assert not OnThisHost(f"notices-{prefix}").segments()
+
+
+def test_a_run_hears_that_the_notice_of_an_earlier_one_stands_in_its_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"rings+sqlite://{tmp_path}/directory.sqlite"
+    with open_queue(url) as killed:
+        assert killed.announce("policy", 50)
+        assert not killed.announce("policy", 49)
+    assert caplog.messages == []
+    with open_queue(url) as restarted:
+        for version in (40, 41):
+            assert not restarted.announce("policy", version)
+        [said] = caplog.messages
+        assert "'policy'" in said
+        assert "50" in said
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_notices_of_one_host_outlive_an_announcer_while_another_lives(prefix: str, killed: bool) -> None:
     with open_queue(f"rings:{prefix}") as reader:

@@ -53,6 +53,7 @@ from transport.queue.base import (
     Claim,
     DeliveryState,
     Failure,
+    FirstAnnouncements,
     Notice,
     PayloadBytes,
     QueueDepth,
@@ -112,6 +113,7 @@ class FoundRings(TicketQueue):
         self.places: Discovery = OnThisHost() if places is None else places
         self.lease_s = arguments.lease(lease_s)
         self._store = store
+        self._announced = FirstAnnouncements()
         self._notices: Notices = NoNotices()
         if store is not None:
             self._notices = StoreNotices(store)
@@ -463,7 +465,9 @@ class FoundRings(TicketQueue):
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """See `TicketQueue.announce`. On one host the notice ends with the last process that announced on its topic."""
         self._check_open()
-        return self._notices.announce(topic, arguments.number(version, "version of announce()"), payload)
+        version = arguments.number(version, "version of announce()")
+        accepted = self._notices.announce(topic, version, payload)
+        return self._announced.answer(topic, version, accepted, lambda: self.latest(topic, version))
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         self._check_open()

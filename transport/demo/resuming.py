@@ -21,6 +21,7 @@ from transport.errors import CheckpointDamagedError, TransportError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import TicketQueue
+from transport.queue.notices import RingNotices
 from transport.ring.attachment import remove_dead
 from transport.runtime.decoders import ready
 from transport.snapshots import Saved, Snapshot, prune, snapshot, steps
@@ -82,7 +83,7 @@ def _remove_rings(url: str, model: Model) -> None:
             prefix = ring.segment.removeprefix("/transport-").rpartition("rollout-")[0]
             if prefix:
                 remove_dead(prefix)
-                remove_dead(f"notices-{prefix}")
+                RingNotices(prefix).close()
 
 
 def model_of(plan: Plan) -> Model | None:

@@ -22,7 +22,7 @@ from transport import _ring
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.demo.worker import Done, Failed, Message, Progress
 from transport.errors import RingError, TransportError
-from transport.ring.attachment import attached, remove_dead
+from transport.ring.attachment import attached
 
 _STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
 _ENVIRONMENT: Final = {
@@ -176,7 +176,6 @@ class Workers:
         for worker in self.all:
             with contextlib.suppress(RingError):  # mostly: it is gone already
                 _ring.Ring.unlink_if_dead(worker.ring)
-        remove_dead(f"notices-{self._prefix}")
 
     async def _stopped(self, worker: Worker) -> None:
         try:

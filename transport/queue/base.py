@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -39,6 +40,8 @@ from transport.wires import Wire
 if TYPE_CHECKING:
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
+
+log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 20
 KEEP_FINISHED = 100_000
@@ -138,6 +141,28 @@ class Notice(msgspec.Struct, frozen=True):
     topic: str
     version: int
     payload: bytes
+
+
+class FirstAnnouncements:
+    """Of one queue, on each topic: a warning where the notice of an earlier run seems to be in the way."""
+
+    def __init__(self) -> None:
+        self._topics: set[str] = set()
+
+    def answer(self, topic: str, version: int, accepted: bool, later: Callable[[], Notice | None]) -> bool:
+        """``accepted``, as `TicketQueue.announce` returns it. ``later`` looks for a notice beyond this version."""
+        first = topic not in self._topics
+        self._topics.add(topic)
+        if first and not accepted and (there := later()) is not None:
+            log.warning(
+                "version %d of topic %r is not announced, since version %d stands there; if an earlier run announced "
+                "it, go on from latest(%r).version, or give this run a name of its own",
+                version,
+                topic,
+                there.version,
+                topic,
+            )
+        return accepted
 
 
 class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Notices of a run whose rings are its queue: in the store of its directory, or in a small ring for each topic.
 
 A notice on one host is a payload of a ring that overwrites its oldest. Readers observe that ring: they hold no owner
-place of it, and nothing they do delays the announcer. It ends with the last process that announced.
+place of it, and nothing they do delays the announcer. So the ring's owners are those who announced, and the notice ends
+with the last of them, however that ends: nobody is given it any more, and the next announcement makes the ring anew.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.queue.base import Notice
-from transport.ring.attachment import remove_if_dead
+from transport.ring.attachment import remove_dead, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
@@ -117,7 +118,7 @@ class RingNotices:
     """One ring of this host for each topic."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+        self._beginning = f"notices-{prefix}"
         self._lock = threading.Lock()
         self._own: dict[str, SharedRingBuffer] = {}
         self._seen: dict[str, SharedRingBuffer] = {}
@@ -125,7 +126,7 @@ class RingNotices:
     def _name(self, topic: str) -> str:
         if not _TOPIC.fullmatch(topic):
             raise UsageError(f"topic {topic!r}: give 1 to 64 letters, digits, . _ -")
-        return f"/transport-notices-{self._prefix}{topic}"
+        return f"/transport-{self._beginning}{topic}"
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
         """Write it, unless what is there is as new: of two processes at once each may look before the other writes.
@@ -150,6 +151,7 @@ class RingNotices:
 
     @staticmethod
     def _made(name: str) -> SharedRingBuffer:
+        remove_if_dead(name)
         try:
             return SharedRingBuffer.create(slots=_SLOTS, slot_bytes=_MOST_BYTES, name=name, overflow="overwrite")
         except RingBusyError:  # another process announces on this topic
@@ -180,30 +182,30 @@ class RingNotices:
                     ring.native.wait_published(event, min(left_s, _SLICE_S))
 
     def _observer(self, name: str) -> SharedRingBuffer | None:
-        """An observer of the segment that has this name now."""
+        """An observer of the segment that has this name now, and an owner that lives."""
         with self._lock:
             seen = self._seen.get(name)
-            if seen is not None:
-                if seen.native.still_named:
-                    return seen
+            if seen is not None and not seen.native.still_named:
                 del self._seen[name]
                 seen.close()
-            try:
-                seen = self._seen[name] = SharedRingBuffer.attach(name, role="observer")
-            except RingError:
-                return None
-            return seen
+                seen = None
+            if seen is None:
+                try:
+                    seen = self._seen[name] = SharedRingBuffer.attach(name, role="observer")
+                except RingError:
+                    return None
+            return seen if any(owner.alive for owner in seen.native.owners()) else None
 
     def close(self) -> None:
-        """Notices end with the last of those who announced them."""
+        """Notices end with the last of those who announced them, and who leaves takes away those that have ended."""
         with self._lock:
             for ring in self._seen.values():
                 ring.close()
             for ring in self._own.values():
                 ring.close(keep_unread=True)
-                remove_if_dead(ring.name)
             self._own.clear()
             self._seen.clear()
+        remove_dead(self._beginning)
 
 
 def _newest(ring: SharedRingBuffer) -> _Said | None:

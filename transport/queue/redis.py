@@ -35,6 +35,7 @@ from transport.queue.base import (
     Claim,
     DeliveryState,
     Failure,
+    FirstAnnouncements,
     Notice,
     QueueAddress,
     QueueDepth,
@@ -106,6 +107,7 @@ class RedisQueue(TicketQueue):
             "patience_s": patience_s,
         }
         self._connection = RedisConnection(url, "queue", _WORDS, patience_s=patience_s)
+        self._announced = FirstAnnouncements()
 
     def __repr__(self) -> str:
         return f"<RedisQueue {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
@@ -259,7 +261,8 @@ class RedisQueue(TicketQueue):
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""
         version = arguments.number(version, "version of announce()")
-        return bool(self._run(ANNOUNCE, topic, version, payload)[0])
+        accepted = bool(self._run(ANNOUNCE, topic, version, payload)[0])
+        return self._announced.answer(topic, version, accepted, lambda: self.latest(topic, version))
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
