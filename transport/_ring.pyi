@@ -216,7 +216,7 @@ class Ring:
     def take(self, timeout_s: float) -> Loan | None:
         """try_take, waiting on the futex while full (and reclaiming dead owners' slots); None after timeout_s."""
     def try_overwrite(self) -> Loan | None:
-        """oldest READY that no rank has consumed and no owner pins → WRITING, generation+1."""
+        """oldest READY, which no owner pins → WRITING, generation+1."""
     def pin(self, slot: int, generation: int, rank: int) -> int:
         """A pin, which goes with a `Loan` of the slot, or with this attachment."""
     @overload

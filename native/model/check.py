@@ -113,7 +113,6 @@ FAULTS = (
     Case("REUSE_BEFORE_CLEARING", "", "P6_stuck"),
     Case("WRITING_NOT_RECLAIMED", "", "comes_to_rest", ltl=True),
     Case("OVERWRITE_IGNORES_PINS", "OVERWRITE=1", REWRITTEN),
-    Case("OVERWRITE_IGNORES_DONE", "OVERWRITE=1", "P5_payload_lost"),
     Case("CONSUME_NO_GENERATION", "", "P5_payload_lost"),
     Case("CONSUME_IGNORES_DONE", "", "P4_consumed_twice"),
     Case("CONSUME_IGNORES_PINS", "", REWRITTEN),

@@ -125,11 +125,6 @@ bool LIMIT_overwritten_after_delivery;
 #else
 #define OVERWRITABLE(s) (w[s].st == READY)
 #endif
-#ifdef MUT_OVERWRITE_IGNORES_DONE
-#define UNTOUCHED(s) true
-#else
-#define UNTOUCHED(s) (w[s].done == 0)
-#endif
 
 #define PUBLISHED(s) (w[s].st == READY || w[s].st == READING)
 #define ONE_BIT(x) ((x) && ((x) & ((x) - 1)) == 0)
@@ -177,9 +172,8 @@ inline take(s, o) {
   printf("owner %d: take slot %d, generation %d\n", o, s, w[s].gen)
 }
 
-#define CAN_OVERWRITE(s) (OVERWRITE && OVERWRITABLE(s) && UNTOUCHED(s) && w[s].gen < MAXGEN)
-inline overwrite(s, o) {        /* the old generation ends here, by request, and no rank had it accepted */
-  assert(w[s].consumed == 0 || P5_payload_lost);
+#define CAN_OVERWRITE(s) (OVERWRITE && OVERWRITABLE(s) && w[s].gen < MAXGEN)
+inline overwrite(s, o) {        /* the old generation ends here, by request */
 #ifdef SHOW_OVERWRITE_AFTER_DELIVERY
   assert(w[s].got == 0 || LIMIT_overwritten_after_delivery);
 #endif

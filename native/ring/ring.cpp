@@ -75,20 +75,17 @@ std::optional<Lease> Ring::try_overwrite() {
   for (;;) {
     std::optional<std::uint64_t> oldest;
     Word oldest_word;
-    unsigned oldest_readers = 0;
     std::uint64_t oldest_sequence = ~std::uint64_t{0};
     for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
       const SlotControl& c = control(slot);
       const Word word{c.word.load(std::memory_order_acquire)};                    // SYNC S
-      const unsigned readers = c.readers.load(std::memory_order_acquire);         // SYNC F: checked by the swap below
-      const std::uint64_t sequence = c.sequence.load(std::memory_order_acquire);  // likewise
-      if (sequence >= oldest_sequence || readers > kMaxReaders) continue;
-      if (!slot_word::overwrite(word, static_cast<unsigned>(me_), readers)) continue;
-      oldest = slot, oldest_word = word, oldest_readers = readers, oldest_sequence = sequence;
+      const std::uint64_t sequence = c.sequence.load(std::memory_order_acquire);  // SYNC F: checked by the swap below
+      if (sequence >= oldest_sequence || !slot_word::overwrite(word, static_cast<unsigned>(me_))) continue;
+      oldest = slot, oldest_word = word, oldest_sequence = sequence;
     }
     if (!oldest) return std::nullopt;
     const Change changed = change(control(*oldest).word, [&](Word old) {
-      return old == oldest_word ? slot_word::overwrite(old, static_cast<unsigned>(me_), oldest_readers, least)
+      return old == oldest_word ? slot_word::overwrite(old, static_cast<unsigned>(me_), least)
                                 : slot_word::refuse(Refusal::stale);
     });
     if (!changed) continue;  // pinned, consumed or overwritten meanwhile: look for the oldest again

@@ -8,8 +8,8 @@
 //   -------------  -----------------------------  ------------------------------------  -----------------------------
 //   take           FREE                           WRITING, generation+1, done=∅,        not FREE
 //                                                 pins={me}
-//   overwrite      READY, no rank of readers      WRITING, generation+1, done=∅,        a rank has consumed, or
-//                  has consumed                   pins={me}                             an owner pins
+//   overwrite      READY                          WRITING, generation+1, done=∅,        an owner pins, or not
+//                                                 pins={me}                             published
 //   publish        WRITING, pins={me}             READY, done={ranks ≥ readers},        not mine
 //                                                 pins=∅
 //   abort          WRITING, pins={me}             FREE                                  not mine
@@ -134,11 +134,10 @@ constexpr Step take(Word old, unsigned me, std::uint32_t least = 0) {
   return {Word::of(next_generation(old, least), State::writing, 0, bit(me))};
 }
 
-constexpr Step overwrite(Word old, unsigned me, unsigned readers, std::uint32_t least = 0) {
+constexpr Step overwrite(Word old, unsigned me, std::uint32_t least = 0) {
   if (old.state() == State::reading) return refuse(Refusal::pinned);
   if (old.state() != State::ready) return refuse(Refusal::state);
   if (old.pins() != 0) return refuse(Refusal::pinned);
-  if (old.done() != born_done(readers)) return refuse(Refusal::done);
   return {Word::of(next_generation(old, least), State::writing, 0, bit(me))};
 }
 

@@ -41,20 +41,18 @@ TEST(a_slot_that_is_behind_what_may_be_given_out_skips_to_it) {
   allowed(take(free_(), me, g + 1), Word::of(g + 1, State::writing, 0, mine));
   allowed(take(free_(), me, 900), Word::of(900, State::writing, 0, mine));
   allowed(take(free_(), me, 2), Word::of(g + 1, State::writing, 0, mine));
-  allowed(overwrite(ready(), me, 2, 900), Word::of(900, State::writing, 0, mine));
+  allowed(overwrite(ready(), me, 900), Word::of(900, State::writing, 0, mine));
   allowed(take(Word::of(Word::kGenerationMask - 3, State::free, 0, 0), me, 5), Word::of(5, State::writing, 0, mine));
   allowed(take(free_(), me, Word::kGenerationMask - 3), Word::of(g + 1, State::writing, 0, mine));
 }
 
-TEST(overwrite_takes_a_payload_that_nobody_consumed_or_pins) {
-  allowed(overwrite(ready(), me, 2), Word::of(g + 1, State::writing, 0, mine));
-  allowed(overwrite(ready(0), me, 16), Word::of(g + 1, State::writing, 0, mine));
-  refused(overwrite(ready(two | bit(0)), me, 2), Refusal::done);
-  refused(overwrite(ready(two | bit(1)), me, 2), Refusal::done);
-  refused(overwrite(reading(theirs), me, 2), Refusal::pinned);
-  refused(overwrite(reading(mine), me, 2), Refusal::pinned);
-  refused(overwrite(free_(), me, 2), Refusal::state);
-  refused(overwrite(writing(mine), me, 2), Refusal::state);
+TEST(overwrite_takes_a_payload_that_nobody_pins_whoever_has_consumed_it) {
+  for (const Word word : {ready(), ready(0), ready(two | bit(0)), ready(two | bit(1))})
+    allowed(overwrite(word, me), Word::of(g + 1, State::writing, 0, mine));
+  refused(overwrite(reading(theirs), me), Refusal::pinned);
+  refused(overwrite(reading(mine), me), Refusal::pinned);
+  refused(overwrite(free_(), me), Refusal::state);
+  refused(overwrite(writing(mine), me), Refusal::state);
 }
 
 TEST(publish_is_the_writers_and_marks_absent_ranks_done) {
@@ -175,7 +173,7 @@ TEST(every_result_is_a_valid_word_of_the_same_or_next_generation) {
           CHECK(old.state() == State::writing || (lost & ~bit(me)) == 0);
           CHECK(step.next.state() == State::free || old.state() == State::writing || (done & ~step.next.done()) == 0);
         }
-        for (const Step& step : {take(old, me), overwrite(old, me, 2)}) {
+        for (const Step& step : {take(old, me), overwrite(old, me)}) {
           if (!step) continue;
           ++checked;
           CHECK(valid(step.next));

@@ -170,13 +170,13 @@ def test_overwriting_takes_the_oldest_payload_that_nobody_reads_and_counts_it() 
         oldest, read_once, other = ring.write_raw(b"1"), ring.write_raw(b"2", readers=2), ring.write_raw(b"3")
         with ring.read_raw(oldest):
             ring.acknowledge(read_once, rank=0)
-            assert ring.write_raw(b"4").slot == other.slot
+            assert ring.write_raw(b"4").slot == read_once.slot
         assert ring.write_raw(b"5").slot == oldest.slot
         assert ring.statistics().overwrites == 2
-        for gone in (oldest, other):
+        for gone, rank in ((oldest, 0), (read_once, 1)):
             with pytest.raises(StaleSlotError):
-                ring.read_raw(gone)
-        assert read_bytes(ring, read_once, rank=1) == b"2"
+                ring.read_raw(gone, rank)
+        assert read_bytes(ring, other) == b"3"
 
 
 def test_a_writer_that_overwrites_waits_for_a_reader_to_let_go_not_to_finish() -> None:

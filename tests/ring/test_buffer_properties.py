@@ -79,7 +79,7 @@ class RingMachine(RuleBasedStateMachine):
         ring = self.rings[writer]
         ring.overflow = "overwrite" if overwrite else "error"
         free = [slot for slot in self.model if slot.state is SlotState.FREE]
-        unread = [slot for slot in self.model if slot.state is SlotState.READY and not slot.done]
+        unread = [slot for slot in self.model if slot.state is SlotState.READY]
         try:
             lease = ring.reserve(Schema.of(x=("uint8", 40)), readers=readers, timeout_s=0.0)
         except RingFullError:

@@ -147,7 +147,8 @@ class SharedRingBuffer(Attachment):
             slot_bytes: payload bytes per slot; default the schema's largest payload.
             name: only for a ring that a restarted writer shall find again; default random.
             prefix: prefix of the random name, by which a parent process finds the segments of a killed writer.
-            overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
+            overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest payload
+                that nobody reads or has claimed, also where some of its ranks have consumed it.
             consumers: names of stages that each see every payload once, or names with how many ranks each has; at most
                 16 together. Every payload is written for all of them; `rank_of` and ``claim(rank="name")`` know them.
             file: the ring lies in this file instead of /dev/shm, and outlives every process with what is unread in it
