@@ -15,7 +15,7 @@ from packers import SCHEMA, Packer, Worker, collected, fetch, write
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.mapped import RingsOfHost
-from transport.claims.places import AtAddresses, OnThisHost
+from transport.claims.places import AtAddresses, OnThisHost, default_prefix
 from transport.errors import (
     ClosedError,
     ConfigurationError,
@@ -233,14 +233,25 @@ def test_payloads_of_different_schemas_in_one_take(prefix: str, monkeypatch: pyt
             worker.cleanup_ucxx()
 
 
-def test_a_name_that_trainers_would_not_find_is_refused(prefix: str) -> None:
-    worker = Worker()
-    with open_queue(f"rings:{prefix}") as queue:
-        with pytest.raises(UsageError, match="begin it so"):
-            worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue, name="mine")
-        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue, name=f"{prefix}mine")
-        assert ring.name == f"/transport-{prefix}mine"
-        worker.cleanup_ucxx()
+@pytest.mark.parametrize("of", ["a run", "the default"])
+def test_a_ring_with_a_name_is_found_by_the_trainers_of_its_run(
+    prefix: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_RUN", prefix)
+    url = f"rings:{prefix}" if of == "a run" else ""
+    beginning = prefix if url else default_prefix()
+    worker, packer = Worker(), Packer()
+    with open_queue(url or "rings:") as queue:
+        for name in ("mine", f"{beginning}mine", f"/transport-{beginning}mine"):
+            ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue if url else None, name=name)
+            assert ring.name == f"/transport-{beginning}mine"
+        try:
+            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue if url else None)
+            write(worker, 0)
+            assert len(packer.claim_tickets(1, LONG_S)) == 1
+        finally:
+            packer.cleanup_ucxx_packer()
+            worker.cleanup_ucxx()
 
 
 def test_why_no_place_can_be_reached_is_raised() -> None:

@@ -177,7 +177,7 @@ class UnavailableQueue(RedisQueue):
 
 def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(redis: RedisServer) -> None:
     failure = QueueError("disk full")
-    name = f"test-rollout-{id(failure):x}"
+    name = f"rollout-test-{id(failure):x}"
     ring_id = ring_of_a_killed_writer(name)
     worker = Worker()
     with UnavailableQueue(run_of(redis)) as queue:

@@ -101,7 +101,8 @@ class UCXXRolloutMixin(WithBlock):
 
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
-                over its old ring, and `reconcile` publishes payloads missing in the queue.
+                over its old ring, and `reconcile` publishes payloads missing in the queue. A name that does not begin
+                as trainers look for it (``rings:NAME``; without a queue as ``rings:`` does) gets this beginning.
             file: where the ring lies instead of /dev/shm, see `SharedRingBuffer.create`. What is unread when the worker
                 ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
                 host's next start after a loss of power.
@@ -139,8 +140,8 @@ class UCXXRolloutMixin(WithBlock):
         if isinstance(queue, FoundRings):
             prefix = queue.places.prefix
             directory = directory or queue.places.directory
-            if name is not None and not name.removeprefix("/transport-").startswith(prefix):
-                raise UsageError(f"name={name!r}: trainers look for names that begin with {prefix!r}; begin it so")
+        if name is not None and not (bare := name.removeprefix("/transport-")).startswith(prefix):
+            name = f"{prefix}{bare}"
         made = SharedRingBuffer.create(
             schema,
             slots=slots,

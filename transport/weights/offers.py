@@ -26,6 +26,7 @@ from typing import Any, Final, Self
 import msgspec
 import numpy as np
 
+from transport.claims.rings import RingQueue
 from transport.client.blocking import BlockingClient
 from transport.errors import LinkError, ProtocolError, StaleSlotError, UsageError, WeightsChecksumError
 from transport.packer.options import RingOptions, ServerOptions
@@ -99,6 +100,7 @@ class Offers:
             slots=_SLOTS,
             readers=readers,
             name=name or f"offers-{secrets.token_hex(8)}",
+            queue=RingQueue(),  # no trainer is to find the ring
             ring=RingOptions(overflow="overwrite"),
             server=server,
             settings=settings,
