@@ -16,6 +16,7 @@ from transport import Rollout, Schema, SharedRingBuffer, Trainer
 from transport._ring import segments
 from transport.packer.stream import BatchStream
 from transport.queue import Claim, FoundRings, open_queue
+from transport.ring.attachment import remove_dead
 
 pytestmark = pytest.mark.ucx
 SCHEMA = Schema.of(number=("int64",))
@@ -142,6 +143,34 @@ def test_what_is_claimed_and_not_consumed_is_not_done(url: str) -> None:
         assert not trainer.finished()
         assert consume(trainer, claims) == 1
         eventually(lambda: trainer.claim_tickets(1) == [] and trainer.finished(), "it is finished")
+
+
+@both
+def test_the_end_of_a_rollout_stands_for_a_killed_one_of_its_name_whose_ring_is_gone(url: str) -> None:
+    name = f"rollout-{url.removeprefix('rings:')}named"
+    with open_queue(f"rings:{name}") as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        assert isinstance(queue, FoundRings)
+        own = trainer._packer.queue
+        assert isinstance(own, FoundRings)
+        with Child(WRITER, name, 0) as first:
+            first.line()
+            claims = trainer.claim_tickets(1, 30.0)
+            assert consume(trainer, claims) == 1
+            lost_ring = claims[0].ticket_id
+            first.kill()
+        remove_dead(name)
+        eventually(lambda: trainer.claim_tickets(1, 0.05) == [] and not queue.segments_here(), "its ring is gone")
+        assert not trainer.finished()
+        eventually(lambda: lost_ring[:8] in str(own.why_nothing()), "the reason names it")
+        with Child(WRITER, name, 0) as second:
+            second.line()
+            assert consume(trainer, trainer.claim_tickets(1, 30.0)) == 1
+            assert not trainer.finished()
+            end(second)
+            eventually(lambda: trainer.claim_tickets(1, 0.05) == [] and trainer.finished(), "it is finished")
+            second.tell("close")
+            second.wait()
+        assert trainer.finished()
 
 
 @tcp

@@ -12,7 +12,7 @@ from typing import Any, Final
 from transport import _ring
 from transport.claims.batch import End, Verdict
 from transport.claims.looks import depth_of
-from transport.claims.places import Discovery, Observed, RingAddress
+from transport.claims.places import Discovery, Gone, Observed, RingAddress
 from transport.claims.waiting import Holder, foreign, holders_of, schema_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
@@ -115,7 +115,7 @@ class RingsOfHost:
         with self._lock:
             try:
                 for ring in [ring for ring in self._own.values() if ring.native.closed]:
-                    self._seen.ends[ring.ring_id] = ring.fingerprint, ring.data_ended
+                    self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.data_ended)
                     del self._own[ring.ring_id]
                 for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
                     self._leave(ring)
@@ -165,7 +165,7 @@ class RingsOfHost:
 
     def _leave(self, ring: SharedRingBuffer) -> None:
         with contextlib.suppress(ClosedError):
-            self._seen.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
+            self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.native.ended)
         del self._attached[ring.ring_id]
         ring.close()
 
@@ -203,20 +203,27 @@ class RingsOfHost:
                 holders += holders_of(ring, of)
         return fitting, unread, strangers, holders
 
-    def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str]]:
+    def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str], set[str]]:
         """Of rings that are gone, and with ``mapped`` of those whose payloads are all done, whether the writer has said
-        its end; and the ids of the others. Those with payloads of these schemas (none: of any)."""
+        its end; and the ids of the others. Those with payloads of these schemas (none: of any).
+
+        Last the ids of rings without an end in whose place another one has come, by its name: its end is theirs.
+        """
         if mapped:
             self.look(schemas)
         fit = _fitting(schemas)
         with self._lock:
-            self._seen.look(self._places.segments())
-            gone = {ring: (fingerprint, True) for ring, fingerprint in self._places.ended().items()}
+            here = (*self._attached.values(), *self._own.values(), *self._seen.look(self._places.segments()).values())
+            gone = {ring: Gone("", fingerprint, True) for ring, fingerprint in self._places.ended().items()}
             ended = {
-                ring: said
-                for ring, (fingerprint, said) in {**self._seen.ends, **gone}.items()
-                if not fit or fingerprint in fit
+                ring: each.said
+                for ring, each in {**self._seen.ends, **gone}.items()
+                if not fit or each.fingerprint in fit
             }
+            last = {each.name: ring for ring, each in self._seen.ends.items()} | {
+                ring.name: ring.ring_id for ring in here
+            }
+            replaced = {ring for ring, each in self._seen.ends.items() if not each.said and last[each.name] != ring}
             living = set()
             for ring in self.rings(schemas) if mapped else ():
                 try:
@@ -227,7 +234,7 @@ class RingsOfHost:
                     ended[ring.ring_id] = True
                 else:
                     living.add(ring.ring_id)
-            return ended, living
+            return ended, living, replaced
 
     def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
         """Every ring of these places that is on this host, some as observers.

@@ -92,19 +92,27 @@ class Discovery:
         """Release everything."""
 
 
+class Gone(NamedTuple):
+    """A ring that is gone: its segment's name and its fingerprint, and whether its writer has said the end."""
+
+    name: str
+    fingerprint: bytes
+    said: bool
+
+
 class Observed:
     """Observers of segments, kept as long as these exist. They hold no owner place, and claim nothing."""
 
     def __init__(self) -> None:
         self._rings: dict[str, SharedRingBuffer] = {}
-        self.ends: dict[str, tuple[bytes, bool]] = {}  # of rings that are gone: fingerprint, whether their data ended
+        self.ends: dict[str, Gone] = {}  # by ring, in the order in which they went
 
     def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
         """An observer of each of these segments that can be seen. Those whose names are gone are left."""
         for name, ring in list(self._rings.items()):
             if not ring.native.still_named:
                 with contextlib.suppress(ClosedError):
-                    self.ends[ring.ring_id] = ring.fingerprint, ring.native.ended
+                    self.ends[ring.ring_id] = Gone(name, ring.fingerprint, ring.native.ended)
                 ring.close()
                 del self._rings[name]
         for name in names:

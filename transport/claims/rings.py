@@ -308,18 +308,12 @@ class FoundRings(TicketQueue):
     def finished(self, expected_rollouts: int | None = None) -> bool:
         """See `TicketQueue.finished`. At addresses the ring that each of them served last is expected to end.
 
-        A killed rollout has not ended: another one is expected in its place, and without addresses or
-        ``expected_rollouts`` its ring keeps this False.
+        A killed rollout has not ended: another one is expected in its place. Without addresses or ``expected_rollouts``
+        its ring keeps this False, unless a rollout of the same name ends on this host.
         """
         self._check_open()
-        ended, living = self._here.ended(self._schemas, mapped=self._maps)
-        at_addresses: list[RingAddress] = []
-        if self._carries:
-            there, waiting = self._network.ended()
-            places = self._served().values()
-            ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
-            living |= waiting | {place.ring for place in places if place.ring and not ended.get(place.ring)}
-            at_addresses = [place for place in places if not place.ring]
+        ended, living = self._ends(mapped=self._maps)
+        at_addresses = [place for place in self._served().values() if not place.ring] if self._carries else []
         if living:
             return False
         if expected_rollouts is None and at_addresses:
@@ -327,10 +321,20 @@ class FoundRings(TicketQueue):
         said = sum(ended.values())
         return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
 
+    def _ends(self, *, mapped: bool) -> tuple[dict[str, bool], set[str]]:
+        """Of rings that are gone, or ``mapped`` and done, whether each has said its end; and the others."""
+        ended, living, replaced = self._here.ended(self._schemas, mapped=mapped)
+        if self._carries:
+            there, waiting = self._network.ended()
+            ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
+            served = {place.ring for place in self._served().values() if place.ring}
+            living |= waiting | {ring for ring in served if not ended.get(ring)}
+        return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living
+
     def has_met_rings(self) -> bool:
         """Whether this queue has had a ring, which may be there, have ended, or have been killed."""
         self._check_open()
-        ended, living = self._here.ended(self._schemas, mapped=self._maps)
+        ended, living, _ = self._here.ended(self._schemas, mapped=self._maps)
         return bool(ended or living or (self._carries and any(self._network.ended())))
 
     def holders(self) -> list[Holder]:
@@ -348,7 +352,8 @@ class FoundRings(TicketQueue):
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
         strangers += [str(each) for each in reached.faults.values() if isinstance(each, SchemaError)]
         others = self.places.others()
-        return Known(repr(self.places), len(fitting), unread, strangers, reached, holders, others)
+        lost = [ring for ring, said in self._ends(mapped=False)[0].items() if not said]
+        return Known(repr(self.places), len(fitting), unread, strangers, reached, holders, others, lost)
 
     def consume(self, batch: TakenBatch) -> Verdicts:
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.

@@ -1,6 +1,6 @@
 """Why a trainer gets nothing, in a sentence. One decision over what the places of its rings know; no I/O.
 
-    no ring of this run     ──► not started, or ended; other runs of this host
+    no ring of this run     ──► not started, or ended, or lost; other runs of this host
     rings of other schemas  ──► ring, field, both fingerprints
     this process's fault    ──► its error, which a claim raises
     no place answers        ──► the error of each
@@ -101,6 +101,7 @@ class Known(NamedTuple):
         reached: over the network.
         holders: of claims in fitting rings.
         others: where rollouts of other runs are on this host, as URLs.
+        lost: ids of rings that are gone without their rollouts' end.
     """
 
     places: str
@@ -110,6 +111,7 @@ class Known(NamedTuple):
     reached: Reached = Reached()
     holders: Sequence[Holder] = ()
     others: Sequence[str] = ()
+    lost: Sequence[str] = ()
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -152,7 +154,13 @@ def reason(known: Known) -> Reason | None:
         if known.others
         else ""
     )
-    text = f"no rollout of this run is running: it has not started yet, or it has ended ({known.places} finds none)"
+    why = "it has not started yet, or it has ended"
+    if known.lost:
+        why = (
+            f"the rollout of ring {_few(', ', (ring[:8] for ring in known.lost))} is gone, and has not said its end. "
+            "If it was killed, start it again with its name=, or give expected_rollouts=, how many ends are waited for"
+        )
+    text = f"no rollout of this run is running ({known.places} finds none): {why}"
     return Reason(Why.NO_RING, f"{text}{there}")
 
 
