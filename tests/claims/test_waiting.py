@@ -132,6 +132,28 @@ def test_a_trainer_with_another_schema_at_an_address_hears_the_same_and_top_show
             assert f"(process {os.getpid()}) gets nothing: " in capsys.readouterr().out
 
 
+@both
+def test_a_trainer_whose_rank_no_payload_is_for_hears_so(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix, schema=ROLLOUTS) as ring, open_queue(f"rings:{prefix}") as queue, Packer() as trainer:
+        trainer.setup_ucxx_packer(queue=queue, schemas=[ROLLOUTS], rank=2)
+        own = trainer._packer.queue
+        assert isinstance(own, FoundRings)
+
+        def heard() -> bool:
+            assert trainer.claim_tickets(1, 0.05) == []
+            return bool(own.reasons().get(Why.OTHER_RANK))
+
+        assert not heard()
+        ring.write({"tokens": [1], "reward": 1.0}, readers=2)
+        eventually(heard, "it is said")
+        found = own.why_nothing(2)
+        assert found is not None
+        assert "readers=2" in found.text
+        assert own.why_nothing(1) is None
+        ring.write({"tokens": [1], "reward": 1.0}, readers=3)
+        assert len(trainer.claim_tickets(1, 30.0)) == 1
+
+
 def test_a_place_that_does_not_answer_is_named() -> None:
     with dead_port() as port, open_queue(f"rings://127.0.0.1:{port}") as queue:
         assert isinstance(queue, FoundRings)

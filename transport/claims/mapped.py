@@ -13,7 +13,7 @@ from transport import _ring
 from transport.claims.batch import End, Verdict
 from transport.claims.looks import depth_of
 from transport.claims.places import Discovery, Gone, Observed, RingAddress
-from transport.claims.waiting import Holder, foreign, holders_of, schema_of
+from transport.claims.waiting import Holder, foreign, holders_of, ranks_of, schema_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
@@ -183,14 +183,15 @@ class RingsOfHost:
 
     def known(
         self, schemas: Sequence[Schema], rank: int | str | None
-    ) -> tuple[list[str], int, list[str], list[Holder]]:
+    ) -> tuple[list[str], int, list[str], list[Holder], int]:
         """Of the rings on this host: ids of those with payloads of these schemas (none: all), how many of their
-        deliveries nobody holds, a sentence about each of the others, and who holds what."""
+        deliveries nobody holds, a sentence about each of the others, who holds what, and for how many ranks."""
         fit = _fitting(frozenset(each.fingerprint for each in schemas))
         fitting: list[str] = []
         unread = 0
         strangers: list[str] = []
         holders: list[Holder] = []
+        ranks = 0
         for ring in self.seen():
             with contextlib.suppress(ClosedError, RankError):  # closed meanwhile; or it has no such consumer
                 if fit and ring.native.fingerprint not in fit:
@@ -198,10 +199,11 @@ class RingsOfHost:
                     strangers.append(foreign(ring.name, ring.native.fingerprint.hex(), theirs, schemas))
                     continue
                 fitting.append(ring.ring_id)
+                ranks = max(ranks, ranks_of(ring))
                 of = None if rank is None else ring.rank_of(rank)
                 unread += depth_of([ring], of).ready
                 holders += holders_of(ring, of)
-        return fitting, unread, strangers, holders
+        return fitting, unread, strangers, holders, ranks
 
     def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str], set[str]]:
         """Of rings that are gone, and with ``mapped`` of those whose payloads are all done, whether the writer has said

@@ -346,14 +346,15 @@ class FoundRings(TicketQueue):
 
     def _known(self, rank: int | str | None) -> Known:
         self._check_open()
-        here, unread, strangers, holders = self._here.known(self._wanted, rank)
+        here, unread, strangers, holders, ranks = self._here.known(self._wanted, rank)
         reached = self._network.reached(rank, named=bool(here))
         fitting = set(here) if self._maps else set()
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
         strangers += [str(each) for each in reached.faults.values() if isinstance(each, SchemaError)]
         others = self.places.others()
         lost = [ring for ring, said in self._ends(mapped=False)[0].items() if not said]
-        return Known(repr(self.places), len(fitting), unread, strangers, reached, holders, others, lost)
+        asked = None if isinstance(rank, str) else rank
+        return Known(repr(self.places), len(fitting), unread, strangers, reached, holders, others, lost, asked, ranks)
 
     def consume(self, batch: TakenBatch) -> Verdicts:
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.

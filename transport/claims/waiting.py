@@ -2,6 +2,7 @@
 
     no ring of this run     ──► not started, or ended, or lost; other runs of this host
     rings of other schemas  ──► ring, field, both fingerprints
+    rings for other ranks   ──► for how many their payloads are
     this process's fault    ──► its error, which a claim raises
     no place answers        ──► the error of each
     held by who is silent   ──► the process, and until when
@@ -39,6 +40,7 @@ class Why(enum.StrEnum):
 
     NO_RING = "no_ring"
     OTHER_SCHEMA = "other_schema"
+    OTHER_RANK = "other_rank"
     UNREACHABLE = "unreachable"
     HELD = "held"
 
@@ -102,6 +104,8 @@ class Known(NamedTuple):
         holders: of claims in fitting rings.
         others: where rollouts of other runs are on this host, as URLs.
         lost: ids of rings that are gone without their rollouts' end.
+        rank: that claims; None: all, or one with a name, which rings know or refuse.
+        ranks: for how many the payloads of fitting rings on this host are or were, at most; 0: there was none.
     """
 
     places: str
@@ -112,6 +116,8 @@ class Known(NamedTuple):
     holders: Sequence[Holder] = ()
     others: Sequence[str] = ()
     lost: Sequence[str] = ()
+    rank: int | None = None
+    ranks: int = 0
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -136,6 +142,12 @@ def reason(known: Known) -> Reason | None:
     if (fault := own_fault(known.reached)) is not None:
         return Reason(Why.UNREACHABLE, str(fault))
     if known.fitting:
+        if known.rank is not None and known.rank >= known.ranks > 0:
+            return Reason(
+                Why.OTHER_RANK,
+                f"this trainer has rank={known.rank}, and payloads with readers={known.ranks} are for the ranks 0 to "
+                f"{known.ranks - 1}. Give the trainer one of these, or the rollouts readers={known.rank + 1} or more",
+            )
         stopped = [each for each in known.holders if each.stopped]
         if not stopped or known.unread:
             return None
@@ -233,6 +245,11 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
             )
         )
     return found
+
+
+def ranks_of(ring: SharedRingBuffer) -> int:
+    """For how many ranks the payloads of this ring are or were, at most; 0: there was none."""
+    return max(ring.native.info(slot).readers for slot in range(min(ring.slot_count, _MOST_SLOTS)))
 
 
 def foreign(place: str, fingerprint: str, schema: Schema | None, wanted: Sequence[Schema]) -> str:
