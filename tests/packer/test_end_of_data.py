@@ -329,6 +329,17 @@ def test_a_rollout_that_an_exception_ends_says_nothing(monkeypatch: pytest.Monke
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("drain_s", [0.0, 0.05])
+def test_a_rollout_that_has_waited_in_vain_is_not_told_to_wait(
+    drain_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Rollout(SCHEMA, slots=1, mode="thread", drain_s=drain_s) as rollout:
+        rollout.write_to_buffer({"number": 1})
+        ring = rollout.ring.ring_id[:8]
+    [said] = [each for each in caplog.messages if ring in each]
+    assert ("until_stopped" in said) == (drain_s == 0.0)
+
+
 def test_a_rollout_that_another_one_replaces_has_not_ended(tmp_path: Path) -> None:
     url = f"rings+sqlite:///{tmp_path}/store"
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:

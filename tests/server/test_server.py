@@ -17,6 +17,7 @@ from helpers import Child, eventually, listener_pids, noise
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
+from transport.runtime import stacks
 from transport.settings import DEFAULTS
 from transport.testing import run
 from transport.wire.addresses import LOOPBACK, advertised
@@ -158,6 +159,18 @@ def test_close_gives_up_unread_payloads_when_its_time_is_over(ring: SharedRingBu
     server.close(drain_s=0.05)
     assert ring.tickets() == [ticket]
     assert server.ports == ()
+
+
+def test_a_long_drain_says_what_it_waits_for(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "FIRST_S", 0.0)
+    server = UCXXServer(ring, addresses=LOCAL, mode="thread").start()
+    ring.write_raw(b"x")
+    server.close(drain_s=0.05)
+    said = [each for each in caplog.messages if ring.ring_id[:8] in each]
+    assert said
+    assert "1 payload" in said[0]
 
 
 def test_the_interpreters_end_without_close_leaves_neither_processes_nor_segment() -> None:

@@ -228,11 +228,12 @@ class UCXXRolloutMixin(WithBlock):
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
         publisher, self._ucxx_publisher = self._ucxx_publisher, None
         self._ucxx_queue = None
-        give_up_at = time.monotonic() + drain_s
+        begun = time.monotonic()
+        give_up_at = begun + drain_s
         # the ring is closed even if the server fails to stop
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
-                stack.callback(_close, ring, server)
+                stack.callback(lambda: _close(ring, server, time.monotonic() - begun if drain_s > 0 else 0.0))
                 if ends and self._ucxx_ends and not ring.native.closed:
                     ring.end_data()
             if announcement is not None:
@@ -438,16 +439,18 @@ class UCXXRolloutMixin(WithBlock):
         return published, freed
 
 
-def _close(ring: SharedRingBuffer, server: UCXXServer | None) -> None:
+def _close(ring: SharedRingBuffer, server: UCXXServer | None, waited_s: float) -> None:
     native = ring.native
     if not native.closed and not native.file and ring.overflow != "overwrite":  # there payloads may go unread
         given_up = native.unread + (0 if server is None else server.given_up)
         if given_up:
             log.warning(
-                "ring %s is closed with %d payloads that no trainer has consumed, and gives them up; stop inside "
-                "until_stopped(), and close with drain_s, to wait for the trainers",
+                "ring %s is closed with %d payloads that no trainer has consumed, and gives them up; %s",
                 ring.ring_id[:8],
                 given_up,
+                f"it waited {waited_s:.1f} s for the trainers, and a greater drain_s= waits longer"
+                if waited_s
+                else "stop inside until_stopped(), and close with drain_s, to wait for the trainers",
             )
     ring.close()
 
@@ -496,6 +499,8 @@ class Rollout(UCXXRolloutMixin):
         drain_s: float | None = None,
     ) -> None:
         seconds(drain_s, "drain_s")
+        if drain_s is not None and drain_s < 0:
+            raise UsageError(f"drain_s={drain_s}; give the seconds that its end waits for the trainers")
         self._drain_s = drain_s
         self.setup_ucxx(
             schema,

@@ -199,14 +199,18 @@ class UCXXServer:
 
     def _drain(self, drain_s: float, told_s: float) -> None:
         give_up = time.monotonic() + drain_s
-        slow = stacks.Slow(f"the server of {self._ring.name}", math.inf)
         native = self._ring.native
+        say_at, pause_s = time.monotonic() + stacks.FIRST_S, stacks.FIRST_S
         while not native.closed and (left := min(give_up, hurry.signalled_at() + told_s) - time.monotonic()) > 0:
             seen = native.freed_event()
             unread = native.unread
             if not unread and not (native.ended and native.takers):
                 return
-            slow.look(f"{unread} unread payloads, {native.takers} takers, at most {left:.1f} s more")
+            if time.monotonic() >= say_at:
+                pause_s *= 2
+                say_at = time.monotonic() + pause_s
+                what = f"{unread} payloads are not consumed" if unread else "trainers are yet to hear the end"
+                log.warning("ring %s is draining: %s; at most %.0f s more", self._ring.ring_id[:8], what, left)
             native.wait_freed(seen, min(left, 1.0 if unread else _HEARD_S))
 
     def _give_up_unread(self) -> None:
