@@ -27,6 +27,15 @@ def test_what_is_further_behind_than_allowed_is_not_claimed(queue: RedisQueue) -
     assert queue.depth().aged == 3
 
 
+def test_payloads_without_a_version_pass_with_a_warning(queue: RedisQueue, caplog: pytest.LogCaptureFixture) -> None:
+    book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=0)
+    for number, version in enumerate((5, None, None)):
+        queue.publish(ticket(number), policy_version=version)
+        assert ids(book.claim(1, 0.0, policy_version=5)) == [ticket(number).id]
+        assert [each for each in caplog.messages if "max_policy_age" in each] == caplog.messages
+        assert len(caplog.messages) == (version is None)  # once
+
+
 def test_a_limit_needs_the_trainers_version(queue: RedisQueue) -> None:
     book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=0)
     with pytest.raises(UsageError, match="needs policy_version="):

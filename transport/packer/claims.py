@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from transport.errors import StaleSlotError, TransportError, UsageError
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.queue.base import Claim, TicketQueue
+from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class ClaimBook:
         if max_policy_age is not None and max_policy_age < 0:
             raise UsageError(f"max_policy_age={max_policy_age}: give a number of policy versions, 0 or more")
         self._max_policy_age = max_policy_age
+        self._ageless = LogLimit(SAY_AGAIN_S)
         self._queue = queue
         self._rank = rank
         self._consumer = consumer
@@ -71,6 +73,14 @@ class ClaimBook:
             oldest = policy_version - self._max_policy_age
         claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
         self._in_hand.update((claim.token, claim) for claim in claims)
+        ageless = 0 if oldest is None else sum(claim.policy_version is None for claim in claims)
+        if ageless and self._ageless.due() is not None:
+            log.warning(
+                "%d of %d payloads have no policy_version, and so no age for max_policy_age: have their rollouts write "
+                "them with policy_version=",
+                ageless,
+                len(claims),
+            )
         return claims
 
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[FetchedItem], list[FetchedItem]]:
