@@ -14,9 +14,9 @@ import pytest
 from helpers import until
 from packers import Packer
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
 from transport.cooldown import open_destination
-from transport.errors import TransportError, UsageError
+from transport.errors import SchemaError, TransportError, UsageError
 from transport.rendezvous import Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import MemoryQueue, run
@@ -65,6 +65,28 @@ def test_a_refused_attachment_keeps_no_owner_place() -> None:
             assert len(ring.native.owners()) == 1
         with pytest.raises(UsageError, match="choose 'writer'"):
             SharedRingBuffer.attach(ring.name, SCHEMA, role="owner")  # type: ignore[arg-type]
+
+
+@pytest.mark.ucx
+def test_what_is_at_hand_in_place_of_what_is_meant_is_refused_by_name() -> None:
+    one: Any = SCHEMA
+    for refused in (
+        lambda: Rollout({"step": "int64"}, mode="thread"),  # type: ignore[arg-type]
+        lambda: Rollout(SCHEMA, mode="thread", drain_s=-1.0),
+        lambda: Trainer(schemas=one),
+    ):
+        with pytest.raises(UsageError):
+            refused()
+    with Rollout(SCHEMA, slots=2, mode="thread", drain_s=0.0) as rollout, Trainer(schemas=[SCHEMA]) as trainer:
+        array: Any = np.zeros(3)
+        with pytest.raises(SchemaError, match="mapping"):
+            rollout.write_to_buffer(array)
+        with pytest.raises(SchemaError, match="mapping"):
+            rollout.write_many_to_buffer([array])
+        claims: Any = []
+        for call in (trainer.accept, trainer.consume, trainer.abandon):
+            with pytest.raises(UsageError, match="collect_prefetch"):
+                call(claims)
 
 
 @pytest.mark.ucx

@@ -115,7 +115,8 @@ class UCXXDataPackerMixin(WithBlock):
                 ("reference", "train:2"), where the queue is the rings themselves.
             consumer: name in the queue's reports; default host and process id.
             max_policy_age: how many versions a claimed payload may be older than the ``policy_version`` given to
-                `claim_tickets`; the queue discards and counts older ones.
+                `claim_tickets`; the queue discards and counts older ones. What was written without a version has no
+                age: it is not discarded, and a warning says so.
             consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws it on the terminal.
@@ -134,6 +135,8 @@ class UCXXDataPackerMixin(WithBlock):
             raise UsageError("parents are schemas of what is read with a payload: give joined=True as well")
         rank = check_consumer(rank, "rank") if isinstance(rank, str) else index(rank)
         check_queue(queue)
+        if isinstance(schemas, Schema):
+            raise UsageError("schemas is one Schema: give a list, schemas=[schema]")
         if expected_rollouts is not None:
             expected_rollouts = at_least(1, expected_rollouts, "expected_rollouts")
         self.cleanup_ucxx_packer()
@@ -200,7 +203,7 @@ class UCXXDataPackerMixin(WithBlock):
         takes them out of the record again, and so does dropping the batch: only for weights that have not learned from
         them.
         """
-        if batch.consumed:
+        if _collected(batch).consumed:
             raise UsageError("this batch was already consumed")
         return self._packer.accept([item for item in batch.items if item.payload is not None])
 
@@ -213,7 +216,7 @@ class UCXXDataPackerMixin(WithBlock):
         that the ring had accepted. They are lost otherwise. ``batch.trainable`` keeps all that this returned.
         """
         packer = self._packer
-        if batch.consumed and not batch.in_question:
+        if _collected(batch).consumed and not batch.in_question:
             raise UsageError("this batch was already consumed; its `trainable` is what consume() returned")
         packer.report(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
@@ -227,7 +230,7 @@ class UCXXDataPackerMixin(WithBlock):
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
         packer = self._packer
         reason.encode()  # before anything is given up
-        packer.unlearned(batch.items)
+        packer.unlearned(_collected(batch).items)
         batch.consumed, batch.in_question = True, []
         packer.forget(batch)
         batch.release()
@@ -394,6 +397,13 @@ class UCXXDataPackerMixin(WithBlock):
         Store its `to_bytes()` in checkpoints for exactly-once across a restart.
         """
         return self._packer.record_with_accepted()
+
+
+def _collected(batch: FetchedBatch) -> FetchedBatch:
+    """UsageError for what else a program has at hand: its claims, or the payloads of a batch."""
+    if not isinstance(batch, FetchedBatch):
+        raise UsageError(f"got a {type(batch).__name__}; give the batch that collect_prefetch() returned")
+    return batch
 
 
 async def _read(packer: PackerSession, item: FetchedItem, timeout_s: float) -> ReceivedPayload:

@@ -164,6 +164,8 @@ class SharedRingBuffer(Attachment):
             SharedMemoryError: /dev/shm, or the file system, is too small or full; nothing is left behind.
             UsageError: a size that makes no sense, or ``name`` with ``file``.
         """
+        if schema is not None and not isinstance(schema, Schema):
+            raise UsageError(f'schema is a {type(schema).__name__}; make it with Schema.of(tokens=("int32", 1024), …)')
         if overflow not in ("block", "error", "overwrite"):
             raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
         if slot_bytes is None:
@@ -550,7 +552,7 @@ class SharedRingBuffer(Attachment):
             )
         if answer == _ring.READ_EXPIRED:
             return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
-        what = "was consumed by this rank" if answer == _ring.READ_DONE else "is no longer in its slot"
+        what = "was consumed by this rank, or discarded" if answer == _ring.READ_DONE else "is no longer in its slot"
         return StaleSlotError(f"payload {ticket.name} {what}")
 
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:

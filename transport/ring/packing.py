@@ -48,6 +48,7 @@ def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Field], 
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
     fields: list[Field] = []
     lengths: list[int] = []
+    _check_mapping(mapping)
     for name, value in mapping.items():
         if type(value) is np.ndarray and (known := NAMES.get(value.dtype)):  # the usual one
             rows.append((name, known, value.shape, False))
@@ -65,6 +66,11 @@ def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Field], 
         return schema_of_rows(tuple(rows)), fields, tuple(lengths)
     except TypeError:  # a name that cannot be hashed
         return Schema(tuple(TensorSpec(*row) for row in rows)), fields, tuple(lengths)
+
+
+def _check_mapping(payload: object) -> None:
+    if not hasattr(payload, "keys"):
+        raise SchemaError(f"a payload is a mapping of names to values, and not a {type(payload).__name__}")
 
 
 def _exact(value: object, name: str) -> tuple[str, Field]:
@@ -93,6 +99,7 @@ def describe(
     range. SchemaError, naming tensor, expectation and finding, for names that are missing or too many, a dtype, a
     shape, or a ragged length above its maximum.
     """
+    _check_mapping(mapping)
     if mapping.keys() != set(schema.names):
         missing = [name for name in schema.names if name not in mapping]
         extra = sorted(repr(name) for name in mapping if name not in schema.names)
