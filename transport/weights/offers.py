@@ -93,7 +93,6 @@ class Offers:
     ) -> None:
         self._queue = queue
         self._topic = topic
-        self._newest: Ticket | None = None
         self._served = UCXXRolloutMixin()
         self._ring = self._served.setup_ucxx(
             schema,
@@ -113,18 +112,13 @@ class Offers:
             UsageError: this version or a later one was announced under this topic; that one stays on offer.
             QueueError: the queue cannot be reached; whether the version was announced is unknown.
         """
-        ticket = self._served.write_to_buffer(weights)
+        ticket = self._served.write_to_buffer(weights)  # over the oldest; a replica that finds it gone looks again
         if not self._queue.announce(self._topic, version, offer(ticket, version)):
             self._ring.discard(ticket)
             raise UsageError(
                 f"version {version}: {self._queue!r} has this or a later one announced as {self._topic!r}; versions "
                 "must grow, also where a job begins again: choose another topic for it"
             )
-        replaced, self._newest = self._newest, ticket
-        # Only now: a replica that finds the old version gone finds a newer one announced. Overwriting would not do,
-        # since it leaves alone what some replicas have read and others never will.
-        if replaced is not None:
-            self._ring.discard(replaced)
 
     def close(self) -> None:
         """End the ring; what replicas have taken is theirs. Idempotent."""
