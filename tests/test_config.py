@@ -70,7 +70,10 @@ def test_an_empty_variable_unsets_what_may_be_unset(tmp_path: Path) -> None:
         ("", {"TRANSPORT_WIRES": "tcp,pigeon"}, "choose some of mapped, shm, tcp"),
         ("log_level = 'LOUD'", {}, "log_level='LOUD': choose one of DEBUG"),
         ("attempts_per_read = 2.5", {}, "attempts_per_read=2.5: give a whole number"),
-        ("[read]\ntimeout_s = 3", {}, "read is not a setting"),
+        ("[read]\ntimeout_s = 3", {}, "[read] is a table"),
+        ("[transport]\nrun = 'seven'", {}, "[transport] is a table"),
+        ("wires = 'mapped'", {}, 'give a list, wires = ["mapped"]'),
+        ("addresses = '10.0.0.7'", {}, 'give a list, addresses = ["10.0.0.7"]'),
         ("linger_s = ", {}, "is not TOML"),
         ("", {"TRANSPORT_CONFIG": "/nowhere/transport.toml"}, "TRANSPORT_CONFIG must name a file"),
     ],
@@ -80,6 +83,19 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, environment: dict[str
         load(tmp_path, text, **environment)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_that_contradict_each_other_are_named_without_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(
+            tmp_path,
+            "watchdog_s = 20\n",
+            TRANSPORT_RUN="seven",
+            TRANSPORT_CLAIM_LEASE_S="5",
+            TRANSPORT_CLAIM_RENEW_S="4",
+        )
+    where, _, _ = str(caught.value).partition(": ")
+    assert where == "TRANSPORT_CLAIM_LEASE_S, TRANSPORT_CLAIM_RENEW_S"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.300", "10.0.0", "host:7450", "::1", "two words", "-x", "rings://host"])

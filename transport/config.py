@@ -173,6 +173,8 @@ def load(environment: Mapping[str, str] | None = None, folder: Path | None = Non
     path = _path(environment, Path.cwd() if folder is None else folder)
     if path is not None:
         for key, value in _document(path).items():
+            if isinstance(value, dict):
+                raise ConfigurationError(f"{path}: [{key}] is a table; write the settings above it, without a table")
             _check_known(key, f"{path}: ", str)
             values[key] = _converted(key, value, f"{path}: {key}", strict=True)
             sources[key] = str(path)
@@ -184,11 +186,10 @@ def load(environment: Mapping[str, str] | None = None, folder: Path | None = Non
         values[key] = _converted(key, environment[variable], f"environment: {variable}", strict=False)
         sources[key] = variable
     configuration = Configuration(**values)
-    try:
-        configuration.settings.validate()
-    except ConfigurationError as error:
-        where = sorted({source for source in sources.values() if source != DEFAULT})
-        raise ConfigurationError(f"{', '.join(where)}: {error}") from None
+    if broken := configuration.settings.broken_rule():
+        named = set(re.findall(r"\w+", broken))
+        where = sorted({source for key, source in sources.items() if key in named and source != DEFAULT})
+        raise ConfigurationError(f"{', '.join(where)}: {broken}")
     return Loaded(configuration=configuration, sources=sources)
 
 
@@ -249,16 +250,18 @@ def _check_known(key: str, where: str, spelt: typing.Callable[[str], str]) -> No
 def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
     """The value in its field's type; ``strict=False``: from the text of an environment variable."""
     kind = _TYPES[key]
-    if not strict and typing.get_origin(kind) is tuple:
+    several = typing.get_origin(kind) is tuple
+    if strict and several and isinstance(value, str):
+        raise ConfigurationError(f'{where}={value!r}: give a list, {key} = ["{value}"]')
+    if not strict and several:
         value = [part.strip() for part in value.split(",") if part.strip()]
     elif not strict and value.strip() == "" and _may_be_none(kind):
         value = None
     try:
         converted = msgspec.convert(value, type=kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(
-            f"{where}={repr(value) if strict else _shown(value)}: {_wanted(kind) or error}".replace(" - at `$`", "")
-        ) from None
+        given, wanted = repr(value) if strict else _shown(value), _wanted(kind, strict) or str(error)
+        raise ConfigurationError(f"{where}={given}: {wanted}".replace(" - at `$`", "")) from None
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigurationError(f"{where}={value!r}: give a finite number")
     return converted
@@ -269,8 +272,8 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _wanted(kind: Any) -> str:
-    """What a value of this type is, in words; "" where only the error says it."""
+def _wanted(kind: Any, strict: bool) -> str:
+    """What a value of this type is, in words; "" where only the error says it. ``strict``: in a file."""
     several = typing.get_origin(kind) is tuple
     inner, bounds, described = (typing.get_args(kind)[0] if several else kind), "", ""
     while typing.get_origin(inner) in (Annotated, Union, types.UnionType):
@@ -282,7 +285,9 @@ def _wanted(kind: Any) -> str:
                 described = f"give {meta.description}"
     if typing.get_origin(inner) is Literal:
         choices = ", ".join(map(str, typing.get_args(inner)))
-        return f"choose some of {choices}, separated by commas" if several else f"choose one of {choices}"
+        if several:
+            return f"choose some of {choices}{'' if strict else ', separated by commas'}"
+        return f"choose one of {choices}"
     numbers = {int: f"give a whole number{bounds}", float: f"give a number{bounds}"}
     return described or ("" if several else numbers.get(inner, ""))
 

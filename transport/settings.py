@@ -72,18 +72,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def validate(self) -> Settings:
         """Return self, or raise ConfigurationError naming the first rule that does not hold."""
-        for name in self.__struct_fields__:
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ConfigurationError(f"{name}={value:g}: give a finite number above 0")
-        for holds, rule in self._rules():
-            if not holds:
-                raise ConfigurationError(f"settings contradict each other: {rule} must hold")
+        if broken := self.broken_rule():
+            raise ConfigurationError(broken)
         return self
 
+    def broken_rule(self) -> str:
+        """The first rule that does not hold, with the names of its settings; "": all hold."""
+        for name in self.__struct_fields__:
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                return f"{name}={value:g}: give a finite number above 0"
+        broken = next((rule for holds, rule in self._rules() if not holds), "")
+        return broken and f"settings contradict each other: {broken} must hold"
+
     def _rules(self) -> list[tuple[bool, str]]:
-        positive = all(getattr(self, name) > 0 for name in self.__struct_fields__)
         return [
-            (positive, "every setting > 0"),
             (self.read_timeout(0) < self.batch_deadline_s, "read_timeout_s < batch_deadline_s"),
             (
                 self.pool_endpoint_max_age_s < self.listener_idle_eviction_s,
