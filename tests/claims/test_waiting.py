@@ -71,12 +71,14 @@ def test_a_trainer_of_another_run_hears_which_runs_are_there(
     monkeypatch.setattr(waiting, "_NAMED", 1000)  # also beside the rings of other tests
     with (
         Child(KEEPS_A_RING, f"{prefix}killed-") as killed,
-        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=prefix),
+        Child(KEEPS_A_RING, prefix) as living,
+        SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=f"{prefix}own-"),
         SharedRingBuffer.create(slots=1, slot_bytes=8) as of_no_run,
         opened(prefix) as announcing,
         opened("nothing-here") as queue,
     ):
         segment = killed.line()
+        living.line()
         announcing.announce("weights", 1)
         assert f"rings:{prefix}killed-" in queue.places.others()
         killed.kill()
@@ -86,7 +88,7 @@ def test_a_trainer_of_another_run_hears_which_runs_are_there(
             remove_dead(f"{prefix}killed-")
         assert segment not in _ring.segments()
         assert f"rings:{prefix}" in found.text
-        for other in (f"{prefix}killed-", "notices-", of_no_run.name):
+        for other in (f"{prefix}killed-", f"{prefix}own-", "notices-", of_no_run.name):
             assert other not in found.text
         reason_of(queue, Why.NO_RING)
         assert len(said()) == 1

@@ -84,7 +84,9 @@ def test_a_run_without_epochs_is_an_error(
 ) -> None:
     where = {"store": store, "destination": str(tmp_path)}[place]
     assert run(["cooldown", "status", f"--{place}", where, "--run", "nosuch"]) == 1
-    assert "nosuch" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nosuch" in said
+    assert ("which has those of run;" in said) == (place == "store")
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,6 @@ def test_the_store_may_come_from_the_environment(
     monkeypatch.setenv("TRANSPORT_STORE", store)
     assert run(["cooldown", "status"]) == 0
     assert "3 epochs" in capsys.readouterr().out
+    monkeypatch.setenv("TRANSPORT_STORE", "/var/store.sqlite3")  # no URL
+    assert run(["cooldown", "status"]) == 2
+    assert "TRANSPORT_STORE: store=/var/store.sqlite3: " in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from transport.claims.places import AtAddresses, InDirectory, OnThisHost
 from transport.claims.rings import FoundRings
 from transport.errors import ConfigurationError, UsageError
@@ -11,7 +13,11 @@ from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory
 from transport.store.open import open_store
 
-_RINGS = "Rings that are the queue are rings:NAME on this host, else rings://host:port,host:port or rings+redis://…"
+_FORMS = (
+    "give rings:NAME for rings of this host, rings://host:port,host:port or rings+redis://… for those of several, "
+    "or redis://host:port/db?run=name for a queue beside them"
+)
+_KINDS = ("rings", "redis", "rediss", "sqlite")
 
 
 def open_queue(url: str) -> TicketQueue:
@@ -30,12 +36,14 @@ def open_queue(url: str) -> TicketQueue:
     """
     if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
         return open_rings(url)
-    try:
-        parsed = parse_url(url)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{error}. {_RINGS}") from None
+    kind = url.partition(":")[0].lower()  # what follows may have a password
+    if kind not in _KINDS:
+        near = difflib.get_close_matches(kind, _KINDS[:3], n=1)
+        meant = f"; did you mean {near[0]}:?" if near else ""
+        raise ConfigurationError(f"{kind + ':'!r} begins no URL of a queue{meant}: {_FORMS}")
+    parsed = parse_url(url)
     if not isinstance(parsed, RedisURL):
-        raise ConfigurationError(f"{url!r} is a store, which holds no queue. {_RINGS}")
+        raise ConfigurationError(f"{url!r} is a store, which holds no queue: {_FORMS}")
     return RedisQueue(parsed)
 
 

@@ -127,11 +127,13 @@ class Observed:
             self._rings.popitem()[1].close()
 
 
-def _lives(ring: SharedRingBuffer) -> bool:
+def _of_another(ring: SharedRingBuffer) -> bool:
+    """Whether another process than this one writes the ring."""
     try:
-        return ring.native.keeper_alive
+        owners = ring.native.owners() if ring.native.keeper_alive else []
     except ClosedError:  # closed meanwhile
         return False
+    return any(each.alive and each.role == _ring.ROLE_WRITER and each.pid != os.getpid() for each in owners)
 
 
 class OnThisHost(Discovery):
@@ -154,10 +156,10 @@ class OnThisHost(Discovery):
         return [name for name in _ring.segments() if name.startswith(beginning)]
 
     def others(self) -> list[str]:
-        """By the names of segments whose writers are alive."""
+        """By the names of segments that other processes write: what this one writes is no other run."""
         names = {name for name in set(_ring.segments()) - set(self.segments()) if run_of(name)}
         with contextlib.closing(Observed()) as observed:
-            return sorted({run_of(name) for name, ring in observed.look(names).items() if _lives(ring)})
+            return sorted({run_of(name) for name, ring in observed.look(names).items() if _of_another(ring)})
 
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners."""

@@ -161,8 +161,8 @@ def reason(known: Known) -> Reason | None:
     if each := [f"{place}: {fault}" for place, fault in faults.items() if not isinstance(fault, SchemaError)]:
         return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {_few('; ', each)}")
     there = (
-        f". Other runs of this host are found by {_few(', ', known.others)}: where one of these is meant, set the same "
-        "run (TRANSPORT_RUN) for rollouts and trainers, or open_queue it"
+        f". This host has rings of other runs ({_few(', ', known.others)}): to read one of these, set the same run "
+        "(TRANSPORT_RUN) for rollouts and trainers, or open_queue it"
         if known.others
         else ""
     )

@@ -11,7 +11,7 @@ import typer
 
 from transport.cli import checkpoints
 from transport.cli.epochs import recorded
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, emit, shown
 from transport.errors import TransportError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
         """One line, and one for each client of an epoch without a checkpoint."""
         line = f"{self.run}  epoch {self.epoch}  step {self.step}  {self.outcome or self.phase}"
         if self.checkpoint:
-            size = f"{self.files} files, {self.bytes / 1e6:.1f} MB"
+            size = f"{self.files} files, {shown(self.bytes)}"
             return f"{line}  {size}, {self.ended_at}, {self.destination}/{self.checkpoint}"
         if self.outcome == "checkpointed":
             return f"{line}  not found at its destination"

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transport.config import configuration
-from transport.errors import NoCheckpointError, UsageError
+from transport.cli.output import few
+from transport.config import load, without_password
+from transport.errors import ConfigurationError, NoCheckpointError, UsageError
 from transport.storage.urls import SQLiteURL, parse_url
 
 if TYPE_CHECKING:
@@ -15,9 +16,18 @@ if TYPE_CHECKING:
 
 
 def default_store() -> str:
-    """The store's URL where none is given: the configured one, or the file in which the demo keeps its epochs."""
-    given = configuration().store
+    """The store's URL where none is given: the configured one, or the file in which the demo keeps its epochs.
+
+    Raises ConfigurationError, which names the setting, where the configured one is no URL of a store.
+    """
+    loaded = load()
+    given = loaded.configuration.store
     if given:
+        try:
+            parse_url(given)
+        except ConfigurationError as error:
+            where = f"{loaded.sources['store']}: store={without_password(given)}"
+            raise ConfigurationError(f"{where}: {error}") from None
         return given
     return SQLiteURL(state_folder() / "store.sqlite3").text
 
@@ -45,9 +55,17 @@ def recorded(store: str | None, destination: str | None, run: str | None) -> lis
     """
     found = _from_store(store, run) if destination is None else _from_destination(destination, run)
     if run is not None and not found:
-        where = "in the store" if destination is None else f"at {destination}"
-        raise NoCheckpointError(f"run {run} has no epochs {where}; give the name and the place of its uploads")
+        raise NoCheckpointError(f"run {run} has no epochs {_where(store, destination)}")
     return found
+
+
+def _where(store: str | None, destination: str | None) -> str:
+    """Where a run was looked for, and which runs a store has."""
+    if destination is not None:
+        return f"at {destination}; give the name and the place of its uploads"
+    names = sorted({record.run for record in _from_store(store, None)})
+    shown = without_password(store or default_store())
+    return f"in the store {shown}, which has those of {few(names) or 'no run'}; --run and --store choose"
 
 
 def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:

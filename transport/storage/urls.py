@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 from transport.errors import ConfigurationError
 from transport.runtime.decoders import hiding
 
-FORMS = "sqlite:file, relative, or sqlite:///path/of/file, or redis://host:port/db?run=name"
+FORMS = "sqlite:file in this folder, sqlite:///path/of/file or redis://host:port/db?run=name"
 _QUOTE = "in a password write %2F for /, %3F for ?, %23 for #, %5B for ["
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -62,7 +62,8 @@ def parse_url(text: str) -> SQLiteURL | RedisURL:
             raise ConfigurationError(f"{text!r} names no file: give {FORMS}")
         return SQLiteURL(Path(unquote(parts.path)))
     if not parts.scheme:
-        raise ConfigurationError(f"the URL of a queue or store has no scheme: give {FORMS}")
+        shown = "the URL" if "@" in text else repr(text)  # which may have a password
+        raise ConfigurationError(f"{shown} has no scheme, such as sqlite: or redis: before it: give {FORMS}")
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigurationError(f"unknown URL scheme {parts.scheme!r}: give {FORMS}")
     if "@" in parts.path + parts.query + parts.fragment:  # parts of a password, as nothing else there has one
