@@ -108,8 +108,10 @@ async def test_an_unreachable_port_is_named_and_its_quarantine_is_logged_once(ca
         async with UCXXClient(wire={"tcp"}) as client:
             with caplog.at_level("INFO", "transport.client.connections.links"):
                 for _ in range(2):
-                    with pytest.raises(RetriesExhaustedError, match=f"127.0.0.1:{port}: nothing accepts connections"):
+                    with pytest.raises(RetriesExhaustedError) as caught:
                         await client.read(ticket)
+                    assert ticket.name in str(caught.value)
+                    assert f"127.0.0.1:{port}: nothing accepts connections" in str(caught.value)
             assert len([each for each in caplog.messages if "is quarantined" in each]) == 1
             assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
             assert client.statistics().failed_reads == 2

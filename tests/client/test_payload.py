@@ -30,3 +30,12 @@ def test_a_payload_is_copied_as_its_arrays_which_outlive_the_slot(
         assert made["tokens"].flags.writeable
         with pytest.raises(ClosedError):
             duplicate(payload)
+
+
+def test_a_field_that_a_payload_has_not_is_answered_with_those_it_has() -> None:
+    with LocalTransport(SCHEMA, slots=1) as local:
+        payload = local.client.read(local.write({"tokens": np.arange(3, dtype=np.int32), "reward": 2.0}))
+        with pytest.raises(KeyError, match="token; the fields are tokens, reward"):
+            payload["token"]
+        assert payload.get("token") is None
+        payload.release()

@@ -124,6 +124,8 @@ def test_fields_that_no_part_has_are_named(rings: Rings, client: BlockingClient)
         read_joined(client, valued, fields=("tokens", "rewards", "nothing"))
     with read_joined(client, valued) as payload:  # nothing was acknowledged
         assert len(payload.parts) == 4
+        with pytest.raises(KeyError, match=r"token; the fields are .*tokens"):
+            payload["token"]
 
 
 def test_a_part_that_is_gone_is_named_and_nothing_is_acknowledged(rings: Rings, client: BlockingClient) -> None:

@@ -136,7 +136,7 @@ class RemoteReads:
             except TransportError as error:
                 if plan is None:
                     attempts = max(1, attempts_of_read(self._settings, len(ports)) - spent)
-                    plan = Retry(attempts, deadline, self._settings, random.random)
+                    plan = Retry(attempts, deadline, self._settings, random.random, f"payload {ticket.name}")
                 number = plan.failures + 1
                 self.checksum_failures += isinstance(error, ChecksumError)
                 refused |= links.failed(ring, port, error)

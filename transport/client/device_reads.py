@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeVar
 import numpy as np
 
 from transport import _ring
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import ReceivedPayload, no_field
 from transport.client.retry import Deadline
 from transport.devices.arrays import kind_of, to_host
 from transport.devices.completions import Completions
@@ -100,7 +100,7 @@ class DevicePayload(ReceivedPayload):
         for placement in self.layout().placements:
             if placement.name == name:
                 return self._tensor(self.data, placement)
-        raise KeyError(name)
+        raise no_field(name, self)
 
     def __iter__(self) -> Iterator[str]:
         return iter([placement.name for placement in self.layout().placements])

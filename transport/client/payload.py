@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -134,7 +134,10 @@ class ReceivedPayload(Mapping[str, Any]):
         )
 
     def __getitem__(self, name: str) -> Any:
-        return self.arrays[name]
+        arrays = self.arrays
+        if name not in arrays:
+            raise no_field(name, self)
+        return arrays[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
@@ -170,6 +173,11 @@ class ReceivedPayload(Mapping[str, Any]):
         if kind is None:
             self.ack()
         self.release()
+
+
+def no_field(name: str, fields: Iterable[str]) -> KeyError:
+    """That a payload of these fields has none of this name."""
+    return KeyError(f"{name}; the fields are {', '.join(fields)}")
 
 
 class ReadOutcome(NamedTuple):

@@ -67,11 +67,22 @@ class Retry:
 
     A pause that would end at or after the deadline is not begun: the plan gives up at once.
 
+    Args:
+        what: the operation's object, named by the error that gives up; "": the failures name it.
+
     Attributes:
         failures: attempts that have failed.
     """
 
-    def __init__(self, attempts: int, deadline: Deadline, settings: Settings, random: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        attempts: int,
+        deadline: Deadline,
+        settings: Settings,
+        random: Callable[[], float],
+        what: str = "",
+    ) -> None:
+        self._what = f"{what}: " if what else ""
         self._attempts = attempts
         self._deadline = deadline
         self._settings = settings
@@ -91,12 +102,13 @@ class Retry:
             raise error
         if self.failures >= self._attempts:
             raise RetriesExhaustedError(
-                f"{self.failures} of {self._attempts} attempts failed, the last one with: {error}", self.failures
+                f"{self._what}{self.failures} of {self._attempts} attempts failed, the last one with: {error}",
+                self.failures,
             ) from error
         pause_s = 0.0 if elsewhere else backoff(self.failures, self._settings, self._random)
         if self._deadline.passed(now + pause_s):
             raise DeadlineExceededError(
-                f"the deadline leaves no time for another attempt; {self.failures} were made, "
+                f"{self._what}the deadline leaves no time for another attempt; {self.failures} were made, "
                 f"the last failure was: {error}"
             ) from error
         return pause_s

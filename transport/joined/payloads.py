@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from transport.client.blocking import BlockingClient
 from transport.client.client import UCXXClient
-from transport.client.payload import ReceivedPayload
+from transport.client.payload import ReceivedPayload, no_field
 from transport.errors import InternalError, PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
@@ -104,6 +104,8 @@ class JoinedPayload(ReceivedPayload):
         )
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._owners:
+            raise no_field(name, self)
         return self._owners[name][name]
 
     def __iter__(self) -> Iterator[str]:

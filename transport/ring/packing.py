@@ -128,9 +128,10 @@ def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
     else:
         array = as_array(value, spec.name)
         if array.dtype != dtype and not np.can_cast(array.dtype, dtype, casting):
+            cast = f".to(torch.{spec.dtype})" if is_torch(value) else f'.astype("{spec.dtype}")'
             raise SchemaError(
                 f"{spec.name}: expected {spec.dtype}, got {array.dtype.name}, which numpy does not cast to it under "
-                f'casting="{casting}"; give {spec.name}.astype("{spec.dtype}")'
+                f'casting="{casting}"; give {spec.name}{cast}'
             )
     if spec.ragged:
         shape = array.shape

@@ -51,7 +51,7 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
                 why = "nothing accepts connections there"
             elif isinstance(error, TimeoutError):
                 why = f"no answer within {timeout_s:.1f} s"
-            raise UnreachableError(f"connecting to {address}:{port}: {why}") from error
+            raise UnreachableError(f"connecting to {address}:{port}: {why}") from None
     finally:
         if transport is not None:
             transport.abort()
