@@ -121,13 +121,32 @@ def test_the_secret_is_read_from_its_file(tmp_path: Path) -> None:
         load(tmp_path).configuration.secret()
 
 
-def test_a_wrong_configuration_is_wrong_usage_of_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor --settings",
+        "top --once",
+        "reclaim --dry-run",
+        "size --slot-bytes 1KiB",
+        "queue rings:x-",
+        "cooldown status",
+    ],
+)
+@pytest.mark.parametrize("wrong", ["TRANSPORT_LINGERS=3", "TRANSPORT_READ_TIMEOUT_S=abc", "transport.toml"])
+def test_a_wrong_configuration_is_wrong_usage_of_every_command(
+    command: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRANSPORT_LINGERS", "3")
-    assert run(["doctor", "--settings"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    variable, _, value = wrong.partition("=")
+    if value:
+        monkeypatch.setenv(variable, value)
+    else:
+        (tmp_path / wrong).write_text("lingers = 3\n")
+    assert run(command.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert variable in said.err and said.err.count("\n") == 1
+    assert run([command.split()[0], "--help"]) == 0
 
 
 def test_settings_are_listed_with_their_sources(

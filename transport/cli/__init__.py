@@ -12,6 +12,7 @@ from typing import Annotated, cast
 import typer
 
 from transport.cli import bench, cooldown, demo, doctor, queue, read, reclaim, restore, serve, size, snapshot, top
+from transport.config import configuration
 from transport.errors import TransportError, UsageError
 
 __all__ = ["main", "run", "run_program"]
@@ -75,6 +76,8 @@ def run_program(name: str, command: Callable[..., int | None]) -> int:
 
 def _run(program: typer.Typer, name: str, command: str, arguments: Sequence[str]) -> int:
     try:
+        if not {"--help", "--version"} & set(arguments):
+            configuration()  # also for a command that needs none of it: a misspelt setting is no default unnoticed
         status = program(list(arguments), prog_name=name, standalone_mode=False)
     except _ArgumentError as error:
         return _failed(2, command, f"{error.format_message().rstrip('.')}; see `{command} --help`")
