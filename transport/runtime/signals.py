@@ -6,9 +6,10 @@ import contextlib
 import os
 import select
 import signal
+import threading
 from collections.abc import Iterator
 
-from transport.errors import StopRequestedError
+from transport.errors import StopRequestedError, UsageError
 from transport.runtime import hurry, interruption
 
 
@@ -37,7 +38,14 @@ def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[S
     From the signal on calls do not wait long for a queue or store that is away (hurry.py), so that the program ends.
     A write that finds its ring full raises StopRequestedError, which ends this block and goes no further.
     In a command, Ctrl-C also starts the time limit of `interruption`; ``drain_s`` is extra time for draining.
+
+    Raises UsageError in another thread, which Python gives no signals.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "until_stopped() in a thread: signals come to the main thread; open it there, and have this thread ask "
+            "what it yields"
+        )
     reading, writing = os.pipe()
     os.set_blocking(writing, False)  # a full pipe does not block the handler
     stopped = Stopped(reading, starting=starting)

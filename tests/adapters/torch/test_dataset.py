@@ -211,6 +211,16 @@ def test_an_option_of_the_wrong_kind_is_refused(options: dict[str, Any], why: st
         TicketDataset("redis://127.0.0.1:1/0?run=never-opened", **options)
 
 
+def test_an_option_that_no_packer_has_is_refused_when_the_dataset_is_made() -> None:
+    with pytest.raises(TypeError, match="schema"):
+        TicketDataset("rings:never-opened", schema=SCHEMA)  # schemas=[…]
+
+
+def test_a_tensor_that_does_not_fit_is_told_how_torch_casts() -> None:
+    with serving(SCHEMA) as (ring, _), pytest.raises(SchemaError, match=r"tokens\.to\(torch\.int32\)"):
+        ring.write({"tokens": torch.arange(3), "step": 1})
+
+
 def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
     with pytest.raises(UsageError, match="give its URL, not a RedisQueue"):
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))

@@ -24,6 +24,7 @@ as well.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from transport.adapters.torch.tensors import tensors
 from transport.claims.open import open_queue
 from transport.errors import UsageError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import FetchedBatch
+from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.options import ClientOptions
 from transport.packer.stream import BatchStream
 from transport.queue.base import TicketQueue
@@ -47,6 +48,7 @@ from transport.wire.ucx import check_fork
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
 
+_PACKER: Final = inspect.signature(UCXXDataPackerMixin.setup_ucxx_packer)
 _PARENT_S: Final = 1.0  # how often a waiting worker checks that its trainer is alive
 
 
@@ -96,6 +98,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     ) -> None:
         seconds(fill_s, "fill_s")
         seconds(idle_s, "idle_s")
+        _PACKER.bind(None, queue=queue, **options)  # TypeError for what it does not take
         self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
         self._queue = queue
         self._batch_size = at_least(1, batch_size, "batch_size")
