@@ -64,7 +64,7 @@ def test_an_empty_variable_unsets_what_may_be_unset(tmp_path: Path) -> None:
         ("linger_s = '3'", {}, "linger_s='3': give a number"),
         ("", {"TRANSPORT_LINGER_S": "soon"}, "TRANSPORT_LINGER_S=soon: give a number"),
         ("linger_s = nan", {}, "give a finite number"),
-        ("linger_s = -1.0", {}, "linger_s=-1: give a finite number above 0"),
+        ("linger_s = -1.0", {}, "linger_s=-1: give a finite number of at least 0"),
         ("heartbeat_s = 9.0", {}, "heartbeat_s * 3 <= watchdog_s must hold"),
         ("metrics_port = 70000", {}, "metrics_port=70000: give a whole number from 0 to 65535"),
         ("", {"TRANSPORT_WIRES": "tcp,pigeon"}, "choose some of mapped, shm, tcp"),

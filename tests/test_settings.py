@@ -56,14 +56,20 @@ def test_settings_that_contradict_each_other_are_refused_by_the_rule(change: dic
     ("change", "says"),
     [
         ({"ack_delay_s": 0.0}, "ack_delay_s=0"),
-        ({"linger_s": -1.0}, "linger_s=-1"),
-        ({"linger_s": math.inf}, "linger_s=inf"),
+        ({"ack_timeout_s": math.inf}, "ack_timeout_s=inf"),
     ],
 )
 def test_a_setting_that_is_not_above_zero_is_named(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         msgspec.structs.replace(DEFAULTS, **change).validate()
     assert str(caught.value) == f"{says}: give a finite number above 0"
+
+
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_listeners_may_linger_for_no_time_but_not_for_less_or_for_ever(value: float) -> None:
+    assert msgspec.structs.replace(DEFAULTS, linger_s=0.0).validate().linger_s == 0
+    with pytest.raises(ConfigurationError, match=r"linger_s=.*: give a finite number of at least 0"):
+        msgspec.structs.replace(DEFAULTS, linger_s=value).validate()
 
 
 def test_unknown_settings_are_errors() -> None:

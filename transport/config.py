@@ -126,7 +126,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "listener_idle_eviction_s": "idle time after which a listener closes a connection",
     "ack_delay_s": "how long an acknowledgement waits for a request to ride with",
     "ack_timeout_s": "how long a listener pins a slot read by ticket; longest pause between repeated acknowledgements",
-    "linger_s": "how long listeners outlive a writer that left unread payloads",
+    "linger_s": "how long listeners outlive a writer that left unread payloads; 0: they end with it",
     "watchdog_s": "age of a heartbeat at which a listener is killed",
     "heartbeat_s": "a listener's sweep and heartbeat",
     "claim_lease_s": "how long a claim on the queue is its claimant's without renewal; each queue when it is opened",

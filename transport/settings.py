@@ -14,6 +14,8 @@ _PORT_QUARANTINE_SEC = 30.0
 _POOL_ENDPOINT_MAX_AGE_S = 100.0
 _MAX_FETCH_ROUNDS = 3
 
+_MAY_BE_ZERO = frozenset({"linger_s"})  # times that nothing counts in, or divides by
+
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Times in seconds, sizes in bytes, rates in bytes per second."""
@@ -79,8 +81,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def broken_rule(self) -> str:
         """The first rule that does not hold, with the names of its settings; "": all hold."""
         for name in self.__struct_fields__:
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                return f"{name}={value:g}: give a finite number above 0"
+            value, may_be_zero = getattr(self, name), name in _MAY_BE_ZERO
+            if not (0 < value < math.inf or (may_be_zero and value == 0)):
+                return f"{name}={value:g}: give a finite number {'of at least' if may_be_zero else 'above'} 0"
         broken = next((rule for holds, rule in self._rules() if not holds), "")
         return broken and f"settings contradict each other: {broken} must hold"
 

@@ -132,6 +132,13 @@ def test_reclaim_removes_a_dead_writers_segment(dead_segment: str, capsys: pytes
     assert dead_segment not in _ring.segments()
 
 
+def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of_it = dead_segment.removeprefix("/transport-")[:-1]
+    for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):
+        assert run(["reclaim", place, "--json", "-"]) == 0
+        assert [each["name"] for each in json.loads(capsys.readouterr().out)["segments"]] == found
+
+
 def test_reclaim_leaves_a_ring_that_was_taken_over_since_it_looked(
     dead_segment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +160,7 @@ def test_reclaim_leaves_a_ring_that_was_taken_over_since_it_looked(
 def test_reclaim_leaves_a_living_writers_segment(capsys: pytest.CaptureFixture[str]) -> None:
     with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring:
         assert run(["reclaim", ring.name]) == 0
-        assert f"in use by {os.getpid()}" in capsys.readouterr().out
+        assert f"in use by writer {os.getpid()}" in capsys.readouterr().out
         assert ring.name in _ring.segments()
 
 

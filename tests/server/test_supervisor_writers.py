@@ -22,6 +22,7 @@ from transport.server import process
 from transport.server.lifetime import Lifetime
 from transport.server.process import ListenerConfig
 from transport.server.supervisor import Supervisor, SupervisorConfig
+from transport.server.users import supervisor_of, users_of
 from transport.settings import Settings
 from transport.testing import run
 
@@ -105,8 +106,9 @@ def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(
     eventually(lambda: writer.gone(name))
 
 
-def test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time(name: str) -> None:
-    writer = Writer(name, 2, msgspec.structs.replace(QUICK, linger_s=0.5))
+@pytest.mark.parametrize("linger_s", [0.5, 0.0])
+def test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time(name: str, linger_s: float) -> None:
+    writer = Writer(name, 2, msgspec.structs.replace(QUICK, linger_s=linger_s))
     with writer.child as child:
         child.kill()
     eventually(lambda: writer.gone(name))
@@ -114,8 +116,16 @@ def test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time(nam
 
 def test_sigterm_to_the_supervisor_of_a_dead_writer_ends_everything(name: str) -> None:
     writer = Writer(name, 2)
-    with writer.child as child:
-        child.kill()
+    with SharedRingBuffer.attach(name, role="observer") as ring:
+        assert supervisor_of(ring) == writer.supervisor
+        users = users_of(ring)
+        assert all(f"listener {pid}" in users for pid in writer.listeners.values())
+        assert f"writer {writer.child.process.pid}" in users and "kill" not in users
+        with writer.child as child:
+            child.kill()
+        eventually(lambda: not ring.native.keeper_alive)
+        users = users_of(ring)
+        assert "writer " not in users.partition(";")[0] and f"`kill {writer.supervisor}`" in users
     os.kill(writer.supervisor, signal.SIGTERM)
     eventually(lambda: writer.gone(name))
 

@@ -5,6 +5,7 @@ Of a ring in a file it removes the name in /dev/shm; the file, and what is unrea
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from transport.cli.output import JsonTarget, count, emit, shown
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
 
-EXAMPLE = "Example: transport reclaim --dry-run"
+EXAMPLE = "Example: transport reclaim rings:run-7- --dry-run"
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -33,6 +34,7 @@ class Segment(msgspec.Struct, kw_only=True):
     reading: int = 0
     owners: list[int] = []  # process ids of the living ones
     served: bool = False  # a supervisor keeps it for readers
+    users: str = ""  # what they are, and how to end what lingers
     dead: bool = False
     removed: bool = False
     unreadable: str = ""
@@ -48,8 +50,8 @@ class Segment(msgspec.Struct, kw_only=True):
             fate = "its name is removed" if self.file else "removed"
         elif self.dead:
             fate = "its owners are dead"
-        elif self.owners:
-            fate = f"in use by {', '.join(map(str, self.owners))}"
+        elif self.users:
+            fate = f"in use by {self.users}" if self.owners else self.users
         else:
             fate = "kept"
         where = f"  in {self.file}" if self.file else ""
@@ -66,19 +68,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def reclaim(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Segments to look at. Default: all of this host.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[SEGMENT|rings:NAME]…",
+            help="Segments to look at, or the rings of a run. Default: all of this host, whichever run they are of.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the segments, remove none.")] = False,
     json_target: JsonTarget = None,
 ) -> None:
     """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included.
 
+    What lingers for the unread payloads of a killed rollout keeps its ring; the line of the ring says how to end that.
     A ring's file is never removed, only its name in /dev/shm: delete it yourself when you do not need its payloads.
     """
     from transport import _ring
-    from transport.observe import overview
 
-    chosen = overview.named(names) if names else _ring.segments()
+    chosen = [segment for name in names for segment in _named(name)] if names else _ring.segments()
     found = [seen for name in chosen if (seen := _look(name)) is not None]
     for segment, sequence in found:
         if segment.dead and not dry_run:
@@ -89,6 +95,17 @@ def reclaim(
     report = Report(segments=segments, removed=len(removed), bytes_freed=freed)
     total = f"{report.removed} of {count(len(segments), 'segment')} removed, {shown(report.bytes_freed)} freed"
     emit(report, "\n".join([*map(str, segments), total]), json_target)
+
+
+def _named(name: str) -> list[str]:
+    """The segments that an argument means."""
+    from transport.claims.places import OnThisHost
+    from transport.observe import overview
+
+    if not name.startswith("rings:"):
+        return overview.named([name])
+    with contextlib.closing(OnThisHost(name.removeprefix("rings:") or None)) as places:
+        return places.segments()
 
 
 def _look(name: str) -> tuple[Segment, int] | None:
@@ -113,6 +130,8 @@ def _look(name: str) -> tuple[Segment, int] | None:
 
 def _described(ring: SharedRingBuffer, size: int) -> Segment:
     free, writing, ready, reading = ring.native.state_counts()
+    from transport.server.users import users_of
+
     owners = [owner.pid for owner in ring.native.owners() if owner.alive]
     # A supervisor has no owner number, but it restarts the listeners of a dead writer while payloads are unread.
     served = ring.native.supervised
@@ -126,6 +145,7 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
         reading=reading,
         owners=owners,
         served=served,
+        users=users_of(ring),
         dead=not (owners or served or ring.native.keeper_alive),
     )
 

@@ -80,10 +80,15 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def is_listener(pid: int) -> bool:
     """Whether a process of this user is a listener. The segment's process ids may be any value."""
+    return has_module(pid, _MODULE)
+
+
+def has_module(pid: int, module: bytes) -> bool:
+    """Whether a process of this user runs this module of the package, as its command line says."""
     process = Path(f"/proc/{pid}")
     try:
         ours = process.stat().st_uid == os.geteuid()
-        return pid > 0 and ours and _MODULE in (process / "cmdline").read_bytes().split(b"\0")
+        return pid > 0 and ours and module in (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
 

@@ -52,7 +52,8 @@ class UCXXServer:
         secret: shared secret that clients must prove to have.
         wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: UCX chooses.
         mode: "process" or "thread", see above.
-        linger_s: how long listeners outlive a killed writer that left unread payloads; default from settings.
+        linger_s: how long listeners outlive a killed writer that left unread payloads; 0: not at all; default from
+            settings.
         after_writer: what the supervisor runs when the writer has ended without `close`; not with mode "thread".
         log_level, log_format: of what supervisor and listeners write to standard error.
     """
