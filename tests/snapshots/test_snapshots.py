@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import subprocess
 import threading
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packers import collected
 
-from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo
+from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo, _ring
 from transport.claims.open import open_rings
 from transport.claims.rings import RingQueue
 from transport.cooldown.destinations.folder import Folder
@@ -539,6 +540,27 @@ def test_a_ring_that_is_still_there_is_not_restored_beside_itself(
         assert len(ring.consume(ring.claim(1))) == 1  # its next payloads have the ids behind those of the snapshot
         with pytest.raises(SnapshotError, match="is still here"):
             restore(str(place), 1, second)
+
+
+def test_of_a_ring_that_a_killed_writer_left_only_what_comes_twice_or_confuses_a_record_counts(
+    prefix: str, place: Path
+) -> None:
+    left = SharedRingBuffer.create(SCHEMA, slots=3, prefix=prefix)
+    written(left, [1, 2, 3])
+    saved_of(left, place)
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
+        assert len(left.consume(left.claim(1))) == 1
+        with SharedRingBuffer.attach(left.name, SCHEMA, role="reader") as reader:
+            left.native.close()  # as if it had been killed
+            with pytest.raises(SnapshotError, match="2 of the payloads to restore") as caught:
+                restore(str(place), 1, second)
+            assert left.name in str(caught.value) and f"reader {os.getpid()}" in str(caught.value)
+            # The share of another ring has the payload that was consumed, and nothing of what is left.
+            assert len(restore(str(place), 1, second, share=(0, 3)).tickets) == 1
+            assert len(reader.consume(reader.claim(2))) == 2
+            assert len(restore(str(place), 1, second, share=(1, 3)).tickets) == 1
+        assert left.name not in _ring.segments()
+        assert len(restore(str(place), 1, second, share=(2, 3)).tickets) == 1
 
 
 def test_of_a_ring_in_a_file_there_is_no_snapshot(prefix: str, place: Path, tmp_path: Path) -> None:
