@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -219,6 +219,7 @@ class Saved:
         number, of = share
         if not 0 <= number < of:
             raise UsageError(f"share={share}: give the number of this ring, from 0 on, and how many rings there are")
+        self._refuse_living()
         wanted = self.payloads if only is None else only
         fitting = [each for each in wanted if _fits(each, ring)]
         if wanted and not fitting:
@@ -236,7 +237,6 @@ class Saved:
             expired += bool(due) and each.ticket.deadline is not None and each.ticket.deadline <= now
             if due and (each.ticket.deadline is None or each.ticket.deadline > now):
                 mine.append((each, due))
-        self._refuse_living([each for each, _ in mine])
         # A queue beside the rings learns of them when all are written: no trainer makes room before.
         beside = rollout is not None and rollout._ucxx_publisher is not None
         all_at_once = ring.overflow == "overwrite" or beside
@@ -254,13 +254,12 @@ class Saved:
         size = sum(ticket.size for ticket in tickets)
         return Restored(self.manifest, tickets, size, known, expired, len(wanted) - len(fitting))
 
-    def _refuse_living(self, payloads: Sequence[SavedPayload]) -> None:
-        """Refuse where a ring that these payloads come from still gives them, or later ones of their slots."""
-        for ring in {each.ring.ring: each.ring for each in payloads}.values():
-            share = {(each.ticket.slot, each.ticket.generation) for each in payloads if each.ring.ring == ring.ring}
+    def _refuse_living(self) -> None:
+        """Refuse while a ring of the snapshot hands out payloads, of before the cut or behind it, or has its writer."""
+        for ring in self.manifest.rings:
             with contextlib.suppress(RingError), SharedRingBuffer.attach(ring.segment, role="observer") as seen:
                 if seen.ring_id == ring.ring:
-                    _refuse(seen, share)
+                    _refuse(seen, ring)
                     remove_if_dead(ring.segment, only_empty=True)  # else a next writer goes on with its generations
 
     def _check(self, payload: SavedPayload, ring: SharedRingBuffer) -> None:
@@ -303,14 +302,12 @@ class Saved:
         return written
 
 
-def _refuse(ring: SharedRingBuffer, share: Set[tuple[int, int]]) -> None:
-    """SnapshotError, if this ring has payloads of the share, by slot and generation, or may have later ones."""
-    unread = {(ticket.slot, ticket.generation) for ticket in ring.tickets()}
-    twice = unread & share
-    later = {slot for slot, _ in unread - share} & {slot for slot, _ in share}
-    why = [f"{len(twice)} of the payloads to restore are still in it and would come twice"] if twice else []
-    if later or ring.native.keeper_alive:
-        why.append("a record with what was written behind the snapshot refuses what the snapshot has of the same slot")
+def _refuse(ring: SharedRingBuffer, part: RingPart) -> None:
+    why = []
+    if unread := ring.native.unread:
+        why.append(f"its {unread} unread payloads would come beside those that are restored, or written again")
+    if part.payloads and ring.native.keeper_alive:
+        why.append("records would take its writer's next payloads for those of the snapshot")
     if why:
         users = users_of(ring)
         raise SnapshotError(
@@ -357,7 +354,7 @@ def restore(
     Raises:
         NoCheckpointError, CheckpointDamagedError, DestinationError, UsageError: as `Saved`; nothing was written.
         SchemaError, PayloadTooLargeError: the ring is not one for these payloads; nothing was written.
-        SnapshotError: a ring of this host still gives payloads that this call is to write; nothing was written.
+        SnapshotError: a ring of the snapshot is still on this host; nothing was written.
         RingFullError: not all found a slot in time; those that did are taken back.
     """
     with Saved(destination, step, run=run, attempt=attempt) as saved:
