@@ -118,7 +118,7 @@ def test_a_rollout_writes_for_its_named_consumers() -> None:
     with Rollout(SCHEMA, slots=2, mode="thread", ring=RingOptions(consumers=CONSUMERS), drain_s=0) as rollout:
         assert rollout.write_to_buffer({"x": 1}).readers == 3
         assert rollout.ring.rank_of("train:1") == 2
-    with pytest.raises(UsageError, match="for its 3 named ranks"):
+    with pytest.raises(UsageError, match="made for readers=3"):
         Rollout(SCHEMA, slots=2, mode="thread", readers=2, ring=RingOptions(consumers=CONSUMERS))
 
 

@@ -61,6 +61,7 @@ def test_a_dry_run_lists_and_writes_nothing(
 def test_a_restored_ring_is_served_until_everything_is_consumed(
     ring: SharedRingBuffer, prefix: str, tmp_path: Path
 ) -> None:
+    ring.write({"number": 5}, readers=2, policy_version=5)
     snapshot(f"rings:{prefix}", str(tmp_path), 3).wait(60)
     ring.close()
     command = [sys.executable, "-m", "transport", "restore", str(tmp_path), "--queue", f"rings:{prefix}"]
@@ -69,13 +70,15 @@ def test_a_restored_ring_is_served_until_everything_is_consumed(
         open_rings(f"rings:{prefix}") as queue,
     ):
         found: set[int] = set()
-        while len(found) < 5:
-            claims = queue.claim(5, timeout_s=60, consumer="trainer")
+        while len(found) < 6:
+            claims = queue.claim(6, timeout_s=60, consumer="trainer")
             assert claims, "nothing is restored"
             found |= {claim.policy_version or 0 for claim in claims if queue.ack(claim)}
+        [second] = queue.claim(6, timeout_s=60, rank=1, consumer="trainer")
+        assert queue.ack(second)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert found == set(range(5))
+    assert (found, second.policy_version) == (set(range(6)), 5)
     assert "all payloads are consumed" in out
 
 

@@ -56,7 +56,7 @@ def test_a_groups_payload_is_one_delivery_for_all_its_ranks(queue: RedisQueue) -
         ticket = worker.write_to_buffer(VALUES)
         assert ticket.readers == 3
         assert queue.known([ticket_id(ticket)]) == {ticket_id(ticket): (DeliveryState.READY,)}
-        worker.ring.write(VALUES, readers=3)
+        worker.ring.write(VALUES)
         assert worker.reconcile() == (1, 0)
         assert queue.depth().ready == 2
     finally:

@@ -57,9 +57,9 @@ def test_unknown_names_and_ranks_are_clear_errors() -> None:
         with pytest.raises(RankError, match=r"consumer b has ranks 0\.\.1, not 2"):
             ring.rank_of("b", 2)
         for readers in (1, 4):
-            with pytest.raises(UsageError, match="this ring's payloads are for its 3 named ranks"):
+            with pytest.raises(UsageError, match="made for readers=3"):
                 ring.write({"x": 1}, readers=readers)
-            with pytest.raises(UsageError, match="named ranks"):
+            with pytest.raises(UsageError, match="made for readers=3"):
                 ring.write_many([{"x": 1}], readers=readers)
         assert ring.write({"x": 1}, readers=3).readers == 3
     with SharedRingBuffer.create(SCHEMA, slots=2) as ring:
@@ -83,7 +83,9 @@ def test_unknown_names_and_ranks_are_clear_errors() -> None:
         ({"a": True}, "give 1 or more"),
         ({"a": 16, "b": 1}, "17 ranks of all consumers"),
         ([chr(97 + at) * 32 for at in range(16)], "bytes together; the limit is 400"),
-        (7, "give names in a list"),
+        (7.0, "give names in a list"),
+        (17, "1 to 16 ranks"),
+        (0, "1 to 16 ranks"),
     ],
 )
 def test_consumers_that_make_no_sense_are_refused(given: Any, message: str) -> None:
@@ -92,7 +94,7 @@ def test_consumers_that_make_no_sense_are_refused(given: Any, message: str) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "a:0", "a:17", "a:1,a:1", ":1", "a:9,b:9", "a:x", "a:1,", "\ufffd:1", "a:" + "9" * 300]
+    "text", ["0", "17", "a", "a:0", "a:17", "a:1,a:1", ":1", "a:9,b:9", "a:x", "a:1,", "\ufffd:1", "a:" + "9" * 300]
 )
 def test_damaged_names_are_an_error_and_never_ranks(text: str) -> None:
     with pytest.raises(SharedMemoryError, match="consumers are damaged"):
@@ -117,3 +119,21 @@ def test_a_ring_that_is_taken_over_keeps_its_consumers() -> None:
             SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=("c",))
         with SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=("a", "b")) as second:
             assert len(second.claim(1, rank="b")) == 1
+
+
+@pytest.mark.parametrize("before", [2, None])
+def test_a_ring_is_taken_over_for_as_many_ranks_as_its_payloads_are_for(before: int | None) -> None:
+    name = f"ranks-{np.random.default_rng().integers(1 << 60):x}"
+    first = SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=before)
+    with SharedRingBuffer.attach(first.name, role="reader") as kept:  # keeps the segment while the writer goes
+        first.write({"x": 1}, readers=2)
+        first.close(keep_unread=True)
+        for other in (1, 4):
+            with pytest.raises(LayoutError, match=f"made for the consumers 2, not for {other}"):
+                SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=other)
+        second = SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=2)
+        for rank in range(2):
+            assert len(second.consume(second.claim(2, rank=rank))) == 1
+        second.close(keep_unread=True)
+        with SharedRingBuffer.create(SCHEMA, slots=2, name=name, consumers=4) as third:  # nothing is unread
+            assert (kept.ring_id, third.write({"x": 2}).readers) == (third.ring_id, 4)

@@ -143,9 +143,23 @@ def test_ranks_that_were_done_are_done_and_the_others_are_due(prefix: str, place
         restore(str(place), 1, ring)
         assert [content(ring, rank) for rank in range(3)] == [[2], [1, 2], []]
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, consumers=["train"]) as ring:
-        with pytest.raises(UsageError, match="1 named ranks"):
+        with pytest.raises(UsageError, match="made for readers=1"):
             restore(str(place), 1, ring)
         assert ring.unread() == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 2)])
+def test_payloads_for_another_number_of_ranks_are_refused_before_one_is_written(
+    prefix: str, place: Path, before: int, after: int
+) -> None:
+    with open_queue(f"rings:{prefix}") as queue:
+        with Rollout(SCHEMA, slots=4, readers=before, queue=queue, mode="thread", drain_s=0) as rollout:
+            rollout.write_to_buffer(values(1))
+            saved_of(rollout.ring, place)
+        with Rollout(SCHEMA, slots=4, readers=after, queue=queue, mode="thread", drain_s=0) as rollout:
+            with pytest.raises(UsageError, match=f"made for readers={after}"):
+                restore(str(place), 1, rollout)
+            assert rollout.ring_statistics().takes == 0
 
 
 def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuses_it(

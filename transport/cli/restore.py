@@ -117,18 +117,18 @@ def _lines(saved: Saved) -> str:
 
 
 def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[Rollout], int]:
-    """A rollout for each schema, with its payloads; how many had expired."""
+    """A rollout for each schema and number of ranks, with its payloads; how many had expired."""
     from transport.claims.open import open_queue
     from transport.packer.options import RingOptions
     from transport.packer.rollout import Rollout
     from transport.ring.consumers import consumers_of
 
     queue: TicketQueue = stack.enter_context(open_queue(url))
-    groups: dict[tuple[str, str], list[SavedPayload]] = {}
+    groups: dict[tuple[str, str, int], list[SavedPayload]] = {}
     for each in saved.payloads:
-        groups.setdefault((each.ring.fingerprint, each.ring.consumers), []).append(each)
+        groups.setdefault((each.ring.fingerprint, each.ring.consumers, each.ticket.readers), []).append(each)
     rollouts, expired = [], 0
-    for (_, consumers), payloads in groups.items():
+    for (_, consumers, readers), payloads in groups.items():
         schema = None if payloads[0].ticket.schema is not None else saved.schema_of(payloads[0])
         if schema is None and payloads[0].ticket.schema is None:
             raise SnapshotError("the schema of these payloads is too long for a snapshot: restore them in a Rollout")
@@ -136,7 +136,9 @@ def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[R
         options = RingOptions(slot_bytes=max(each.ticket.size for each in payloads) or 1, consumers=names or None)
         if schema is not None:
             options = RingOptions(consumers=names or None)
-        rollout = stack.enter_context(Rollout(schema, slots=len(payloads), ring=options, queue=queue, drain_s=0.0))
+        rollout = stack.enter_context(
+            Rollout(schema, slots=len(payloads), readers=readers, ring=options, queue=queue, drain_s=0.0)
+        )
         done = saved.restore(rollout, only=payloads)
         expired += done.expired
         rollouts.append(rollout)

@@ -73,7 +73,6 @@ class UCXXRolloutMixin(WithBlock):
     _ucxx_queue: TicketQueue | None = None
     _ucxx_publisher: Publisher | None = None
     _ucxx_unsure = False  # a write was interrupted: its payload may be in the ring and not published
-    _ucxx_readers = 1
     _ucxx_grouped = False
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
@@ -149,12 +148,12 @@ class UCXXRolloutMixin(WithBlock):
             name=name,
             prefix=prefix,
             overflow=ring.overflow,
-            consumers=ring.consumers,
+            consumers=readers if ring.consumers is None else ring.consumers,
             file=file,
             sync=ring.sync,
         )
         try:
-            readers = made.readers_of(None if ring.consumers and readers == 1 else readers)
+            made.readers_of(None if readers == 1 else readers)
             after_writer = None
             if mode == "process" and queue is not None and (address := queue.address) is not None:
                 task = Republishing(
@@ -187,7 +186,7 @@ class UCXXRolloutMixin(WithBlock):
                 self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
             if self._ucxx_exporter is not None:
                 self._ucxx_exporter.add_ring(made)
-            self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
+            self._ucxx_ring, self._ucxx_queue = made, queue
             self._ucxx_grouped = grouped
             if isinstance(queue, FoundRings):
                 queue.hand_out(made)
@@ -293,7 +292,6 @@ class UCXXRolloutMixin(WithBlock):
         def write(timeout_s: float) -> Ticket:
             return ring.write(
                 trajectory,
-                readers=self._ucxx_readers,
                 metadata=metadata,
                 policy_version=version,
                 deadline_s=deadline_s,
@@ -333,7 +331,6 @@ class UCXXRolloutMixin(WithBlock):
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
         batch = self.ring.plan_many(
             trajectories,
-            readers=self._ucxx_readers,
             metadata=metadata,
             policy_version=version,
             deadline_s=deadline_s,
@@ -398,7 +395,7 @@ class UCXXRolloutMixin(WithBlock):
 
     @property
     def _deliveries(self) -> int:
-        return 1 if self._ucxx_grouped else self._ucxx_readers
+        return 1 if self._ucxx_grouped else self.ring.readers_of(None)
 
     def flush_ucxx(self, timeout_s: float | None = None) -> None:
         """Wait until the queue has the tickets of everything that was written.

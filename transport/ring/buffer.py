@@ -39,7 +39,7 @@ from transport.ring import attachment
 from transport.ring.attachment import Attachment
 from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, check_claim, claim_batch
 from transport.ring.claimed import ClaimedPayload
-from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of
+from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of, ranks_of
 from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
@@ -105,9 +105,7 @@ class SharedRingBuffer(Attachment):
         self.file = native.file
         self.fingerprint = native.fingerprint
         self.most_views = max(int(self.slot_count * _VIEWED_SHARE), 1)
-        self._named_ranks = 0
-        if writable:
-            self._named_ranks = sum(map(len, consumers_of(native.consumers).values()))
+        self._ranks = ranks_of(native.consumers) if writable else 0
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""
@@ -135,7 +133,7 @@ class SharedRingBuffer(Attachment):
         name: str | None = None,
         prefix: str = "",
         overflow: Overflow = "block",
-        consumers: Sequence[str] | Mapping[str, int] | None = None,
+        consumers: Sequence[str] | Mapping[str, int] | int | None = None,
         file: str | os.PathLike[str] | None = None,
         sync: Sync = "never",
     ) -> Self:
@@ -149,8 +147,9 @@ class SharedRingBuffer(Attachment):
             prefix: prefix of the random name, by which a parent process finds the segments of a killed writer.
             overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest payload
                 that nobody reads or has claimed, also where some of its ranks have consumed it.
-            consumers: names of stages that each see every payload once, or names with how many ranks each has; at most
-                16 together. Every payload is written for all of them; `rank_of` and ``claim(rank="name")`` know them.
+            consumers: names of stages that each see every payload once, names with how many ranks each has, or how many
+                ranks without names; at most 16 together. Every payload is written for all of them; `rank_of` and
+                ``claim(rank="name")`` know the names. None: each write says for how many ranks it is.
             file: the ring lies in this file instead of /dev/shm, and outlives every process with what is unread in it
                 (docs/UCXX.md#a-ring-in-a-file). The file names the ring. Only its user removes it.
             sync: of a file: "never", or "publish": a payload is on disk, and then it can be read; so it outlives a loss
@@ -158,7 +157,8 @@ class SharedRingBuffer(Attachment):
 
         Raises:
             RingBusyError: a living process keeps a ring of this name, or in this file.
-            LayoutError: a dead writer's ring of this name has another layout or schema. Without ``name`` the new ring
+            LayoutError: a dead writer's ring of this name has another layout or schema, other named consumers, or
+                unread payloads for another number of ranks. Without ``name`` the new ring
                 is made beside it. With one it is not: other processes attach by the name, and would find the old ring.
                 Of a file: it has such a ring, or it is truncated, damaged or no ring; it is left as it is.
             SharedMemoryError: /dev/shm, or the file system, is too small or full; nothing is left behind.
@@ -242,17 +242,20 @@ class SharedRingBuffer(Attachment):
             raise
 
     def _name_consumers(self, names: str) -> None:
-        """Of a new ring; one that was taken over keeps those that its payloads were written for."""
-        before = self.native.consumers
+        """Of a new ring, or of one that was taken over and whose payloads are for as many ranks."""
+        before, self._ranks = self.native.consumers, ranks_of(names)
         if before != names:
-            if before or self.native.state_counts()[0] != self.slot_count:
+            # Names stay: trainers have looked them up.
+            others = {str(ticket.readers) for ticket in self.tickets() if ticket.readers != self._ranks}
+            if others or consumers_of(before):
                 self.close(keep_unread=True)
                 raise LayoutError(
-                    f"ring {self.name} was made for the consumers {before or 'without names'}, not for "
-                    f"{names or 'none with names'}; give the same ones, or another {'file' if self.file else 'name'}"
+                    f"ring {self.name} was made for the consumers {before or ', '.join(sorted(others))}, not for "
+                    f"{names or 'none'} (ranks of each name, or of none): make it with the same "
+                    f"{'consumers' if consumers_of(before) else 'readers'}, or with another "
+                    f"{'file' if self.file else 'name'}"
                 )
             self.native.consumers = names
-        self._named_ranks = sum(map(len, self.consumers.values()))
 
     @property
     def consumers(self) -> Consumers:
@@ -267,13 +270,13 @@ class SharedRingBuffer(Attachment):
         return consumer if isinstance(consumer, int) else rank_of(self.consumers, consumer, rank)
 
     def readers_of(self, readers: int | None) -> int:
-        """For how many ranks a payload is written: None: for all named consumers, or one. UsageError: for others."""
+        """For how many ranks a payload is written: None: for all consumers, or one. UsageError: for others."""
         if readers is None:
-            return self._named_ranks or 1
-        if self._named_ranks and readers != self._named_ranks:
+            return self._ranks or 1
+        if self._ranks and readers != self._ranks:
             raise UsageError(
-                f"readers={readers!r:.40}; this ring's payloads are for its {self._named_ranks} named ranks: leave "
-                "readers out"
+                f"readers={readers!r:.40}; ring {self.ring_id[:8]} was made for readers={self._ranks}: leave "
+                "readers out, or make the ring for as many"
             )
         return readers
 
@@ -295,7 +298,7 @@ class SharedRingBuffer(Attachment):
             values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name; text, bytes and nested values where
                 the schema has them, anything where the ring has none (docs/PAYLOADS.md). What is in device memory is
                 copied on the stream that is current in this thread, after what made it.
-            readers: how many ranks (1 to 16) read the payload once each; None: the named consumers, or one.
+            readers: how many ranks (1 to 16) read the payload once each; None: the ring's consumers, or one.
             metadata: small values of the caller's own that travel in the ticket.
             policy_version: of the policy that made it, for claims with an ``oldest_version``.
             deadline_s: seconds after which the payload may be discarded unread, counted from when there is room for it,
@@ -423,7 +426,7 @@ class SharedRingBuffer(Attachment):
 
         Raises:
             SchemaError: the ticket does not fit the schema, or this ring has another one.
-            UsageError: this ring's named consumers are not as many ranks.
+            UsageError: this ring's payloads are for another number of ranks.
             PayloadTooLargeError, RingFullError: as `write`.
         """
         known = ticket.schema or self.schema or schema

@@ -2,7 +2,8 @@
 
     SharedRingBuffer.create(schema, slots=8, consumers={"reference": 1, "train": 4})
 
-A name stands for one or several of the 16 ranks, in order: reference is rank 0, train are ranks 1 to 4.
+A name stands for one or several of the 16 ranks, in order: reference is rank 0, train are ranks 1 to 4. A number alone,
+``consumers=4``, is that of ranks without names. Where a ring has neither, each write says for how many ranks it is.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ from transport.errors import RankError, SharedMemoryError, UsageError
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}")
 _MOST_BYTES: Final = 400  # as native/ring/segment.hpp has room for
+_NUMBERS: Final = frozenset(map(str, range(1, _ring.MAX_READERS + 1)))
 
 Consumers = Mapping[str, range]
 """Ranks by name, in order."""
 
 
 def consumers_text(given: Any) -> str:
-    """What a segment has of these consumers: names alone with one rank each, or names with how many ranks.
+    """What a segment has of these consumers: names alone with one rank each, names with how many ranks, or a number.
 
     UsageError for names that are none, and for more than 16 ranks.
     """
     if given is None:
         return ""
+    if type(given) is int:
+        if not 1 <= given <= _ring.MAX_READERS:
+            raise RankError(f"readers={given}; a payload is written for 1 to {_ring.MAX_READERS} ranks")
+        return str(given)
     if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
-        raise UsageError(f"consumers={given!r:.80}; give names in a list, or names with how many ranks each has")
+        raise UsageError(
+            f"consumers={given!r:.80}; give names in a list, names with how many ranks each has, or a number of ranks"
+        )
     counts = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, 1)
     if len(counts) != len(given):
         raise UsageError(f"consumers={given!r:.80}: a name stands there twice")
@@ -47,10 +55,12 @@ def consumers_text(given: Any) -> str:
 
 
 def consumers_of(text: str) -> Consumers:
-    """The ranks that `consumers_text` has described. SharedMemoryError for any other text."""
+    """The named ranks that `consumers_text` has described. SharedMemoryError for any other text."""
     found: dict[str, range] = {}
+    if not text or text in _NUMBERS:
+        return found
     first = 0
-    for each in text.split(",") if text else ():
+    for each in text.split(","):
         name, _, ranks = each.partition(":")
         if not _NAME.fullmatch(name) or name in found or not ranks.isdecimal() or not 1 <= int(ranks[:3]) <= 16:
             raise SharedMemoryError(f"the ring's consumers are damaged: {text!r:.80}")
@@ -59,6 +69,11 @@ def consumers_of(text: str) -> Consumers:
     if first > _ring.MAX_READERS:
         raise SharedMemoryError(f"the ring's consumers are damaged: {text!r:.80}")
     return found
+
+
+def ranks_of(text: str) -> int:
+    """For how many ranks each payload is written; 0: each write says. SharedMemoryError as `consumers_of`."""
+    return int(text) if text in _NUMBERS else sum(map(len, consumers_of(text).values()))
 
 
 def check_consumer(rank: str, what: str) -> str:

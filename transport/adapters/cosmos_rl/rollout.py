@@ -81,7 +81,7 @@ class TicketProducer(UCXXRolloutMixin):
     def acquire(self, *, layout: Any = None) -> Any:
         """The slot's own memory as tensors to fill, each of its full length. Raises what `reserve` raises."""
         full = {each.name: each.shape[0] for each in self._specs if each.name in VARLEN_FIELDS}
-        lease = self.ring.reserve(full, readers=self._ucxx_readers, timeout_s=self._timeout_s)
+        lease = self.ring.reserve(full, timeout_s=self._timeout_s)
         try:
             storage = torch.from_numpy(np.asarray(lease.memory))
             views = {name: torch.from_numpy(array) for name, array in lease.arrays.items()}
