@@ -176,19 +176,20 @@ def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuse
         saved_of(second, place, 2)
     with (
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as third,
+        SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as fourth,
         open_rings(f"rings:{prefix}") as queue,
         Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
     ):
         left_out = restore(str(place), 2, third, consumed=[record])
         assert (left_out.known, len(left_out.tickets)) == (1, 2)
-        again = restore(str(place), 2, third)
+        again = restore(str(place), 2, fourth)
         assert len(again.tickets) == 3
         trained: list[int] = []
         while claims := trainer.claim_tickets(10, timeout_s=0.1):
             batch = collected(trainer, claims)
             trained += [int(payload["number"]) for payload in trainer.consume(batch)]
             batch.release()
-        assert sorted(trained) == [1, 2]  # each once, although the second call wrote them again
+        assert sorted(trained) == [1, 2]  # each once, although a second ring has them again
 
 
 def test_what_has_expired_stays_behind(ring: SharedRingBuffer, prefix: str, place: Path) -> None:
@@ -532,10 +533,8 @@ def test_rings_that_cannot_hold_the_payloads_are_refused_before_one_is_written(
         with pytest.raises(PayloadTooLargeError):
             restore(str(place), 1, small)
         assert small.unread() == []
-    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as few:
-        with pytest.raises(RingFullError):
-            restore(str(place), 1, few, timeout_s=0.0)
-        assert few.unread() == []  # those that found a slot are taken back
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as few, pytest.raises(RingFullError):
+        restore(str(place), 1, few, timeout_s=0.0)
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix, overflow="overwrite") as few:
         with pytest.raises(RingFullError):
             restore(str(place), 1, few)
@@ -731,6 +730,33 @@ def test_a_small_rollout_restores_as_trainers_make_room_unless_its_queue_lies_be
                 found.append(int(Ticket.decode(claim.data).metadata["number"]))  # type: ignore[arg-type]
                 assert reading.ack(claim)
         assert found == list(range(8)) and len(done.result(60).tickets) == 8
+
+
+def test_a_restore_that_found_no_room_goes_on_where_it_was_and_nothing_comes_twice(prefix: str, place: Path) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as ring:
+        written(ring, range(8))
+        saved_of(ring, place)
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as few,
+        SharedRingBuffer.attach(few.name, SCHEMA, role="reader") as trainer,
+    ):
+        found: list[int] = []
+
+        def two_are_consumed() -> None:
+            claims = trainer.claim(2)
+            found.extend(int(claim.arrays()["number"]) for claim in claims)
+            assert len(trainer.consume(claims)) == 2
+
+        for now in (4, 2):
+            with pytest.raises(RingFullError) as full:
+                restore(str(place), 1, few, timeout_s=0.0)
+            assert len(full.value.written) == now
+            two_are_consumed()
+        done = restore(str(place), 1, few)
+        assert (len(done.tickets), done.there) == (2, 6)
+        assert found + content(few) == list(range(8))
+        again = restore(str(place), 1, few)
+        assert (again.tickets, again.there) == ([], 8)
 
 
 def test_two_snapshots_at_once_and_a_third_by_the_same_process_are_each_complete(

@@ -106,6 +106,7 @@ class SharedRingBuffer(Attachment):
         self.fingerprint = native.fingerprint
         self.most_views = max(int(self.slot_count * _VIEWED_SHARE), 1)
         self._ranks = ranks_of(native.consumers) if writable else 0
+        self._originals: set[tuple[str, int, int]] = set()  # of what was copied into it
 
     def __reduce__(self) -> NoReturn:
         """Raises UsageError, for `pickle` and `copy`."""
@@ -437,7 +438,12 @@ class SharedRingBuffer(Attachment):
         with self._reserve(known, ticket.lengths, metadata, terms, timeout_s) as lease:
             _ring.copy(lease.memory, data)
             lease.checksum = ticket.checksum
+        self._originals.add(ticket.origin)
         return lease.ticket
+
+    def originals(self) -> set[tuple[str, int, int]]:
+        """`Ticket.origin` of all that `write_copy` of this object has written, and of what is unread."""
+        return self._originals | {ticket.origin for ticket in self.tickets()}
 
     def write_raw(
         self,

@@ -11,7 +11,8 @@
    one cut: what is taken again after a failure has a new name.
 4. **The way back.** `restore` verifies every byte that it needs, then writes the payloads into a ring of the new run,
    or its share of them. A payload keeps the id that it had first (`Ticket.origin`), by which records know it, so what a
-   record has is not trained on again. Ranks that were done are done.
+   record has is not trained on again. Ranks that were done are done. By it a ring knows what it has had, too, so a call
+   that failed is repeated.
 5. What does not come back: how often a delivery was claimed in vain, and payloads that are named as parents.
 """
 

@@ -25,7 +25,6 @@ from transport.errors import (
     RingFullError,
     SchemaError,
     SnapshotError,
-    TransportError,
     UsageError,
 )
 from transport.packer.consumed_record import ConsumedRecord
@@ -71,6 +70,7 @@ class Restored(NamedTuple):
         known: payloads left out because the records have them.
         expired: payloads whose deadline has passed.
         others: payloads of other schemas than the ring's.
+        there: payloads that the ring had from an earlier call.
     """
 
     manifest: Manifest
@@ -79,6 +79,7 @@ class Restored(NamedTuple):
     known: int
     expired: int
     others: int
+    there: int
 
 
 class Saved:
@@ -231,7 +232,10 @@ class Saved:
         now = time.time()
         mine: list[tuple[SavedPayload, tuple[int, ...]]] = []
         known = expired = 0
-        for each in fitting[len(fitting) * number // of : len(fitting) * (number + 1) // of]:
+        share_of = fitting[len(fitting) * number // of : len(fitting) * (number + 1) // of]
+        had = ring.originals()
+        left = [each for each in share_of if each.ticket.origin not in had]
+        for each in left:
             due = tuple(rank for rank in each.due if not any(it.contains(*each.ticket.origin, rank) for it in records))
             known += not due
             expired += bool(due) and each.ticket.deadline is not None and each.ticket.deadline <= now
@@ -252,7 +256,8 @@ class Saved:
         if rollout is not None and beside:
             rollout.reconcile()
         size = sum(ticket.size for ticket in tickets)
-        return Restored(self.manifest, tickets, size, known, expired, len(wanted) - len(fitting))
+        others, there = len(wanted) - len(fitting), len(share_of) - len(left)
+        return Restored(self.manifest, tickets, size, known, expired, others, there)
 
     def _refuse_living(self) -> None:
         """Refuse while a ring of the snapshot hands out payloads, of before the cut or behind it, or has its writer."""
@@ -276,29 +281,29 @@ class Saved:
     def _written(
         self, payloads: Sequence[tuple[SavedPayload, tuple[int, ...]]], ring: SharedRingBuffer, timeout_s: float | None
     ) -> list[Ticket]:
-        """All of them; where one cannot be written, those before it are taken back."""
+        """All of them. What is written stays when the next one cannot be: a trainer may have consumed it."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         written: list[Ticket] = []
-        try:
-            for payload, due in payloads:
-                origin = "/".join(map(str, payload.ticket.origin))
+        for payload, due in payloads:
+            origin = "/".join(map(str, payload.ticket.origin))
+            data = self.data(payload)
+            try:
                 ticket = ring.write_copy(
                     payload.ticket,
-                    self.data(payload),
+                    data,
                     self.schema_of(payload),
                     metadata={**payload.ticket.metadata, ORIGIN: origin},
                     policy_version=payload.policy_version,
                     timeout_s=None if give_up is None else max(give_up - time.monotonic(), 0.0),
                 )
-                written.append(ticket)
-                # A trainer that claims it first for a rank that is done drops it, by its record.
-                for rank in set(range(ticket.readers)) - set(due):
-                    ring.acknowledge(ticket, rank)
-        except BaseException:
-            for ticket in written:
-                with contextlib.suppress(TransportError):
-                    ring.discard(ticket)
-            raise
+            except RingFullError as full:
+                error = RingFullError(f"{full}. {len(written)} of {len(payloads)} are restored; the same call goes on")
+                error.written = written
+                raise error from None
+            written.append(ticket)
+            # A trainer that claims it first for a rank that is done drops it, by its record.
+            for rank in set(range(ticket.readers)) - set(due):
+                ring.acknowledge(ticket, rank)
         return written
 
 
@@ -342,6 +347,9 @@ def restore(
     Every byte that is needed is verified before the first payload is written. The trainers of the new run begin with
     the records of the same checkpoint. No snapshot is taken before all shares are restored: it would lack the rest.
 
+    A ring gets each payload once. What is written stays, whatever is raised then, and the same call with the same ring
+    goes on behind it.
+
     Args:
         destination, step, run, attempt: as for `Saved`.
         into: a `Rollout`, or the ring of a writer. Payloads of other schemas than its own are left to other rings.
@@ -355,7 +363,7 @@ def restore(
         NoCheckpointError, CheckpointDamagedError, DestinationError, UsageError: as `Saved`; nothing was written.
         SchemaError, PayloadTooLargeError: the ring is not one for these payloads; nothing was written.
         SnapshotError: a ring of the snapshot is still on this host; nothing was written.
-        RingFullError: not all found a slot in time; those that did are taken back.
+        RingFullError: not all found a slot in time; ``written`` has the tickets of those that did.
     """
     with Saved(destination, step, run=run, attempt=attempt) as saved:
         return saved.restore(into, share=share, consumed=consumed, timeout_s=timeout_s, progress=progress)
