@@ -30,6 +30,7 @@ from transport.errors import (
     CheckpointDamagedError,
     DestinationError,
     NoCheckpointError,
+    NoOwnerError,
     PayloadTooLargeError,
     RingFullError,
     SchemaError,
@@ -40,6 +41,7 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.queue import open_queue
+from transport.ring.mapping import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
 
@@ -300,6 +302,15 @@ def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
     with SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as second:
         restore(str(place), 1, second)
         assert content(second) == list(range(8))
+
+
+def test_a_ring_that_as_many_trainers_map_as_may_is_in_the_snapshot(ring: SharedRingBuffer, place: Path) -> None:
+    written(ring, range(3))
+    with contextlib.ExitStack() as trainers:
+        with pytest.raises(NoOwnerError):
+            while True:
+                trainers.enter_context(attached_reader(ring.name))
+        assert saved_of(ring, place).payloads == 3
 
 
 def test_a_ring_that_is_closed_meanwhile_is_in_the_snapshot_as_it_was_at_the_cut(

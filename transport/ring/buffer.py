@@ -815,7 +815,7 @@ class SharedRingBuffer(Attachment):
 
 
 def attached_reader(name: str) -> SharedRingBuffer:
-    """Attach as a reader, unless that would leave too few owner numbers to the ring's writer and listeners.
+    """Attach as a reader, unless that would leave too few owner numbers to the ring's writer, listeners and a snapshot.
 
     Raises what `SharedRingBuffer.attach` raises.
     """
@@ -823,5 +823,5 @@ def attached_reader(name: str) -> SharedRingBuffer:
     readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
     if readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
         ring.close()  # not native.close(): all other owners may have detached meanwhile
-        raise NoOwnerError("its remaining owner numbers are reserved for its writer and listeners")
+        raise NoOwnerError("its remaining owner numbers are reserved for its writer, its listeners and a snapshot")
     return ring

@@ -162,7 +162,8 @@ def snapshot(
             rings = []
             for segment in queue.segments_here():
                 with contextlib.suppress(RingNotFoundError):  # it has ended meanwhile, with nothing unread
-                    ring = attached_reader(segment)
+                    # For the upload alone: of the owner numbers that trainers leave, one is for that.
+                    ring = SharedRingBuffer.attach(segment, role="reader")
                     undo.callback(ring.close)
                     require_in_memory(ring)
                     rings.append(_Held(ring, ring.hold_unread()))
