@@ -21,6 +21,7 @@ from helpers import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packers import collected
+from transport.ring.mapping import attached_reader
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo, _ring
 from transport.claims.open import open_rings
@@ -41,7 +42,6 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.queue import open_queue
-from transport.ring.mapping import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
 
@@ -133,6 +133,23 @@ def test_payloads_that_describe_themselves_come_back(prefix: str, place: Path) -
         first, second = (claim.arrays() for claim in ring.claim(2))
         assert first["data"].tolist() == [0, 1, 2, 3, 4]
         assert (second["text"], second["more"]) == ("a", {"x": [1, 2.5]}) and second["image"].shape == (3, 4)
+
+
+def test_rings_with_and_without_a_schema_share_each_payload_once(prefix: str, place: Path) -> None:
+    def rings() -> list[SharedRingBuffer]:
+        made = [SharedRingBuffer.create(schema, slots=8, slot_bytes=4096, prefix=prefix) for schema in (SCHEMA, None)]
+        for ring in made:
+            stack.callback(ring.close)
+        return made
+
+    with contextlib.ExitStack() as stack:
+        for first, ring in enumerate(rings()):
+            written(ring, range(first, 8, 2))
+        snapshot(f"rings:{prefix}", str(place), 1).wait(60)
+    with contextlib.ExitStack() as stack:
+        for first, ring in enumerate(rings()):
+            done = restore(str(place), 1, ring)
+            assert (len(done.tickets), done.others, content(ring)) == (4, 4, list(range(first, 8, 2)))
 
 
 def test_ranks_that_were_done_are_done_and_the_others_are_due(prefix: str, place: Path) -> None:
@@ -540,9 +557,11 @@ def test_rings_that_cannot_hold_the_payloads_are_refused_before_one_is_written(
         with pytest.raises(SchemaError, match="schema mismatch"):
             restore(str(place), 1, other)
         assert other.unread() == []
-    with SharedRingBuffer.create(slots=8, slot_bytes=64, prefix=prefix) as small:
+    with SharedRingBuffer.create(slots=8, slot_bytes=64, prefix=prefix) as small, Saved(str(place), 1) as saved:
+        with pytest.raises(SchemaError, match="schema mismatch"):
+            saved.restore(small)
         with pytest.raises(PayloadTooLargeError):
-            restore(str(place), 1, small)
+            saved.restore(small, only=saved.payloads)
         assert small.unread() == []
     with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as few, pytest.raises(RingFullError):
         restore(str(place), 1, few, timeout_s=0.0)

@@ -69,7 +69,7 @@ class Restored(NamedTuple):
         bytes: of these.
         known: payloads left out because the records have them.
         expired: payloads whose deadline has passed.
-        others: payloads of other schemas than the ring's.
+        others: payloads of rings of other schemas.
         there: payloads that the ring had from an earlier call.
     """
 
@@ -214,7 +214,7 @@ class Saved:
         timeout_s: float | None = None,
         progress: Progress = silent,
     ) -> Restored:
-        """See `restore`. ``only``: these of `payloads`, instead of all."""
+        """See `restore`. ``only``: of these `payloads` all that the ring can take, whatever their ring's schema."""
         rollout, ring = (None, into) if isinstance(into, SharedRingBuffer) else (into, into.ring)
         records = list(consumed)
         number, of = share
@@ -222,12 +222,17 @@ class Saved:
             raise UsageError(f"share={share}: give the number of this ring, from 0 on, and how many rings there are")
         self._refuse_living()
         wanted = self.payloads if only is None else only
-        fitting = [each for each in wanted if _fits(each, ring)]
+        fingerprint = ring.fingerprint.hex()
+        if only is None:  # of one ring's schema alone, so that all shares together are each payload once
+            fitting = [each for each in wanted if each.ring.fingerprint == fingerprint]
+        else:
+            fitting = [each for each in wanted if fingerprint in (NO_SCHEMA, each.ticket.schema_fingerprint)]
         if wanted and not fitting:
-            theirs = ", ".join(sorted({each.ticket.schema_fingerprint for each in wanted}))
+            theirs = ", ".join(sorted({each.ring.fingerprint for each in wanted}))
             raise SchemaError(
-                f"schema mismatch: the snapshot's payloads have {theirs}, ring {ring.ring_id[:8]} "
-                f"{ring.fingerprint.hex()}: give a ring with the schema of the run that was saved"
+                f"schema mismatch: the snapshot's rings have {theirs}, ring {ring.ring_id[:8]} {fingerprint}: give a "
+                "ring with the schema of the run that was saved; to one without a schema also name the payloads that "
+                "it is to take, Saved.restore(ring, only=…)"
             )
         now = time.time()
         mine: list[tuple[SavedPayload, tuple[int, ...]]] = []
@@ -326,10 +331,6 @@ def _block(destination: Destination, manifest: Manifest, files: Mapping[str, Fil
     return checked_block(destination, manifest.path(files[name]), files[name], number)
 
 
-def _fits(payload: SavedPayload, ring: SharedRingBuffer) -> bool:
-    return ring.fingerprint.hex() in (NO_SCHEMA, payload.ticket.schema_fingerprint)
-
-
 def restore(
     destination: str,
     step: int | None,
@@ -352,9 +353,10 @@ def restore(
 
     Args:
         destination, step, run, attempt: as for `Saved`.
-        into: a `Rollout`, or the ring of a writer. Payloads of other schemas than its own are left to other rings.
+        into: a `Rollout`, or the ring of a writer. It takes what lay in rings of its schema; one without a schema, what
+            lay in rings without one. The rest is left to other rings.
             Where it has fewer slots than payloads, this waits until trainers have consumed some.
-        share: number of this ring, and how many rings share the payloads.
+        share: number of this ring, and how many rings of its schema share the payloads.
         consumed: records of the checkpoint's trainers; what they have is left out.
         timeout_s: longest wait for free slots, in all; None: no limit.
         progress: of the verification, called with (blocks done, blocks in all, bytes done).

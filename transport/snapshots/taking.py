@@ -21,7 +21,7 @@ from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.records import check_name
 from transport.cooldown.upload import Stop, Stream, copied, removed_on_failure
 from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
-from transport.ring.buffer import HeldPayload, SharedRingBuffer, attached_reader
+from transport.ring.buffer import HeldPayload, SharedRingBuffer
 from transport.ring.leases import ReadLease
 from transport.runtime.blocking_calls import started
 from transport.runtime.progress import Progress, silent
