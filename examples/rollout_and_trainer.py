@@ -48,7 +48,7 @@ def train(queue_url: str) -> None:
 
 
 def main() -> None:
-    queue_url = f"rings:example-{os.getpid()}-"  # the rings of this host whose names begin so
+    queue_url = f"rings:example-{os.getpid()}-"  # the rings of this host that belong to this name
     worker = subprocess.Popen([sys.executable, __file__, "rollout", queue_url])
     try:
         train(queue_url)

@@ -20,7 +20,7 @@ def ring() -> Iterator[SharedRingBuffer]:
 
 @pytest.fixture
 def prefix() -> str:
-    """The names of one test's rings begin with it."""
+    """The rings of one test belong to it."""
     return f"rings-{secrets.token_hex(4)}-"
 
 

@@ -38,7 +38,7 @@ from transport.errors import (
     WrongKeyError,
     WrongRingError,
 )
-from transport.ring.attachment import remove_dead
+from transport.ring.attachment import belongs, name_in, random_name, remove_dead
 from transport.runtime import logs
 from transport.server.listener import Listener
 
@@ -607,6 +607,25 @@ def test_remove_dead_takes_segments_of_its_prefix_that_nobody_uses(ring: SharedR
     made[1].native.close()
     assert remove_dead("mine-")
     assert [segment_file(each).exists() for each in (*made, ring)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "belong"),
+    [
+        ("job", True),
+        ("job0123456789abcdef", True),
+        ("job-0123456789abcdef", True),
+        ("job.a", True),
+        ("job00123456789abcdef", False),
+        ("job10", False),
+        ("other-job", False),
+    ],
+)
+def test_a_name_belongs_to_a_prefix_at_a_separator_or_as_it_is_made(name: str, belong: bool) -> None:
+    assert belongs(f"/transport-{name}", "job") == belong
+    assert belongs(name.replace("job", "job-"), "job-") == name.startswith("job")
+    assert belongs(random_name("job"), "job")
+    assert belongs(name_in("/a/file", "job"), "job")
 
 
 @pytest.mark.parametrize("rest", [b"not a ring's", b"\xff"], ids=["space", "bytes"])

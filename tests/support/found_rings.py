@@ -46,7 +46,7 @@ def fill(ring: SharedRingBuffer, count: int) -> None:
 
 
 def opened(prefix: str) -> FoundRings:
-    """The rings of this host whose names begin so."""
+    """The rings of this host that belong to the prefix."""
     queue = open_queue(f"rings:{prefix}")
     assert isinstance(queue, FoundRings)
     return queue

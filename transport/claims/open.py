@@ -23,9 +23,10 @@ _KINDS = ("rings", "redis", "rediss", "sqlite")
 def open_queue(url: str) -> TicketQueue:
     """Open the queue that a text names: the rings themselves, or a broker.
 
-    ``rings:NAME`` are the rings of this host whose names begin with NAME ("rings:": those of rollout workers that were
-    given no queue), ``rings://host:port,host:port`` what is served at these addresses, and ``rings+URL`` what servers
-    have published in the directory of a store (``rings+redis://host:port/db?run=name``, ``rings+sqlite:///path``).
+    ``rings:NAME`` are the rings of this host that belong to NAME: it ends with a separator (- @ . _ =), or one follows
+    it, so that "job1" has not those of "job10" ("rings:": those of rollout workers that were given no queue).
+    ``rings://host:port,host:port`` is what is served at these addresses, and ``rings+URL`` what servers have published
+    in the directory of a store (``rings+redis://host:port/db?run=name``, ``rings+sqlite:///path``).
     ``redis://host:port/db?run=name`` is a queue beside the rings.
 
     Raises:

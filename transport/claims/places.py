@@ -1,6 +1,6 @@
 """Where the rings of a run are: their segments on this host, addresses, or a directory. Blocks while a store does.
 
-rings:NAME                       the rings of this host whose names begin with NAME
+rings:NAME                       the rings of this host that belong to NAME (`belongs`): NAME, NAME-a, not NAME1-a
 rings://host:port,host:port      what is served at these addresses
 rings+redis://host:port/db?run=  what servers have published in the directory of this store; also rings+sqlite:
 """
@@ -21,6 +21,7 @@ from transport.claims.waiting import run_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ClosedError, ConfigurationError, RingError, UsageError
+from transport.ring.attachment import belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
 from transport.store.directory import LEASE_S, Directory, Serving
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 _UNNAMED: Final = "rollout-"
 
 _BEGINNING: Final = "/transport-"
-_NAME: Final = re.compile(r"[A-Za-z0-9._=-]{1,100}")
+_NAME: Final = re.compile(r"[A-Za-z0-9._=-]{1,100}@?")
 _STORE_EVERY_S: Final = 0.5
 _RINGS_A_SECOND: Final = 250  # that a reader reads from the store in the mean, however many there are
 _STORE_MOST_S: Final = LEASE_S * 2 / 3
@@ -42,8 +43,8 @@ def default_prefix() -> str:
     """With this the names of rings begin that are handed out where no queue was chosen.
 
     Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
-    does, which all processes of a run share. The name ends with a character that no run's name has: "exp" is not the
-    beginning of "exp-2".
+    does, which all processes of a run share. The name ends with a character that no run's name has: what belongs to
+    "exp-2" does not belong to "exp".
     """
     run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
     return f"run-{run}@" if run else _UNNAMED
@@ -151,9 +152,8 @@ class OnThisHost(Discovery):
         return f"rings:{self.prefix}"
 
     def segments(self) -> list[str]:
-        """Names that begin so."""
-        beginning = _BEGINNING + self.prefix
-        return [name for name in _ring.segments() if name.startswith(beginning)]
+        """Names that belong to the prefix."""
+        return [name for name in _ring.segments() if belongs(name, self.prefix)]
 
     def others(self) -> list[str]:
         """By the names of segments that other processes write: what this one writes is no other run."""

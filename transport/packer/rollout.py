@@ -39,6 +39,7 @@ from transport.packer.unpublished import Finished, compared, queued, queued_many
 from transport.packer.with_block import WithBlock, ends_normally
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
+from transport.ring.attachment import beginning_of, belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import Tickets
@@ -139,8 +140,8 @@ class UCXXRolloutMixin(WithBlock):
         if isinstance(queue, FoundRings):
             prefix = queue.places.prefix
             directory = directory or queue.places.directory
-        if name is not None and not (bare := name.removeprefix("/transport-")).startswith(prefix):
-            name = f"{prefix}{bare}"
+        if name is not None and prefix and not belongs(name, prefix):
+            name = beginning_of(prefix) + name.removeprefix("/transport-")
         made = SharedRingBuffer.create(
             schema,
             slots=slots,

@@ -118,7 +118,7 @@ class RingNotices:
     """One ring of this host for each topic."""
 
     def __init__(self, prefix: str) -> None:
-        self._beginning = f"notices-{prefix}"
+        self._beginning = f"notices-{prefix}@"  # no topic has an @, so that no two prefixes share a name
         self._lock = threading.Lock()
         self._own: dict[str, SharedRingBuffer] = {}
         self._seen: dict[str, SharedRingBuffer] = {}

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -32,6 +33,8 @@ ROLES: Final[dict[Role, int]] = {
     "observer": _ring.ROLE_OBSERVER,
 }
 _BEGINNING: Final = "/transport-"
+_SEPARATORS: Final = ("-", "@", ".", "_", "=")
+_MADE: Final = re.compile(r"[0-9a-f]{16}")  # what follows the prefix in a name that is made here
 _GIVES_UP_NONE: Final = 0
 _GIVES_UP_ALL: Final = (1 << 64) - 1
 
@@ -114,6 +117,24 @@ def attached(name: str, role: Role) -> Attachment:
 def random_name(prefix: str) -> str:
     """A name that no other ring has."""
     return f"{_BEGINNING}{prefix}{secrets.token_hex(8)}"
+
+
+def belongs(name: str, prefix: str) -> bool:
+    """Whether a ring of this name is one of ``prefix``.
+
+    The prefix ends with a separator (- @ . _ =), or one follows it, or what is made here, or nothing: "job1" has
+    "job1-a", not "job10-a".
+    """
+    name = name.removeprefix(_BEGINNING)
+    rest = name.removeprefix(prefix)
+    return name.startswith(prefix) and (
+        not rest or prefix.endswith(_SEPARATORS) or rest.startswith(_SEPARATORS) or bool(_MADE.fullmatch(rest))
+    )
+
+
+def beginning_of(prefix: str) -> str:
+    """With this every name may begin that is to belong to ``prefix``."""
+    return prefix if prefix.endswith(_SEPARATORS) else f"{prefix}-"
 
 
 def placed(file: str | os.PathLike[str]) -> str:
@@ -270,12 +291,11 @@ def remove_if_dead(name: str, *, only_empty: bool = False) -> bool:
 
 
 def remove_dead(prefix: str) -> bool:
-    """Remove the segments of this ``prefix`` (of `SharedRingBuffer.create`) that have no living owners. Blocks.
+    """Remove the segments of this ``prefix`` (see `belongs`) that have no living owners. Blocks.
 
     False: some are in use and remain.
     """
-    beginning = f"{_BEGINNING}{prefix}"
     for name in _ring.segments():
-        if name.startswith(beginning):
+        if belongs(name, prefix):
             remove_if_dead(name)
-    return not any(name.startswith(beginning) for name in _ring.segments())
+    return not any(belongs(name, prefix) for name in _ring.segments())
