@@ -289,12 +289,24 @@ def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> Non
         assert int(number.item()) == 0
 
 
-def test_a_trainer_that_comes_late_learns_the_end_from_the_directory(tmp_path: Path) -> None:
+def test_a_trainer_that_comes_late_learns_the_end_from_the_directory_and_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the job was started again, its own rollouts are still to begin."""
+
+    def warned() -> bool:
+        return any("run=" in each.getMessage() for each in caplog.records if each.name == "transport.claims.rings")
+
     url = f"rings+sqlite:///{tmp_path}/store"
-    with open_queue(url) as queue, Rollout(SCHEMA, queue=queue, mode="thread"):
-        pass
+    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        assert not trainer.finished()
+        with open_queue(url) as theirs, Rollout(SCHEMA, queue=theirs, mode="thread"):
+            pass
+        assert consumed(trainer) == 0
+        assert not warned()
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert consumed(trainer) == 0
+        assert warned()
 
 
 @tcp

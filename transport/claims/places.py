@@ -24,7 +24,7 @@ from transport.errors import ClosedError, ConfigurationError, RingError, UsageEr
 from transport.ring.attachment import belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
-from transport.store.directory import LEASE_S, Directory, Serving
+from transport.store.directory import LEASE_S, Directory, Ended, Serving
 from transport.ticket import host_identity
 from transport.wire.addresses import LOOPBACK
 
@@ -83,6 +83,10 @@ class Discovery:
 
     def ended(self) -> Mapping[str, bytes]:
         """Rings whose writers have said their end and are gone, as these places know it; with their fingerprints."""
+        return {}
+
+    def ended_before(self) -> Mapping[str, float]:
+        """Those of `ended` that had ended when rings were first looked for here, with the time of each end."""
         return {}
 
     def others(self) -> list[str]:
@@ -206,7 +210,8 @@ class InDirectory(Discovery):
         self.directory: Directory = directory
         self._observed = Observed()
         self._known: Mapping[str, Serving] = {}
-        self._ended: Mapping[str, bytes] = {}
+        self._ended: Mapping[str, Ended] = {}
+        self._before: Mapping[str, float] = {}  # of the first look: when which ring had ended
         self._here: set[str] = set()
         self._segments: dict[str, str] = {}
         self._due = float("-inf")
@@ -248,6 +253,8 @@ class InDirectory(Discovery):
         here = host_identity()
         self._known = {each.ring: each for each in records if each.ring not in ended}
         self._ended = ended
+        if not self._reads:
+            self._before = {ring: said.at for ring, said in ended.items()}
         self._here = {each.ring for each in records if each.host == here}
         self._reads += 1
 
@@ -278,7 +285,11 @@ class InDirectory(Discovery):
 
     def ended(self) -> Mapping[str, bytes]:
         """By what they wrote into the directory."""
-        return self._ended
+        return {ring: said.fingerprint for ring, said in self._ended.items()}
+
+    def ended_before(self) -> Mapping[str, float]:
+        """By the first look into the directory."""
+        return self._before
 
     def close(self) -> None:
         """Detach the observers. The store stays its owner's."""

@@ -64,7 +64,7 @@ from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotice
 from transport.ring.batches import check_claim
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import seconds, several
-from transport.runtime.logs import LOOK_S
+from transport.runtime.logs import LOOK_S, LogLimit
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
@@ -140,6 +140,7 @@ class FoundRings(TicketQueue):
         self._look_at = 0.0
         self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
         self._waiting = Waiting()
+        self._missed = LogLimit(float("inf"))
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
     def __repr__(self) -> str:
@@ -310,6 +311,8 @@ class FoundRings(TicketQueue):
 
         A killed rollout has not ended: another one is expected in its place. Without addresses or ``expected_rollouts``
         its ring keeps this False, unless a rollout of the same name ends on this host.
+        The ends of an earlier start of a job with the same directory
+        count as those of its own: where no others are known, a warning says so.
         """
         self._check_open()
         ended, living = self._ends(mapped=self._maps)
@@ -319,7 +322,23 @@ class FoundRings(TicketQueue):
         if expected_rollouts is None and at_addresses:
             return all(ended.get(self._network.ring_at(place)) for place in at_addresses)  # some may be one ring's
         said = sum(ended.values())
-        return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
+        over = said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
+        if over:
+            self._say_missed(ended)
+        return over
+
+    def _say_missed(self, ended: Mapping[str, bool]) -> None:
+        """Warn where every ring had ended before this queue first looked: the next start of a job looks the same."""
+        before = self.places.ended_before()
+        if ended.keys() <= before.keys() and self._missed.due() is not None:
+            log.warning(
+                "finished without a payload: every rollout that %r know (%d) had ended before this process looked, the "
+                "last one %.0f s ago. A job that is started again needs a new run name (run=…) or a new file: these "
+                "ends count as those of its own rollouts, whose payloads nobody then takes",
+                self.places,
+                len(ended),
+                max(0.0, time.time() - max(before[ring] for ring in ended)),
+            )
 
     def _ends(self, *, mapped: bool) -> tuple[dict[str, bool], set[str]]:
         """Of rings that are gone, or ``mapped`` and done, whether each has said its end; and the others."""

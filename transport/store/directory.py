@@ -73,7 +73,15 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(ticket, host=self.host, addresses=self.addresses, ports=self.ports)
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """The record of an end: of which schema the ring's payloads were, and the time by its writer's clock."""
+
+    fingerprint: bytes
+    at: float
+
+
 ready(Serving)
+ready(Ended)
 
 
 class Directory:
@@ -120,11 +128,18 @@ class Directory:
 
     def end(self, ring: str, fingerprint: bytes) -> None:
         """Say that the writer of this ring writes nothing more."""
-        self._store.put(_ENDED + ring, fingerprint, lease_s=_ENDED_S)
+        said = msgspec.msgpack.encode(Ended(fingerprint, time.time()))
+        self._store.put(_ENDED + ring, said, lease_s=_ENDED_S)
 
-    def ended(self) -> dict[str, bytes]:
-        """The rings whose writers have said their end within the last hour, with the fingerprints of their schemas."""
-        return {key.removeprefix(_ENDED): entry.value for key, entry in self._store.scan(_ENDED).items()}
+    def ended(self) -> dict[str, Ended]:
+        """The rings whose writers have said their end within the last hour."""
+        try:
+            return {
+                key.removeprefix(_ENDED): msgspec.msgpack.decode(entry.value, type=Ended)
+                for key, entry in self._store.scan(_ENDED).items()
+            }
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"malformed end of a ring in the directory: {error}") from error
 
     def publish(self, serving: Serving) -> int:
         """Publish a server that starts, with a new lease, whatever is there: a ring has one writer at a time.
