@@ -17,7 +17,7 @@ from queue_model import CLAIMED, DEAD, READY, QueueMachine
 from queue_waits import in_thread
 from ring_queues import RingHarness
 
-from transport import SharedRingBuffer
+from transport import SharedRingBuffer, _ring
 from transport.errors import RankError, RingNotFoundError, UsageError
 from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, RingQueue
 
@@ -121,6 +121,13 @@ def test_several_rings_take_turns_and_wake_who_waits() -> None:
             thread.join()
             assert [claim.ticket_id.split("/")[0] for claim in claims[0]] == [ring.ring_id]
             assert queue.ack_many(claims[0]) == claims[0]
+
+
+def test_rings_that_were_closed_take_no_place_of_a_queue() -> None:
+    with RingQueue() as queue:
+        for _ in range(_ring.MAX_WAITED + 1):
+            with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring:
+                queue.add(ring)
 
 
 def test_a_ring_that_is_closed_or_removed_is_left_out() -> None:

@@ -94,6 +94,7 @@ class RingsOfHost:
         if ring.native.owner < 0:
             raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
         with self._lock:
+            self._leave_ended()
             if len(self._attached) + len(self._own) >= _ring.MAX_WAITED and ring.ring_id not in self._own:
                 raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
             self._own = {**self._own, ring.ring_id: ring}
@@ -114,15 +115,18 @@ class RingsOfHost:
         """Attach to what is new and has payloads of these schemas (none: of any), leave what has ended."""
         with self._lock:
             try:
-                for ring in [ring for ring in self._own.values() if ring.native.closed]:
-                    self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.data_ended)
-                    del self._own[ring.ring_id]
-                for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
-                    self._leave(ring)
+                self._leave_ended()
                 self._attach_all(schemas)
             except TransportError as error:
                 if (before := self._log_limit.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
+
+    def _leave_ended(self) -> None:
+        for ring in [ring for ring in self._own.values() if ring.native.closed]:
+            self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.data_ended)
+            del self._own[ring.ring_id]
+        for ring in [ring for ring in self._attached.values() if self._ended(ring)]:
+            self._leave(ring)
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
         now = time.monotonic()
