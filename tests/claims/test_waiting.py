@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from found_rings import TRAINER, opened, ring_of
+from found_rings import TRAINER, fill, opened, ring_of, some
 from helpers import Child, dead_port, eventually
 from packers import Packer
 
@@ -204,3 +204,34 @@ def test_rings_without_unread_payloads_are_no_reason(prefix: str) -> None:
         assert queue.claim(1, 0.5, consumer="test") == []
         assert queue.why_nothing(0) is None
         assert queue.reasons() == {}
+
+
+@both
+def test_a_trainer_that_holds_every_slot_hears_that_it_does(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix, slots=2) as ring, opened(prefix) as queue:
+        fill(ring, 2)
+        held = some(queue, 2)
+        assert "holds 2 payloads" in reason_of(queue, Why.FULL).text
+        assert queue.ack_many(held) == held
+        assert queue.why_nothing(0) is None
+
+
+def test_a_payload_that_is_looked_at_after_its_end_is_held(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
+    with ring_of(prefix, slots=1) as ring, opened(prefix) as queue:
+        fill(ring, 1)
+        [claim] = some(queue, 1)
+        view = queue.payload_bytes(claim)
+        assert queue.ack(claim)
+        assert "holds 1 payloads" in reason_of(queue, Why.FULL).text
+        del view
+        assert queue.why_nothing(0) is None
+
+
+@both
+def test_a_full_ring_names_the_ranks_that_have_not_read(prefix: str, wire: str, over: None) -> None:
+    with ring_of(prefix, slots=1, consumers={"first": 1, "train": 2}) as ring, opened(prefix) as queue:
+        ring.write_raw(b"x", readers=3)
+        [claim] = some(queue, 1)
+        assert queue.ack(claim)
+        assert "train:0, train:1" in reason_of(queue, Why.FULL).text

@@ -11,9 +11,18 @@ from typing import Any, Final
 
 from transport import _ring
 from transport.claims.batch import End, Verdict
-from transport.claims.looks import depth_of
 from transport.claims.places import Discovery, Gone, Observed, RingAddress
-from transport.claims.waiting import Holder, foreign, holders_of, ranks_of, schema_of
+from transport.claims.waiting import (
+    Here,
+    Holder,
+    foreign,
+    held_here,
+    holders_of,
+    name_of,
+    ranks_of,
+    schema_of,
+    unread_of,
+)
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
@@ -185,14 +194,12 @@ class RingsOfHost:
             unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
-    def known(
-        self, schemas: Sequence[Schema], rank: int | str | None
-    ) -> tuple[list[str], int, list[str], list[Holder], int]:
-        """Of the rings on this host: ids of those with payloads of these schemas (none: all), how many of their
-        deliveries nobody holds, a sentence about each of the others, who holds what, and for how many ranks."""
+    def known(self, schemas: Sequence[Schema], rank: int | str | None) -> Here:
+        """What the rings on this host say of payloads of these schemas (none: of all), and of a rank or of all."""
         fit = _fitting(frozenset(each.fingerprint for each in schemas))
-        fitting: list[str] = []
-        unread = 0
+        fitting: set[str] = set()
+        unread = free = own = 0
+        others: set[str] = set()
         strangers: list[str] = []
         holders: list[Holder] = []
         ranks = 0
@@ -202,12 +209,19 @@ class RingsOfHost:
                     theirs = schema_of(ring.native.schema)
                     strangers.append(foreign(ring.name, ring.native.fingerprint.hex(), theirs, schemas))
                     continue
-                fitting.append(ring.ring_id)
+                fitting.add(ring.ring_id)
                 ranks = max(ranks, ranks_of(ring))
                 of = None if rank is None else ring.rank_of(rank)
-                unread += depth_of([ring], of).ready
-                holders += holders_of(ring, of)
-        return fitting, unread, strangers, holders, ranks
+                for each, count in unread_of(ring).items():
+                    if of in (None, each):
+                        unread += count
+                    else:
+                        others.add(name_of(ring, each))
+                found = holders_of(ring, of)
+                holders += found
+                own += held_here(ring, found)
+                free += sum(ring.native.state_counts()[: _ring.READY])
+        return Here(fitting, unread, sorted(others), free, own, strangers, holders, ranks)
 
     def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str], set[str]]:
         """Of rings that are gone, and with ``mapped`` of those whose payloads are all done, whether the writer has said

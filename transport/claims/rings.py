@@ -365,15 +365,28 @@ class FoundRings(TicketQueue):
 
     def _known(self, rank: int | str | None) -> Known:
         self._check_open()
-        here, unread, strangers, holders, ranks = self._here.known(self._wanted, rank)
-        reached = self._network.reached(rank, named=bool(here))
-        fitting = set(here) if self._maps else set()
+        here = self._here.known(self._wanted, rank)
+        reached = self._network.reached(rank, named=bool(here.rings))
+        fitting = set(here.rings) if self._maps else set()
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
-        strangers += [str(each) for each in reached.faults.values() if isinstance(each, SchemaError)]
-        others = self.places.others()
-        lost = [ring for ring, said in self._ends(mapped=False)[0].items() if not said]
-        asked = None if isinstance(rank, str) else rank
-        return Known(repr(self.places), len(fitting), unread, strangers, reached, holders, others, lost, asked, ranks)
+        strangers = [*here.foreign, *(str(each) for each in reached.faults.values() if isinstance(each, SchemaError))]
+        number = rank if isinstance(rank, int) else None
+        elsewhere = (summed(each.counts, number, set())["claimed"] for each in list(self._networks.values()))
+        return Known(
+            repr(self.places),
+            len(fitting),
+            here.unread,
+            strangers,
+            reached,
+            here.holders,
+            self.places.others(),
+            [ring for ring, said in self._ends(mapped=False)[0].items() if not said],
+            number,
+            here.ranks,
+            full=not here.free and fitting <= here.rings,
+            own=sum(elsewhere, here.own if self._maps else 0),
+            other_ranks=here.other_ranks,
+        )
 
     def consume(self, batch: TakenBatch) -> Verdicts:
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.

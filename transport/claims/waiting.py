@@ -6,6 +6,7 @@
     this process's fault    ──► its error, which a claim raises
     no place answers        ──► the error of each
     held by who is silent   ──► the process, and until when
+    no slot is free         ──► whom the rollouts wait for: this process, or the trainers of other ranks
 
 Where rings are there and nothing is unread in them, the rollouts are slow: that needs no words.
 """
@@ -13,6 +14,7 @@ Where rings are there and nothing is unread in them, the rollouts are slow: that
 from __future__ import annotations
 
 import enum
+import os
 import re
 import time
 from collections import Counter
@@ -43,6 +45,7 @@ class Why(enum.StrEnum):
     OTHER_RANK = "other_rank"
     UNREACHABLE = "unreachable"
     HELD = "held"
+    FULL = "full"
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +95,30 @@ class Reached(NamedTuple):
     named: bool = False
 
 
+class Here(NamedTuple):
+    """What the rings of this host say of themselves.
+
+    Attributes:
+        rings: ids of those with payloads of the trainer's schemas.
+        unread: of these the deliveries for the trainer's rank that nobody holds.
+        other_ranks: for which there are such, too.
+        free: slots of these that are free or being written.
+        own: how many of these payloads this process has claimed, or looks at.
+        foreign: a sentence for each ring of another schema.
+        holders: of claims for the trainer's rank.
+        ranks: for how many the payloads are or were, at most; 0: there was none.
+    """
+
+    rings: Set[str]
+    unread: int
+    other_ranks: Sequence[str]
+    free: int
+    own: int
+    foreign: Sequence[str]
+    holders: Sequence[Holder]
+    ranks: int
+
+
 class Known(NamedTuple):
     """What the places of a trainer know at one moment.
 
@@ -106,6 +133,9 @@ class Known(NamedTuple):
         lost: ids of rings that are gone without their rollouts' end.
         rank: that claims; None: all, or one with a name, which rings know or refuse.
         ranks: for how many the payloads of fitting rings on this host are or were, at most; 0: there was none.
+        full: whether no slot of fitting rings is free; of rings elsewhere that is not known.
+        own: how many of their payloads this process holds.
+        other_ranks: for which payloads are unread.
     """
 
     places: str
@@ -118,6 +148,9 @@ class Known(NamedTuple):
     lost: Sequence[str] = ()
     rank: int | None = None
     ranks: int = 0
+    full: bool = False
+    own: int = 0
+    other_ranks: Sequence[str] = ()
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -148,10 +181,11 @@ def reason(known: Known) -> Reason | None:
                 f"this trainer has rank={known.rank}, and payloads with readers={known.ranks} are for the ranks 0 to "
                 f"{known.ranks - 1}. Give the trainer one of these, or the rollouts readers={known.rank + 1} or more",
             )
-        stopped = [each for each in known.holders if each.stopped]
-        if not stopped or known.unread:
+        if known.unread:
             return None
-        return Reason(Why.HELD, f"every unread payload is held: {_few('; ', map(str, stopped))}")
+        if stopped := [each for each in known.holders if each.stopped]:
+            return Reason(Why.HELD, f"every unread payload is held: {_few('; ', map(str, stopped))}")
+        return _full(known) if known.full else None
     if known.foreign:
         text = _few("; ", known.foreign)
         return Reason(
@@ -174,6 +208,23 @@ def reason(known: Known) -> Reason | None:
         )
     text = f"no rollout of this run is running ({known.places} finds none): {why}"
     return Reason(Why.NO_RING, f"{text}{there}")
+
+
+def _full(known: Known) -> Reason | None:
+    """Whom rollouts wait for that have no free slot; None: trainers that hold everything, and work."""
+    if known.other_ranks:
+        text = (
+            f"what is unread is for {_few(', ', known.other_ranks)}: its trainer is slow or not running, or it has the "
+            "rank= of another one"
+        )
+    elif known.own:
+        text = (
+            f"this process holds {known.own} payloads: let it consume and release them before it claims more, "
+            "accumulate over fewer payloads, or give the rollout more slots"
+        )
+    else:
+        return None
+    return Reason(Why.FULL, f"no slot of {known.places} is free, and {text}")
 
 
 def _few(between: str, texts: Iterable[str]) -> str:
@@ -250,6 +301,25 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
 def ranks_of(ring: SharedRingBuffer) -> int:
     """For how many ranks the payloads of this ring are or were, at most; 0: there was none."""
     return max(ring.native.info(slot).readers for slot in range(min(ring.slot_count, _MOST_SLOTS)))
+
+
+def unread_of(ring: SharedRingBuffer) -> dict[int, int]:
+    """Deliveries that nobody holds, by rank, of the ranks that have some."""
+    return {rank: count for rank in range(_ring.MAX_READERS) if (count := ring.native.depth(rank)["ready"])}
+
+
+def name_of(ring: SharedRingBuffer, rank: int) -> str:
+    """A rank as its trainer gives it."""
+    for name, ranks in ring.consumers.items():
+        if rank in ranks:
+            return name if len(ranks) == 1 else f"{name}:{rank - ranks.start}"
+    return f"rank {rank}"
+
+
+def held_here(ring: SharedRingBuffer, holders: Iterable[Holder]) -> int:
+    """How many payloads this process has claimed from a ring that it maps, or looks at after their claim's end."""
+    claimed = sum(each.payloads for each in holders if each.pid == os.getpid() and not each.port)
+    return max(claimed, ring.native.lent)
 
 
 def foreign(place: str, fingerprint: str, schema: Schema | None, wanted: Sequence[Schema]) -> str:
