@@ -69,7 +69,7 @@ class RankError(UsageError):
 
 
 class BusyPortError(UsageError):
-    """The port to listen on is in use by another program."""
+    """The port to listen on is in use, by another ring or program."""
 
 
 class MissingDependencyError(TransportError, ImportError):

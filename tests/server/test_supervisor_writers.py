@@ -16,8 +16,8 @@ from frozen import frozen
 from helpers import SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
 from supervised import QUICK, bound, read_all
 
-from transport import SharedRingBuffer, Ticket, UCXXClient
-from transport.errors import RingNotFoundError
+from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.errors import BusyPortError, RingNotFoundError
 from transport.server import process
 from transport.server.lifetime import Lifetime
 from transport.server.process import ListenerConfig
@@ -104,6 +104,28 @@ def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(
 
         run(reading())
     eventually(lambda: writer.gone(name))
+
+
+def test_a_port_that_a_killed_writer_still_has_names_its_ring_and_the_ring_takes_it_over(name: str) -> None:
+    writer = Writer(name, 2, ports=1)
+    with writer.child as child:
+        child.kill()
+    [port] = writer.listeners
+    with (
+        SharedRingBuffer.create(slots=8, slot_bytes=50_000) as other,
+        pytest.raises(BusyPortError, match=f"name='{name.removeprefix('/transport-')}'"),
+    ):
+        UCXXServer(other, (port,), addresses=("127.0.0.1",), settings=QUICK).start()
+    with (
+        SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=name) as again,
+        UCXXServer(again, (port,), addresses=("127.0.0.1",), settings=QUICK) as server,
+    ):
+        assert server.ports == (port,)
+        with (
+            SharedRingBuffer.create(slots=8, slot_bytes=50_000) as other,
+            pytest.raises(BusyPortError, match=f"process {os.getpid()}"),
+        ):
+            UCXXServer(other, (port,), addresses=("127.0.0.1",), settings=QUICK).start()
 
 
 @pytest.mark.parametrize("linger_s", [0.5, 0.0])

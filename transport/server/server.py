@@ -7,6 +7,7 @@ crashes do not affect them, and its published payloads stay readable for ``linge
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import operator
@@ -18,8 +19,10 @@ from typing import Literal, NoReturn, Self
 
 import msgspec
 
+from transport import _ring
 from transport.config import LogFormat, LogLevel
-from transport.errors import ConfigurationError, UsageError
+from transport.errors import BusyPortError, ConfigurationError, RingError, UsageError
+from transport.ring.attachment import attached, file_of
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
 from transport.runtime.arguments import seconds, several
@@ -138,7 +141,7 @@ class UCXXServer:
         """Start listening and wait until every port answers.
 
         Raises:
-            BusyPortError: another program has one of the ports; no listener is left running.
+            BusyPortError: another ring or program has one of the ports; no listener is left running.
             ConfigurationError: this process may have too few open files for a listener.
             MissingDependencyError: ucxx is not installed.
         """
@@ -159,11 +162,35 @@ class UCXXServer:
             self._run, self._process, self._closing = run, os.getpid(), False
             self._ring.native.set_ports(ports)
             return self
-        except BaseException:  # also for Ctrl-C: the caller has no object yet with which to stop the processes
+        except BaseException as error:  # also Ctrl-C: the caller has no object yet with which to stop the processes
             self._run = None
             if run is not None:
                 run.stop()
+            if isinstance(error, BusyPortError) and (ring := self._ring_there()):
+                raise BusyPortError(ring) from None
             raise
+
+    def _ring_there(self) -> str:
+        """Which ring of this host has one of the wanted ports, and what to do; "": none."""
+        for name in _ring.segments():
+            with contextlib.suppress(RingError), attached(name, "observer") as ring:  # gone, or another user's
+                ports = {port for port in ring.native.ports() if port in self._wanted}
+                owners = [owner for owner in ring.native.owners() if owner.alive]
+                writers = [owner.pid for owner in owners if owner.role == _ring.ROLE_WRITER]
+                if not ports or name == self._ring.name:
+                    continue
+                whose = f"port {min(ports)} is that of ring {name}"
+                if writers:
+                    return f"{whose}, which process {writers[0]} writes; port 0 takes a free one"
+                if any(owner.port in ports for owner in owners):
+                    file = file_of(name)
+                    taking_over = f"file={file!r}" if file else f"name={name.removeprefix('/transport-')!r}"
+                    return (
+                        f"{whose}, whose writer has ended, and which serves what is unread. Give {taking_over} to take "
+                        f"it over, or wait until it is read, at most {self._config.settings.linger_s:g} s (linger_s); "
+                        "port 0 takes a free one"
+                    )
+        return ""
 
     def close(self, drain_s: float = 0.0, *, told_s: float | None = None) -> None:
         """Stop listening. Idempotent. An interrupt ends the wait for readers; call again to finish an interrupted stop.
