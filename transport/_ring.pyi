@@ -337,6 +337,7 @@ class Ring:
     def drained(self) -> bool:
         """Ended, and every payload is consumed or given up."""
     def end_data(self) -> None: ...
+    def only_serve(self) -> None: ...
     @property
     def takers(self) -> int:
         """Connections that take from this ring at the moment, which hear the end by their next demand."""

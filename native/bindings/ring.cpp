@@ -401,6 +401,7 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("ended", &Ring::ended)
       .def_prop_ro("drained", &Ring::drained)
       .def("end_data", &Ring::end_data)
+      .def("only_serve", &Ring::only_serve)
       .def_prop_ro("takers", &Ring::takers)
 
       .def("freed_event", [](const Ring& ring) { return seen(ring.freed()); })

@@ -160,6 +160,7 @@ struct alignas(64) OwnerRow {
   std::atomic<std::uint64_t> heartbeat_ns;
   std::atomic<std::uint64_t> heard_ns;  // CLOCK_MONOTONIC of the last sign of life, kept where there is a lease
   std::atomic<std::uint64_t> lease_ns;  // its claims end after so long without one; 0: with its process
+  std::atomic<std::uint32_t> writes;    // a writer that has not said the end of its data
   alignas(64) std::array<std::atomic<std::uint64_t>, kCounterNames.size()> counters;
 
   void count(Counter which, std::uint64_t amount = 1) {

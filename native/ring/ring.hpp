@@ -232,8 +232,9 @@ class Ring {
   void set_schema(std::string_view schema);
 
   // --- the end of data: said by the writer before it closes; a killed writer says nothing ----------
-  bool ended() const;
+  bool ended() const;  // a writer has said it, and no living one has yet to say it
   void end_data();
+  void only_serve();  // this owner writes nothing: the end of the data is for others to say
   bool drained() const;  // ended, and every payload is consumed or given up
 
   // --- waiting: with futex.hpp, on a word that the mapping keeps alive -----------------------------

@@ -86,6 +86,7 @@ void Ring::claim_place(Role role) {
   mine.role.store(static_cast<std::uint32_t>(role), std::memory_order_relaxed);
   mine.pid.store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);
   mine.port.store(0, std::memory_order_relaxed);
+  mine.writes.store(role == Role::writer ? 1 : 0, std::memory_order_relaxed);
   mine.started_ns.store(realtime_ns(), std::memory_order_relaxed);
   mine.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
   mine.lease_ns.store(0, std::memory_order_relaxed);

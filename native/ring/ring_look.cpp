@@ -201,13 +201,26 @@ void Ring::set_schema(std::string_view schema) {
 
 bool Ring::ended() const {
   require_open();
-  return header().ended.load(std::memory_order_acquire) != 0;
+  if (header().ended.load(std::memory_order_acquire) == 0) return false;
+  for (unsigned index = 0; index < kMaxOwners; ++index) {
+    const OwnerRow& owner = row(index);
+    if (owner.occupied.load(std::memory_order_acquire) != 0 &&  // SYNC O
+        owner.writes.load(std::memory_order_acquire) != 0 &&
+        (static_cast<int>(index) == me_ || held_elsewhere(fd(), kOwnerByte + off_t{index})))
+      return false;
+  }
+  return true;
 }
 
 void Ring::end_data() {
-  require_owner();
+  only_serve();
   header().ended.store(1, std::memory_order_release);
   advance(header().published);  // demands that wait are answered
+}
+
+void Ring::only_serve() {
+  require_owner();
+  row().writes.store(0, std::memory_order_release);
 }
 
 bool Ring::drained() const {

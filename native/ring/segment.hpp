@@ -74,7 +74,7 @@ struct Header {
   alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over
   alignas(64) std::atomic<std::uint64_t> returned;  // how often a claim ended with its delivery still to be done
   std::atomic<std::uint64_t> failures;              // entries ever begun in the log
-  std::atomic<std::uint32_t> ended;  // the writer has said that it writes nothing more; 0 again with another writer
+  std::atomic<std::uint32_t> ended;  // a writer has said that it writes nothing more; 0 again after a take-over
   alignas(64) Board<4 * kMaxPorts> ports;
   alignas(64) Board<kAddressCapacity> addresses;
   alignas(64) Board<kConsumersCapacity> consumers;  // their names and ranks, by the creator

@@ -58,6 +58,8 @@ def test_other_processes_write_and_read(tmp_path: Path) -> None:
         assert (said["slots"], len(said["ports"])) == (4, 2)  # type: ignore[arg-type]
         with SharedRingBuffer.attach(str(said["segment"]), SCHEMA, role="writer") as ring:
             ticket = ring.write({"step": 7})
+            ring.end_data()
+            assert ring.native.ended  # what serves it does not count as a writer
             assert list(ticket.ports) == said["ports"]
             with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:
                 assert int(client.read(ticket)["step"]) == 7

@@ -12,7 +12,7 @@ import pytest
 from helpers import Child, eventually
 from packers import collected, fetch
 
-from transport import Rollout, Schema, SharedRingBuffer, Trainer
+from transport import Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport._ring import segments
 from transport.packer.stream import BatchStream
 from transport.queue import Claim, FoundRings, open_queue
@@ -376,6 +376,59 @@ def test_a_ring_that_is_taken_over_has_not_ended() -> None:
         with SharedRingBuffer.create(SCHEMA, slots=2, name=name) as again:
             assert again.native.taken_over
             assert not again.native.ended
+
+
+ATTACHED = """
+import sys
+from transport import Schema, SharedRingBuffer
+ring = SharedRingBuffer.attach(sys.argv[1], Schema.of(number=("int64",)), role="writer")
+print("attached", flush=True)
+for line in sys.stdin:
+    if line == "end\\n":
+        ring.end_data()
+    elif line == "close\\n":
+        ring.close()
+    else:
+        ring.write({"number": int(line)})
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("last", ["end", "close", "kill"])
+@both
+def test_a_ring_of_several_writers_has_ended_when_none_has_yet_to_say_it(
+    last: str, wires: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", wires)
+    prefix = f"writers-{os.getpid()}-"
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as ring,
+        UCXXServer(ring, mode="thread"),
+        Child(ATTACHED, ring.name) as first,
+        Child(ATTACHED, ring.name) as second,
+        open_queue(f"rings:{prefix}") as queue,
+        Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+    ):
+
+        def tell(child: Child, line: str) -> None:
+            child.tell(line)
+            assert child.line() == "done"
+
+        assert [child.line() for child in (first, second)] == ["attached"] * 2
+        ring.only_serve()
+        tell(first, "end")
+        assert not ring.native.ended
+        assert trainer.claim_tickets(1, 0.5) == [] and not trainer.finished()
+        tell(second, "7")
+        [claim] = trainer.claim_tickets(1, 30.0)
+        batch = collected(trainer, [claim])
+        assert [int(payload["number"]) for payload in trainer.consume(batch)] == [7]
+        batch.release()
+        if last == "kill":
+            second.kill()
+        else:
+            tell(second, last)
+        eventually(trainer.finished, "no living writer has yet to say it")
 
 
 def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after_its_end(

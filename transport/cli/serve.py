@@ -79,7 +79,8 @@ def serve(
 ) -> None:
     """Create a ring and serve it until SIGTERM or Ctrl-C. Other processes of this user write into it.
 
-    A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"); at most 16 processes attach.
+    A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"); at most 16 processes attach. The
+    data end when all attached writers have called end_data(): attach those of a job before the first of them ends.
     """
     from transport.bench.units import parse_numbers, parse_size
     from transport.config import load
@@ -105,6 +106,7 @@ def serve(
         owning_segment(ring.name),
         _unread_kept_by_a_failed_start(ring, stopped),
     ):
+        ring.only_serve()
         server = UCXXServer(
             ring,
             wanted,

@@ -771,10 +771,15 @@ class SharedRingBuffer(Attachment):
     def end_data(self) -> None:
         """Say that this writer writes nothing more, before it closes. A killed writer says nothing.
 
-        Trainers that find this ring learn it (`FoundRings.finished`). Say it behind the last write.
+        Say it behind the last write. The data have ended when a writer has said so, and every other one has, too, or is
+        gone; trainers that find this ring learn it then (`FoundRings.finished`).
         """
         self.native.end_data()
         self.data_ended = True
+
+    def only_serve(self) -> None:
+        """Say that this process writes nothing: the writers that attach say the end of the data."""
+        self.native.only_serve()
 
     def close(self, *, keep_unread: bool = False) -> None:
         """Give up every hold and detach. Idempotent.
