@@ -695,6 +695,17 @@ def test_pruning_keeps_the_newest_steps_and_removes_what_has_no_manifest(ring: S
         saved.verify()
 
 
+def test_a_job_finds_the_snapshots_of_the_one_before_and_prunes_those_of_its_own_run(
+    ring: SharedRingBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    taken = [saved_of(ring, place, step, run=run) for run in (None, "other") for step in (1, 2)]
+    monkeypatch.setenv("SLURM_JOB_ID", "2")  # it starts again
+    assert steps(str(place)) == {1: [taken[0].attempt], 2: [taken[1].attempt]}
+    assert [each.step for each in prune(str(place), 1)] == [1]
+    assert list(steps(str(place))) == [2] and list(steps(str(place), "other")) == [1, 2]
+
+
 def test_after_a_return_to_a_lower_step_the_newest_snapshot_is_the_one_taken_last(
     ring: SharedRingBuffer, place: Path
 ) -> None:

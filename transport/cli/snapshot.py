@@ -74,9 +74,9 @@ def _looked(queue: str, step: int, run: str | None, part: tuple[int, int]) -> Ma
     """What a snapshot would have, without its files."""
     import time
 
-    from transport.config import configuration
     from transport.ring.buffer import SharedRingBuffer
     from transport.snapshots import Manifest
+    from transport.snapshots.listing import run_of
     from transport.snapshots.taking import missing, part_of, require_in_memory, rings_of
 
     rings = []
@@ -89,7 +89,7 @@ def _looked(queue: str, step: int, run: str | None, part: tuple[int, int]) -> Ma
         elsewhere = tuple(found.not_counted())
         if not rings and part[1] == 1 and (why := missing(found)):
             raise SnapshotError(why)
-    name = run or configuration().run or "run"
+    name = run_of(run)
     return Manifest(run=name, step=step, attempt="", created=time.time(), rings=tuple(rings), elsewhere=elsewhere)
 
 

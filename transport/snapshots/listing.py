@@ -12,6 +12,7 @@ from typing import NamedTuple
 from transport.config import configuration
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.records import check_name
 from transport.cooldown.upload import remove
 from transport.errors import UsageError
 from transport.snapshots import manifest as manifests
@@ -25,13 +26,21 @@ class Listed(NamedTuple):
     attempt: str
 
 
+def run_of(name: str | None) -> str:
+    """The run below whose name snapshots lie: the one that is given, else the setting ``run``, else "run".
+
+    Not SLURM's job, which keeps rings apart: the job that goes on after another one has a new number. UsageError.
+    """
+    return check_name(name or configuration().run or "run", "run")
+
+
 def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
     """The attempts of each step of which there is a complete snapshot. DestinationError.
 
     The newest is last: of a step's attempts, and of the steps, each with its newest attempt.
     """
     with open_destination(destination) as opened:
-        return by_step(complete(listed(opened, run or configuration().run or "run")))
+        return by_step(complete(listed(opened, run_of(run))))
 
 
 def listed(destination: Destination, run: str, only: int | None = None) -> list[Listed]:
@@ -76,12 +85,13 @@ def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool 
 
     The newest are those whose cuts were made last, also after the run has gone back to a lower step. Returns what was
     removed (with ``dry_run``: what would be). Call it where the next snapshot is complete: an upload of a lower step
-    that is under way would be removed. UsageError for ``keep`` below 1; DestinationError.
+    that is under way would be removed. Jobs that share a destination give ``run``, each its own: without it they are
+    one run. UsageError for ``keep`` below 1; DestinationError.
     """
     if keep < 1:
         raise UsageError(f"keep={keep}: give 1 or more; the newest snapshot is never removed")
     with open_destination(destination) as opened:
-        surplus = plan(opened, run or configuration().run or "run", keep)
+        surplus = plan(opened, run_of(run), keep)
         for each in () if dry_run else surplus:
             remove(opened, each.path)
     return surplus

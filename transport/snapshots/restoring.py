@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from transport import _ring
-from transport.config import configuration
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import BLOCK, File
@@ -35,7 +34,7 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import Schema
 from transport.server.users import users_of
 from transport.snapshots import manifest as manifests
-from transport.snapshots.listing import complete, listed
+from transport.snapshots.listing import complete, listed, run_of
 from transport.snapshots.manifest import Manifest, RingPart
 from transport.ticket import NO_SCHEMA, ORIGIN, Ticket
 
@@ -105,7 +104,7 @@ class Saved:
     def __init__(
         self, destination: str, step: int | None = None, *, run: str | None = None, attempt: str | None = None
     ) -> None:
-        name = run or configuration().run or "run"
+        name = run_of(run)
         with contextlib.ExitStack() as stack:
             self._destination = stack.enter_context(open_destination(destination))
             self.manifest = _found(self._destination, name, step, attempt)

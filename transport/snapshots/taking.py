@@ -15,10 +15,8 @@ import msgspec
 from transport import _ring
 from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
-from transport.config import configuration
 from transport.cooldown.destinations.base import PIECE, Destination, normalise
 from transport.cooldown.destinations.open import open_destination
-from transport.cooldown.epochs.records import check_name
 from transport.cooldown.upload import Stop, Stream, copied, removed_on_failure
 from transport.errors import ClosedError, RingNotFoundError, SnapshotError, UsageError
 from transport.ring.buffer import HeldPayload, SharedRingBuffer
@@ -26,6 +24,7 @@ from transport.ring.leases import ReadLease
 from transport.runtime.blocking_calls import started
 from transport.runtime.progress import Progress, silent
 from transport.snapshots import manifest as manifests
+from transport.snapshots.listing import run_of
 from transport.snapshots.manifest import Entry, Index, Manifest, RingPart
 from transport.ticket import host_identity
 
@@ -122,7 +121,8 @@ def snapshot(
         queue: the run's rings, or the text by which `open_queue` finds them.
         destination: a folder, s3://…, gs://… (docs/COOLDOWN.md).
         step: of the model, 0 to 10**12 - 1.
-        run: name below which the destination has it; default: the setting ``run``, else "run".
+        run: name below which the destination has it; default: the setting ``run``, else "run". Jobs that share a
+            destination give one each, the same when they start again.
         part: number of this host, and how many hosts have rings. Each takes its part, with the same ``attempt``. A
             part may be without rings, the whole may not.
         attempt: name of this one cut, 16 hexadecimal digits; default random. Where there are several parts, one of them
@@ -135,7 +135,7 @@ def snapshot(
         NoOwnerError: a ring has 16 attached processes. Whatever is raised, nothing stays pinned.
     """
     began = time.monotonic()
-    name = check_name(run or configuration().run or "run", "run")
+    name = run_of(run)
     step = manifests.check_step(step)
     url = normalise(destination)
     number, parts = part
