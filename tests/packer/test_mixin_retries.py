@@ -54,6 +54,8 @@ class ScriptedClient:
 class FakePayload:
     """As much of a payload as the layers touch."""
 
+    undescribed = ""
+
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.nbytes = ticket.size

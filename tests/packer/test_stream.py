@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transport.errors import QueueUnavailableError
+from transport.errors import QueueUnavailableError, SchemaError
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.packer.stream import BatchStream
@@ -120,6 +120,15 @@ def test_a_batch_of_which_nothing_came_is_passed_over(
     worker.play(2, first=4)
     assert steps_of(stream().next()) == [4, 5]
     assert queue.depth().discarded == 4
+
+
+def test_a_payload_of_an_unknown_schema_ends_the_loop_with_its_error(
+    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
+) -> None:
+    worker.play(2)
+    with pytest.raises(SchemaError):
+        stream(schemas=[]).next()
+    assert (queue.depth().done, queue.depth().claimed, queue.depth().ready) == (0, 0, 2)
 
 
 def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(

@@ -108,7 +108,8 @@ class UCXXDataPackerMixin(WithBlock):
 
         Args:
             schemas: of the payloads to claim, where their tickets do not describe them. A queue that finds the rings
-                itself leaves those of other schemas alone; none: it claims any payload.
+                itself leaves those of other schemas alone; none: it claims any payload. One that nothing describes is
+                an error of its item, and not consumed.
             queue: the queue that claims come from; for a rank of a model-parallel group a `GroupQueue`. None: the rings
                 of this host whose writers were given no queue either, as ``open_queue("rings:")``.
             rank: this trainer's rank among the readers of each payload; or the name of a consumer, as the rings have it
@@ -324,7 +325,10 @@ class UCXXDataPackerMixin(WithBlock):
             async with contextlib.aclosing(outcomes):
                 async for outcome in outcomes:
                     for item in by_identity[outcome.ticket.identity]:
-                        item.payload, item.error = outcome.payload, outcome.error
+                        if outcome.payload is not None:
+                            item.came(outcome.payload)
+                        else:
+                            item.error = outcome.error
                         if outcome.error is not None and outcome.error.retryable:
                             again.append(item)
                     packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
@@ -333,8 +337,7 @@ class UCXXDataPackerMixin(WithBlock):
             return
         for item in again:
             try:
-                item.payload = await packer.retried(functools.partial(_read, packer, item), deadline, calls)
-                item.error = None
+                item.came(await packer.retried(functools.partial(_read, packer, item), deadline, calls))
             except TransportError as error:
                 item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
             packer.progress(len(batch.payloads), len(batch.items), batch.bytes)

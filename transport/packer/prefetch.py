@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, overload
 
 from transport.client.payload import ReceivedPayload
-from transport.errors import TicketError, TransportError, UsageError
+from transport.errors import SchemaError, TicketError, TransportError, UsageError
 from transport.joined.payloads import Part
 from transport.queue.base import Claim
 from transport.runtime.loop_thread import Job
@@ -115,6 +115,13 @@ class FetchedItem:
     fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not decided yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
     trainable: bool = field(default=False, init=False, repr=False)  # `consume` was accepted, and it was the first time
+
+    def came(self, payload: ReceivedPayload) -> None:
+        """Take the payload in; one that this trainer cannot describe is an error, since it cannot be trained on."""
+        if why := payload.undescribed:
+            self.error = SchemaError(f"{why}; it is not consumed")
+        else:
+            self.payload, self.error = payload, None
 
     @property
     def over(self) -> bool:

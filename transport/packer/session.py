@@ -163,10 +163,10 @@ class PackerSession:
             await asyncio.sleep(pause_s)
 
     def take_in(self, item: FetchedItem) -> bool:
-        """The item gets the payload that came with its claim. False: it is to be read."""
+        """The item gets the payload that came with its claim. False: none did, it is to be read."""
         came = None if item.duplicate or item.claim is None else self.queue.payload_bytes(item.claim)
         if came is not None:
-            item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
+            item.came(self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data))
         return came is not None
 
     def settle(self, items: Sequence[FetchedItem]) -> tuple[list[ReceivedPayload], list[FetchedItem]]:

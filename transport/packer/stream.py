@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from transport.client.payload import ReceivedPayload
-from transport.errors import TransportError
+from transport.errors import SchemaError, TransportError
 from transport.packer.mixin import FetchedBatch, Trainer
 from transport.queue.base import Claim, TicketQueue
 
@@ -62,7 +62,8 @@ class BatchStream:
         """The next batch with a payload in it; None: `Trainer.finished`, no tickets for ``idle_s``, or
         stopping.
 
-        Raises the queue's errors, and those of `collect_prefetch`.
+        Raises the queue's errors, those of `collect_prefetch`, and SchemaError: a payload has a schema that was not
+        given, or does not fit it; its batch is given back.
         """
         while True:
             if not self._fetching:
@@ -73,6 +74,10 @@ class BatchStream:
             batch = self._collect()
             if batch is None:
                 return None
+            for item in batch.failures:
+                if isinstance(item.error, SchemaError):  # later batches have the same, and nobody looks at failures
+                    self.packer.abandon(batch)
+                    raise item.error
             try:
                 self._claim(0.0)
                 if len(self._waiting) == self._batch_size:
