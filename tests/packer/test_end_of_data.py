@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import Child, eventually
@@ -322,6 +324,35 @@ def test_a_stream_ends_with_the_rollouts(url: str) -> None:
             found += [int(payload["number"].item()) for payload in stream.used(batch)]
             batch.release()
         assert sorted(found) == [0, 1, 2, 3, 4]
+
+
+@mapped
+def test_a_stream_behind_the_end_waits_for_a_rollout_that_goes_on_and_for_no_other(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.packer.stream._MEET_S", 0.0)
+
+    def behind(queue: FoundRings, write: Callable[[int], None]) -> list[int]:
+        waits = (write(wait) for wait in itertools.count())
+        options: dict[str, Any] = {"fill_s": 0.0, "idle_s": None, "schemas": [SCHEMA], "expected_rollouts": 2}
+        with BatchStream(queue, 1, stopping=lambda: bool(next(waits)), **options) as stream:
+            stream.behind_end = True
+            found = []
+            while (batch := stream.next()) is not None:
+                found += [int(payload["number"]) for payload in stream.used(batch)]
+                batch.release()
+            return found
+
+    with open_queue(url) as queue, Rollout(SCHEMA, queue=queue, mode="thread") as rollout:
+
+        def write(wait: int) -> None:
+            if wait == 3:
+                rollout.write_to_buffer({"number": 5})
+                rollout.ring.end_data()
+
+        assert behind(queue, write) == [5]
+    with open_queue(url) as queue:
+        assert behind(queue, lambda _: None) == []
 
 
 def test_a_rollout_that_an_exception_ends_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

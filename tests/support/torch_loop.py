@@ -1,7 +1,8 @@
 """A trainer with worker processes, for tests/adapters/torch: ``python torch_loop.py METHOD URL [wait]``.
 
 Prints one JSON object. With ``wait`` it says "waiting" with its second batch in hand, and goes no further. With
-``second worker first`` it prints the steps of all batches, of which the second of two workers has the first.
+``second worker first`` it prints the steps of all batches, of which the second of two workers has the first. With
+``second worker late`` that begins when no ring is left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from helpers import eventually
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -22,6 +24,7 @@ with warnings.catch_warnings():
     from torch.utils.data import DataLoader, get_worker_info
 
 from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport._ring import segments
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
 from transport.queue import open_queue
@@ -51,6 +54,18 @@ class SecondFirst(TicketDataset):
         return super().collated(batch)
 
 
+class SecondLate(TicketDataset):
+    """Its second worker begins when the rings are gone."""
+
+    @contextlib.contextmanager
+    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+        if get_worker_info().id == 1:
+            prefix = self._queue.removeprefix("rings:")
+            eventually(lambda: not any(prefix in name for name in segments()), "the rings are gone")
+        with super().stream(stopping) as stream:
+            yield stream
+
+
 def refusal(loader: Any) -> str:
     try:
         next(iter(loader))
@@ -61,9 +76,10 @@ def refusal(loader: Any) -> str:
 
 def main() -> None:
     method, url = sys.argv[1], sys.argv[2]
-    if sys.argv[3:] == ["second worker first"]:
-        late = SecondFirst(url, collate=pad, fill_s=0.1, schemas=[SCHEMA])
-        batches = TicketLoader(late, num_workers=2, multiprocessing_context=method)
+    orders: dict[str, type[TicketDataset]] = {"second worker first": SecondFirst, "second worker late": SecondLate}
+    if (order := orders.get("".join(sys.argv[3:]))) is not None:
+        ordered = order(url, collate=pad, fill_s=0.1, schemas=[SCHEMA])
+        batches = TicketLoader(ordered, num_workers=2, multiprocessing_context=method)
         print([step for _, steps in batches for step in steps])
         return
     dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})

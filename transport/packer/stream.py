@@ -20,6 +20,7 @@ from transport.queue.base import Claim, TicketQueue
 log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.25  # of every wait, after which `stopping` is asked
+_MEET_S: Final = 2.0  # after which a stream has met the rollouts that go on, also at addresses
 
 
 class BatchStream:
@@ -36,6 +37,9 @@ class BatchStream:
         options: of `Trainer`, with its errors.
 
     Attributes:
+        ended: all rollouts have ended, and the stream with them.
+        behind_end: another stream of this run was `ended`. This one ends, too, where it meets no rollout that goes on:
+            it may have begun too late to learn of those that have ended.
         packer: for its record and statistics. Claims, batches and its end are the stream's.
     """
 
@@ -50,6 +54,8 @@ class BatchStream:
         **options: Any,
     ) -> None:
         self.policy_version: int | None = None
+        self.ended = self.behind_end = False
+        self._meets_until = time.monotonic() + _MEET_S
         self._batch_size = batch_size
         self._fill_s = fill_s
         self._idle_s = float("inf") if idle_s is None else idle_s
@@ -120,8 +126,14 @@ class BatchStream:
             begun = bool(self._waiting)
             if self._claim(min(left, _SLICE_S)):
                 give_up = give_up if begun else time.monotonic() + self._fill_s
-            elif not left or self.packer.finished():
+            elif not left or self._over():
                 return
+
+    def _over(self) -> bool:
+        """Whether no payload comes any more, as far as a claim that brought nothing can tell."""
+        self.ended = self.packer.finished()
+        behind = self.behind_end and time.monotonic() >= self._meets_until
+        return self.ended or (behind and self.packer._packer.queue.finished(0))
 
     def _claim(self, timeout_s: float) -> bool:
         wanted = self._batch_size - len(self._waiting)

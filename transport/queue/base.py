@@ -274,7 +274,8 @@ class TicketQueue(abc.ABC):
         Only rings know; a broker's queue returns False. Ask when a claim has brought nothing.
 
         Args:
-            expected_rollouts: how many have to end; None: all of those, at least one, that this process has seen.
+            expected_rollouts: how many have to end; None: all of those, at least one, that this process has seen; 0:
+                none has to, but none that this process has seen goes on.
         """
         return False
 

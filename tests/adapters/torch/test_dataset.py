@@ -352,6 +352,36 @@ def test_the_last_batch_comes_from_whichever_worker_has_it_and_the_iteration_end
 
 
 @pytest.mark.slow
+def test_the_iteration_ends_with_the_rollouts_though_a_worker_begins_behind_their_end() -> None:
+    run = f"late-worker-{os.getpid()}-"
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=run) as ring:
+        ring.write({"tokens": np.arange(1, dtype=np.int32), "step": 1}, metadata={"step": 1})
+        ring.end_data()
+        with loop("fork", f"rings:{run}", "second worker late") as trainer:
+            eventually(lambda: ring.unread() == [], "it is trained on")
+            ring.close()
+            output, errors = trainer.communicate()
+        assert (trainer.returncode, output) == (0, "[1]\n"), errors
+
+
+@pytest.mark.slow
+def test_an_iteration_behind_the_end_of_data_ends_and_one_with_another_rollout_has_its_payloads() -> None:
+    run = f"again-{os.getpid()}-"
+    dataset = TicketDataset(f"rings:{run}", fill_s=0.0, schemas=[SCHEMA], expected_rollouts=1)
+
+    def learned(*written: int) -> list[int]:
+        with SharedRingBuffer.create(SCHEMA, slots=4, prefix=run) as ring:
+            for step in written:
+                ring.write({"tokens": np.arange(step, dtype=np.int32), "step": step})
+            ring.end_data()
+            return [step for batch in dataset for step in steps_of(batch)]
+
+    assert learned(1, 2) == [1, 2]
+    assert list(dataset) == list(TicketLoader(dataset)) == []
+    assert learned(3) == [3]
+
+
+@pytest.mark.slow
 def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue: RedisQueue, queue_url: str) -> None:
     with loop("fork", queue_url, "wait") as trainer:
         assert trainer.stdout is not None

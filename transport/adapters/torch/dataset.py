@@ -12,7 +12,7 @@ that it trained on without asking for the next one is trained on again, from the
 
     trainer                                    worker process (num_workers > 0): a client of its own
     TicketLoader ◄──── batches, copied ─────── TicketDataset ──► claims, fetches, acknowledges
-                 ─────── used, version, stop ──►
+                 ─────── used, version, ended, stop ──►
 
 With ``layout="packed"`` or ``"padded"`` a batch is a dict of tensors (in_place.py), each payload copied once, without
 Python code for a payload.
@@ -65,6 +65,10 @@ class _Delivery(NamedTuple):
     worker: int
     token: str
     data: Any
+
+
+class _End:
+    """What a worker process says behind its last batch where the rollouts have ended."""
 
 
 class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not there when types are checked
@@ -122,6 +126,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
         self._in_hand: tuple[BatchStream, FetchedBatch] | None = None
+        self._behind_end = False  # an iteration has met the end of data, which a later queue may know nothing of
 
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned worker."""
@@ -155,6 +160,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                 stream.policy_version = self.policy_version
                 batch = stream.next()
                 if batch is None:
+                    self._behind_end |= stream.ended
                     return
                 self._in_hand = stream, batch
                 try:
@@ -205,7 +211,9 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         with contextlib.ExitStack() as stack:
             queue = stack.enter_context(open_queue(self._queue)) if isinstance(self._queue, str) else self._queue
             waits: dict[str, Any] = {"fill_s": self._fill_s, "idle_s": self._idle_s, "stopping": stopping}
-            yield stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
+            made = stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
+            made.behind_end = self._behind_end
+            yield made
 
     def collated(self, batch: FetchedBatch) -> Any:
         """The batch for the loop. From then on only its tensors keep the payloads' memory."""
@@ -224,7 +232,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
 # --- in a worker process --------------------------------------------------------------------------------
 class _Trainer:
-    """The trainer's orders to this worker. ``used`` and ``version`` are carried out as they arrive."""
+    """The trainer's orders to this worker, carried out as they arrive."""
 
     def __init__(self, orders: multiprocessing.connection.Connection) -> None:
         self._orders = orders
@@ -251,13 +259,15 @@ class _Trainer:
                 self.stream.used(self.unused.pop(value))
             case "version":
                 self.stream.policy_version = int(value)
+            case "ended":
+                self.stream.behind_end = True
             case "stop":
                 self.stopped = True
 
 
 def _in_a_worker(
     dataset: TicketDataset, number: int, orders: multiprocessing.connection.Connection
-) -> Iterator[_Delivery]:
+) -> Iterator[_Delivery | _End]:
     trainer = _Trainer(orders)
     with dataset.stream(trainer.listen) as stream:
         stream.policy_version = dataset.policy_version
@@ -270,6 +280,8 @@ def _in_a_worker(
                 trainer.unused[delivery.token] = batch
                 yield delivery
                 del delivery  # the loader holds its tensors now
+            if stream.ended:
+                yield _End()
         finally:  # unused batches belong to the trainer until it stops
             while trainer.unused and not trainer.listen(_PARENT_S):
                 pass
@@ -321,6 +333,11 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
                 receiving.close()  # the workers have theirs
             self._workers = ours
             for delivery in batches:
+                if isinstance(delivery, _End):  # a worker that began later may know nothing of it
+                    self.dataset._behind_end = True
+                    for worker in ours:
+                        _tell(worker, "ended 0")
+                    continue
                 self._in_hand = delivery
                 yield delivery.data
                 self.consume()
