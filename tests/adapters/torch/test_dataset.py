@@ -221,6 +221,29 @@ def test_a_tensor_that_does_not_fit_is_told_how_torch_casts() -> None:
         ring.write({"tokens": torch.arange(3), "step": 1})
 
 
+def test_a_loader_that_asks_for_several_batches_at_once_is_refused(
+    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(4)
+    with pytest.raises(UsageError, match="batch_size=None"):
+        next(iter(DataLoader(dataset(batch_size=1), batch_size=2, collate_fn=list)))
+    assert (queue.depth().done, queue.depth().ready) == (0, 4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.parametrize("kind", [TicketLoader, lambda dataset: DataLoader(dataset, batch_size=None)])
+def test_a_loader_that_asks_ahead_is_refused(
+    kind: Callable[..., Any], worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    from accelerate import Accelerator
+
+    worker.play(4)
+    loader = Accelerator(cpu=True).prepare(kind(dataset(batch_size=1)))
+    with pytest.raises(UsageError, match=r"prepare\(\)"):
+        next(iter(loader))
+    assert (queue.depth().done, queue.depth().ready) == (0, 4)
+
+
 def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
     with pytest.raises(UsageError, match="give its URL, not a RedisQueue"):
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))

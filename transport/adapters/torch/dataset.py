@@ -27,7 +27,9 @@ import contextlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from transport.adapters.torch.in_place import tensor_batch
@@ -139,10 +141,12 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     def __iter__(self) -> Iterator[Any]:
         """Batches; asking for the next one acknowledges the previous one.
 
-        Raises the errors of queue and packer, and UsageError in a worker process with options that do not work there.
+        Raises the errors of queue and packer, and UsageError in a worker process with options that do not work there,
+        and in a loader that asks ahead, which is known of DataLoader with a batch size and of Accelerate.
         """
         worker = get_worker_info()
         if worker is None:
+            _check_in_turn()
             return self._in_this_process()
         check_fork()  # also where the first payloads are mapped: it would end at the first that is not
         if self._options.get("client", ClientOptions()).device is not None or self._shape.memory != "host":
@@ -228,6 +232,28 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                 data = self._collate(data, [payload.metadata for payload in payloads])
         batch.release()
         return data
+
+
+def _check_in_turn() -> None:
+    """UsageError: who iterates asks for more before the loop has used a batch, and would acknowledge that.
+
+    A loader does not say so to its dataset. It is found in the stack, once for each iteration.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        match frame.f_globals.get("__name__"):  # f_locals of the trainer's own frames would keep its last batch
+            case "torch.utils.data._utils.fetch" if frame.f_locals["self"].auto_collation:
+                raise UsageError(
+                    "a DataLoader with a batch_size asks for several batches at once, and so would acknowledge those "
+                    "that were not trained on: use TicketLoader(dataset), or DataLoader(dataset, batch_size=None), and "
+                    "TicketDataset(…, batch_size=…)"
+                )
+            case "accelerate.data_loader":
+                raise UsageError(
+                    "Accelerate's loaders ask for a batch ahead, and so would acknowledge one that was not trained on: "
+                    "iterate over the TicketLoader itself, and give prepare() the model and the optimizer alone"
+                )
+        frame = frame.f_back
 
 
 # --- in a worker process --------------------------------------------------------------------------------
