@@ -109,11 +109,12 @@ def test_a_state_that_is_none_is_refused(rollout: Rollout) -> None:
 
 def test_the_state_of_worker_processes_is_refused(rollout: Rollout) -> None:
     dataset = TicketDataset(rollout.url, batch_size=4, schemas=[torch_loop.SCHEMA], idle_s=0.5)  # type: ignore[attr-defined]
-    loop = iter(TicketLoader(dataset, num_workers=1, multiprocessing_context="spawn"))
-    next(loop)
+    loader = TicketLoader(dataset, num_workers=1, multiprocessing_context="spawn")
+    for _ in loader:
+        with pytest.raises(UsageError, match="num_workers=0"):
+            dataset.state_dict()
     with pytest.raises(UsageError, match="num_workers=0"):
-        dataset.state_dict()
-    loop.close()
+        dataset.state_dict()  # its own record has nothing of what the worker consumed
 
 
 def test_the_state_knows_restored_payloads_by_the_ids_that_they_had_first(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
         self._in_hand: tuple[BatchStream, FetchedBatch] | None = None
+        self._in_workers = False  # a loader of it has worker processes, which keep the records of what they consumed
         self._behind_end = False  # an iteration has met the end of data, which a later queue may know nothing of
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +188,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         The batch in hand counts as learned. It is acknowledged when the next one is asked for, behind the checkpoint: a
         trainer that is killed in between gets it again, and a dataset with this state leaves it out.
 
-        UsageError: worker processes fetch.
+        UsageError: a `TicketLoader` of this dataset has worker processes.
         """
         self._check_own()
         if self._in_hand is not None:
@@ -196,7 +197,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         return {"consumed": self._options["consumed"].to_bytes()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, before the loop begins. UsageError: this is no such state."""
+        """Go on from a checkpoint, before the loop begins. UsageError: no such state, or as for `state_dict`."""
         self._check_own()
         record = state.get("consumed") if isinstance(state, Mapping) else None
         if not isinstance(record, bytes):
@@ -205,7 +206,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self._options["consumed"] = ConsumedRecord.from_bytes(record, settings)
 
     def _check_own(self) -> None:
-        if self._orders:
+        if self._in_workers:
             raise UsageError("the state of a TicketDataset needs num_workers=0: each worker has its own record")
 
     # --- used by both -----------------------------------------------------------------------------------
@@ -337,6 +338,7 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
         if options.setdefault("in_order", False):
             raise UsageError("in_order=True: the loop would wait for a worker that waits for the loop; leave it out")
         super().__init__(dataset, num_workers=num_workers, batch_size=None, collate_fn=_as_it_is, **options)
+        dataset._in_workers |= num_workers > 0
         self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
         self._in_hand: _Delivery | None = None
 
