@@ -2,7 +2,8 @@
 
 Prints one JSON object. With ``wait`` it says "waiting" with its second batch in hand, and goes no further. With
 ``second worker first`` it prints the steps of all batches, of which the second of two workers has the first. With
-``second worker late`` that begins when no ring is left.
+``second worker late`` that begins when no ring is left. With ``slow worker`` one starts, says so, and begins when the
+trainer is gone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,6 +68,20 @@ class SecondLate(TicketDataset):
             yield stream
 
 
+class Slow:
+    """A collate function that comes to a spawned worker when the trainer is gone."""
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"trainer": os.getpid()}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        print("starting", flush=True)
+        eventually(lambda: os.getppid() != state["trainer"], "the trainer is gone")
+
+    def __call__(self, samples: list[Sample]) -> list[Sample]:
+        return samples
+
+
 def refusal(loader: Any) -> str:
     try:
         next(iter(loader))
@@ -82,6 +98,9 @@ def main() -> None:
         batches = TicketLoader(ordered, num_workers=2, multiprocessing_context=method)
         print([step for _, steps in batches for step in steps])
         return
+    if sys.argv[3:] == ["slow worker"]:
+        slow = TicketDataset(url, collate=Slow(), schemas=[SCHEMA])
+        next(iter(TicketLoader(slow, num_workers=1, multiprocessing_context=method)))
     dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})
     workers = 2 if method == "fork" else 1  # spawned ones import torch each
     loader = TicketLoader(dataset, num_workers=workers, multiprocessing_context=method)

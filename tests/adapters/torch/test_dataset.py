@@ -412,3 +412,16 @@ def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue
         trainer.kill()
     eventually(lambda: queue.depth().claimed == 0, "the workers have noticed")
     assert (queue.depth().done, queue.depth().ready) == (4, 28)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_trainer_is_killed_while_it_starts_ends() -> None:
+    run = f"slow-worker-{os.getpid()}-"
+    with SharedRingBuffer.create(SCHEMA, slots=1, prefix=run) as ring:
+        ring.write({"tokens": np.arange(1, dtype=np.int32), "step": 1})
+        with loop("spawn", f"rings:{run}", "slow worker") as trainer:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "starting\n"
+            trainer.kill()
+            assert trainer.stdout.read() == ""  # the worker holds the other end
+        assert ring.statistics().ready == 1

@@ -27,6 +27,7 @@ import contextlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -269,15 +270,27 @@ class _Trainer:
 
     def listen(self, timeout_s: float = 0.0) -> bool:
         """Carry out the waiting orders; True when the trainer has stopped."""
-        parent = multiprocessing.parent_process()
         try:
             while not self.stopped and self._orders.poll(timeout_s):
                 self._obey(*self._orders.recv_bytes().decode().split())
                 timeout_s = 0.0
         except (EOFError, OSError):
             self.stopped = True
-        self.stopped = self.stopped or (parent is not None and not parent.is_alive())
+        self.stopped = self.stopped or self._gone()
         return self.stopped
+
+    def _gone(self) -> bool:
+        parent = multiprocessing.parent_process()
+        return parent is not None and not parent.is_alive()
+
+    def follow(self) -> None:
+        """End this process if the trainer is gone.
+
+        torch watches the process that is the parent when the worker begins: another one, where the trainer was killed
+        before.
+        """
+        if self._gone():
+            os._exit(1)
 
     def _obey(self, order: str, value: str) -> None:
         assert self.stream is not None
@@ -296,7 +309,9 @@ def _in_a_worker(
     dataset: TicketDataset, number: int, orders: multiprocessing.connection.Connection
 ) -> Iterator[_Delivery | _End]:
     trainer = _Trainer(orders)
-    with dataset.stream(trainer.listen) as stream:
+    with contextlib.ExitStack() as stack:
+        stack.callback(trainer.follow)  # behind the stream's end, which gives its claims back
+        stream = stack.enter_context(dataset.stream(trainer.listen))
         stream.policy_version = dataset.policy_version
         trainer.stream = stream
         serial = 0
