@@ -92,6 +92,9 @@ def test_a_trainer_of_another_run_hears_which_runs_are_there(
             assert other not in found.text
         reason_of(queue, Why.NO_RING)
         assert len(said()) == 1
+        assert living.process.stdin is not None
+        living.process.stdin.close()
+        living.wait()
 
 
 @both

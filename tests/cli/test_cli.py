@@ -133,7 +133,7 @@ def test_reclaim_removes_a_dead_writers_segment(dead_segment: str, capsys: pytes
 
 
 def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_of_it = dead_segment.removeprefix("/transport-")[:-1]
+    run_of_it = dead_segment.removeprefix("/transport-")
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):
         assert run(["reclaim", place, "--json", "-"]) == 0
         assert [each["name"] for each in json.loads(capsys.readouterr().out)["segments"]] == found

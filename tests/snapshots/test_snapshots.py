@@ -21,7 +21,6 @@ from helpers import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packers import collected
-from transport.ring.mapping import attached_reader
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo, _ring
 from transport.claims.open import open_rings
@@ -42,6 +41,7 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.queue import open_queue
+from transport.ring.buffer import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
 

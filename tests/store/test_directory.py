@@ -206,7 +206,7 @@ class Worker:
 
 @pytest.fixture
 def ring_name() -> Iterator[str]:
-    name = f"/transport-test-{secrets.token_hex(8)}"
+    name = f"/transport-rollout-test-{secrets.token_hex(8)}"
     yield name
     with contextlib.suppress(RingError):  # a worker that ended in order has removed it
         _ring.Ring.unlink_if_dead(name)

@@ -13,7 +13,7 @@ import pytest
 from helpers import Child
 
 from transport import BlockingClient, Schema, SharedRingBuffer
-from transport.errors import UsageError, WeightsChecksumError
+from transport.errors import QueueUnavailableError, UsageError, WeightsChecksumError
 from transport.queue import open_queue
 from transport.ring.attachment import remove_dead
 from transport.weights import Offers, ReferenceWorker, Taker, offer
@@ -91,18 +91,18 @@ def test_a_version_that_was_replaced_or_is_damaged_is_missed(place: str, caplog:
         replaced = ring.write(weights_of(1))
         queue.announce(TOPIC, 1, offer(replaced, 1))
         ring.discard(replaced)
-        assert not taker.follow(queue, client, 0)
+        assert not taker.follow(queue, client)
         assert (taker.version, taker.announced, taker.missed) == (-1, 1, 1)
 
         queue.announce(TOPIC, 2, offer(ring.write(weights_of(2)), 2))
-        assert taker.follow(queue, client, 0)
-        assert not taker.follow(queue, client, 0)
+        assert taker.follow(queue, client)
+        assert not taker.follow(queue, client)
         assert (taker.version, taker.announced, taker.missed) == (2, 2, 1)
 
         forged = msgspec.structs.replace(ring.write(weights_of(3)), checksum=replaced.checksum)
         queue.announce(TOPIC, 3, offer(forged, 3))
         with caplog.at_level(logging.WARNING, "transport.weights.offers"):
-            assert not taker.follow(queue, client, 0)
+            assert not taker.follow(queue, client)
         assert (taker.version, taker.announced, taker.missed) == (2, 3, 2)
         assert "version 3" in caplog.text
     np.testing.assert_array_equal(worker.weights["a"], weights_of(2)["a"])
@@ -114,20 +114,21 @@ def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(place: str, wi
     takers = [Taker(ReferenceWorker("own")) for _ in range(3)]
     with (
         open_queue(place) as queue,
-        Offers(SCHEMA, queue, readers=3) as offers,
+        Offers(SCHEMA, queue) as offers,
         BlockingClient(schemas=[SCHEMA], wire=wire) as client,
     ):
         for version in range(20):
             offers.publish(weights_of(version), version)
             if version % 3 == 0:
-                assert takers[0].follow(queue, client, 0)
-        for rank in range(2):
-            assert takers[rank].follow(queue, client, rank)
-            assert takers[rank].version == 19
-            worker = takers[rank].worker
+                assert takers[0].follow(queue, client)
+        for taker in takers[:2]:
+            assert taker.follow(queue, client)
+            assert taker.version == 19
+            worker = taker.worker
             assert isinstance(worker, ReferenceWorker)
             np.testing.assert_array_equal(worker.weights["a"], weights_of(19)["a"])
         assert queue.claim(1, consumer="trainer") == []  # weights are no payloads
+        assert Taker(ReferenceWorker("own")).follow(queue, client)  # of a replica that is started again
 
 
 def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(place: str) -> None:
@@ -141,10 +142,65 @@ def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(pl
         for version in (5, 4):
             with pytest.raises(UsageError):
                 offers.publish(weights_of(version), version)
-        assert taker.follow(queue, client, 0)
+        assert taker.follow(queue, client)
         assert taker.version == 5
         offers.publish(weights_of(6), 6)
-        assert taker.follow(queue, client, 0)
+        assert taker.follow(queue, client)
+
+
+def test_a_version_is_tried_again_where_taking_it_was_interrupted(place: str) -> None:
+    class Interrupted(ReferenceWorker):
+        def load(self, weights: Any, version: int) -> Any:
+            if not self.weights:
+                self.weights = dict(weights)
+                raise KeyboardInterrupt
+            return super().load(weights, version)
+
+    taker = Taker(Interrupted("own"))
+    with (
+        open_queue(place) as queue,
+        Offers(SCHEMA, queue) as offers,
+        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
+    ):
+        offers.publish(weights_of(1), 1)
+        with pytest.raises(KeyboardInterrupt):
+            taker.follow(queue, client)
+        assert (taker.version, taker.missed) == (-1, 0)
+        assert taker.follow(queue, client)
+        assert taker.version == 1
+
+
+def test_the_version_on_offer_stays_while_no_other_can_be_announced(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taker = Taker(ReferenceWorker("own"))
+    with (
+        open_queue(place) as queue,
+        Offers(SCHEMA, queue) as offers,
+        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
+    ):
+        offers.publish(weights_of(1), 1)
+        with monkeypatch.context() as away:
+            away.setattr(queue, "announce", lambda *_: (_ for _ in ()).throw(QueueUnavailableError("away")))
+            for version in range(2, 12):
+                with pytest.raises(QueueUnavailableError):
+                    offers.publish(weights_of(version), version)
+        assert taker.follow(queue, client)
+        assert taker.version == 1
+        offers.publish(weights_of(12), 12)
+        assert taker.follow(queue, client)
+        assert taker.version == 12
+
+
+def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str) -> None:
+    taker = Taker(ReferenceWorker("own"))
+    with BlockingClient(schemas=[SCHEMA], wire="mapped") as client, open_queue(place) as replica:
+        for versions in ((100,), (1, 2)):
+            with open_queue(place) as queue, Offers(SCHEMA, queue) as offers:
+                for version in versions:
+                    offers.publish(weights_of(version), version)
+                    assert taker.follow(replica, client)
+                    assert taker.version == version
 
 
 TRAINER = """
@@ -170,12 +226,12 @@ def test_a_replica_serves_on_when_the_trainer_is_killed_and_takes_what_its_succe
     with open_queue(place) as queue, BlockingClient(schemas=[SCHEMA], wire="mapped") as client:
         with Child(TRAINER, place, 4) as trainer:
             trainer.line()
-            assert taker.follow(queue, client, 0)
+            assert taker.follow(queue, client)
             trainer.kill()
-        assert not taker.follow(queue, client, 0)
+        assert not taker.follow(queue, client)
         assert taker.version == 4
         with Child(TRAINER, place, 5) as trainer:
             trainer.line()
-            assert taker.follow(queue, client, 0, wait_s=30.0)
+            assert taker.follow(queue, client, wait_s=30.0)
         assert taker.version == 5
     np.testing.assert_array_equal(worker.weights["a"], weights_of(5)["a"])

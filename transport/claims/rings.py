@@ -330,7 +330,7 @@ class FoundRings(TicketQueue):
     def _say_missed(self, ended: Mapping[str, bool]) -> None:
         """Warn where every ring had ended before this queue first looked: the next start of a job looks the same."""
         before = self.places.ended_before()
-        if ended.keys() <= before.keys() and self._missed.due() is not None:
+        if ended and ended.keys() <= before.keys() and self._missed.due() is not None:
             log.warning(
                 "finished without a payload: every rollout that %r know (%d) had ended before this process looked, the "
                 "last one %.0f s ago. A job that is started again needs a new run name (run=…) or a new file: these "

@@ -92,6 +92,7 @@ class BlockingClient:
         rank: int = 0,
         timeout: float | None = None,
         fields: Sequence[str] | None = None,
+        ack: AckMode | None = None,
     ) -> ReceivedPayload:
         """See `UCXXClient.read`. For `out` in device memory the current stream of this thread is used."""
         ticket = Ticket.of(ticket)
@@ -102,7 +103,7 @@ class BlockingClient:
         if target is not None:
             target.make_stream_wait()
         # In this thread, which an interrupt may have ended before.
-        return self._client._deliveries.hand_over(payload, out)
+        return self._client._deliveries.hand_over(payload, out, ack)
 
     def read_many(
         self,

@@ -173,6 +173,7 @@ class UCXXClient:
         rank: int = 0,
         timeout: float | None = None,
         fields: Sequence[str] | None = None,
+        ack: AckMode | None = None,
     ) -> ReceivedPayload:
         """Fetch one payload.
 
@@ -185,6 +186,7 @@ class UCXXClient:
             timeout: seconds for all attempts together; default the settings' batch deadline.
             fields: names of the fields that are wanted; only their bytes are moved, over a wire each with a checksum of
                 its own. Others are not in the payload. Acknowledging it is for the whole payload.
+            ack: of this payload; None: as the client was made.
 
         Raises:
             SchemaError: ``fields`` has a name that the payload does not have, or its schema is not known here. With
@@ -199,7 +201,7 @@ class UCXXClient:
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
             TicketError: `ticket` is neither a ticket nor a form of one.
         """
-        return self._deliveries.hand_over(await self._reads.one(ticket, out, rank, timeout, fields), out)
+        return self._deliveries.hand_over(await self._reads.one(ticket, out, rank, timeout, fields), out, ack)
 
     async def read_many(
         self,

@@ -118,14 +118,14 @@ class Deliveries:
         return make(ticket, rank, wire, data, schema, acknowledge, layout=layout)
 
     # --- acknowledgements ---------------------------------------------------------------------------
-    def hand_over(self, payload: ReceivedPayload, out: Any = None) -> ReceivedPayload:
+    def hand_over(self, payload: ReceivedPayload, out: Any = None, ack: AckMode | None = None) -> ReceivedPayload:
         """Return the payload to the caller; called where nothing can fail between this and the caller.
 
         With ack="on_arrival" it is acknowledged here: one that was fetched ahead and never returned is not consumed.
         Raises ClosedError when the client is closed; SchemaError where the schema is not known, and ``out`` was not
         given for the bytes; StaleSlotError for a mapped payload that another reader of the rank has consumed meanwhile.
         """
-        if self.mode == "on_arrival":
+        if (ack or self.mode) == "on_arrival":
             if self.closed:
                 raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
             if out is None and (why := payload.undescribed):  # else its bytes are what is wanted

@@ -118,7 +118,7 @@ class Player(UCXXRolloutMixin):
 
     def follow(self, wait_s: float = 0.0) -> None:
         """Take the newest policy, if there is one; waits up to ``wait_s`` for it."""
-        if self._taker.follow(self._queue, self._client, self._index, topic=POLICY_TOPIC, wait_s=wait_s):
+        if self._taker.follow(self._queue, self._client, topic=POLICY_TOPIC, wait_s=wait_s):
             self.pauses_s.append(self._taker.pause_s)
 
     def _allowed(self) -> int:

@@ -33,7 +33,7 @@ _FILL_S: Final = 2.0  # for a batch to become full: only the last one of a run d
 
 def offers_of(plan: Plan, ring: str, queue: TicketQueue) -> Offers:
     """The newest policy for the rollouts: each may fetch it, none has to; the trainer waits for none."""
-    return Offers(POLICY_SCHEMA, queue, readers=plan.rollouts, topic=POLICY_TOPIC, name=ring, settings=SETTINGS)
+    return Offers(POLICY_SCHEMA, queue, topic=POLICY_TOPIC, name=ring, settings=SETTINGS)
 
 
 def batches_of(

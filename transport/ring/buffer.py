@@ -244,7 +244,10 @@ class SharedRingBuffer(Attachment):
 
     def _name_consumers(self, names: str) -> None:
         """Of a new ring, or of one that was taken over and whose payloads are for as many ranks."""
-        before, self._ranks = self.native.consumers, ranks_of(names)
+        before = self.native.consumers
+        if not names and not consumers_of(before):  # who makes it has no number of ranks: that of its payloads stays
+            names = before
+        self._ranks = ranks_of(names)
         if before != names:
             # Names stay: trainers have looked them up.
             others = {str(ticket.readers) for ticket in self.tickets() if ticket.readers != self._ranks}

@@ -1,10 +1,10 @@
 """Versions on offer: replicas take a new version between two requests, without being paused.
 
-    offers = Offers(schema, queue, readers=2)    # in the trainer
-    offers.publish(weights, version)             # waits for no replica
+    offers = Offers(schema, queue)      # in the trainer
+    offers.publish(weights, version)    # waits for no replica
 
-    taker = Taker(worker)                        # in each replica
-    taker.follow(queue, client, rank=0)          # the newest version, complete and proven, or still the one before
+    taker = Taker(worker)               # in each replica
+    taker.follow(queue, client)         # the newest version, complete and proven, or still the one before
 
 There is no group and no manager: replicas may skip versions and take the newest. As in an update, a replica serves all
 of a version or none of it, by the same worker interface and the same checksums. `offer` and `Taker.take` are for a
@@ -14,10 +14,10 @@ version in a ring of your own, with a notice that goes another way.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import logging
 import operator
-import secrets
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -26,12 +26,22 @@ from typing import Any, Final, Self
 import msgspec
 import numpy as np
 
-from transport.claims.rings import RingQueue
+from transport.claims.rings import FoundRings, RingQueue
 from transport.client.blocking import BlockingClient
-from transport.errors import LinkError, ProtocolError, StaleSlotError, UsageError, WeightsChecksumError
+from transport.client.payload import AckMode
+from transport.config import configuration
+from transport.errors import (
+    LinkError,
+    PayloadLostError,
+    ProtocolError,
+    StaleSlotError,
+    TransportError,
+    UsageError,
+    WeightsChecksumError,
+)
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue.base import TicketQueue
+from transport.queue.base import Notice, TicketQueue
 from transport.runtime.decoders import hiding
 from transport.schema import Schema
 from transport.settings import Settings
@@ -43,6 +53,11 @@ log = logging.getLogger(__name__)
 
 TOPIC: Final = "weights"  # of the notices, where none is chosen
 _SLOTS: Final = 4  # the newest version, and older ones that a replica is still reading
+_MOST_SLOTS, _SMALL_BYTES = 64, 64 << 20  # of small versions there is room for more: some trainers offer many a second
+# A replica acknowledges no version: others, and its own next life, read the same one. Over a wire a listener keeps what
+# was read for this long, and the trainer waits for that at most so long.
+_KEPT_S: Final = 1.0
+_FULL_S: Final = 5.0
 _SERVER: Final = ServerOptions()
 
 
@@ -74,9 +89,9 @@ class Offers:
     Args:
         schema: of the weights.
         queue: carries the notices; the replicas open the same one.
-        readers: how many replicas take versions, each with a rank of its own below this; at most 16.
         topic: of the notices.
-        name: of the ring, which is no trainer's to claim from; None: a new one.
+        name: of the ring, from which no trainer claims; None: one for queue and topic, which the next trainer of this
+            host takes over where this one is killed.
         server, settings: as `UCXXRolloutMixin.setup_ucxx` takes them.
     """
 
@@ -85,7 +100,6 @@ class Offers:
         schema: Schema,
         queue: TicketQueue,
         *,
-        readers: int = 1,
         topic: str = TOPIC,
         name: str | None = None,
         server: ServerOptions = _SERVER,
@@ -93,16 +107,18 @@ class Offers:
     ) -> None:
         self._queue = queue
         self._topic = topic
+        self._unsure: Ticket | None = None  # whether it was announced is unknown
         self._served = UCXXRolloutMixin()
+        settings = configuration().settings if settings is None else settings
+        kept_s = max(_KEPT_S, 100 * settings.ack_delay_s)
         self._ring = self._served.setup_ucxx(
             schema,
-            slots=_SLOTS,
-            readers=readers,
-            name=name or f"offers-{secrets.token_hex(8)}",
+            slots=max(_SLOTS, min(_MOST_SLOTS, _SMALL_BYTES // max(schema.max_bytes, 1))),
+            name=name or _name_of(queue, topic),
             queue=RingQueue(),  # no trainer is to find the ring
             ring=RingOptions(overflow="overwrite"),
             server=server,
-            settings=settings,
+            settings=msgspec.structs.replace(settings, ack_timeout_s=kept_s),
         )
 
     def publish(self, weights: Mapping[str, Any], version: int) -> None:
@@ -111,9 +127,16 @@ class Offers:
         Raises:
             UsageError: this version or a later one was announced under this topic; that one stays on offer.
             QueueError: the queue cannot be reached; whether the version was announced is unknown.
+            RingFullError: for 5 s every slot has been held, by replicas that were stopped while they read.
         """
-        ticket = self._served.write_to_buffer(weights)  # over the oldest; a replica that finds it gone looks again
-        if not self._queue.announce(self._topic, version, offer(ticket, version)):
+        # Over the oldest that nobody reads; a replica that finds it gone looks again.
+        ticket = self._served.write_to_buffer(weights, timeout_s=_FULL_S)
+        unsure, self._unsure = self._unsure, ticket
+        if unsure is not None:  # else versions that were not announced would overwrite the one on offer
+            self._ring.discard(unsure)
+        announced = self._queue.announce(self._topic, version, offer(ticket, version))
+        self._unsure = None
+        if not announced:
             self._ring.discard(ticket)
             raise UsageError(
                 f"version {version}: {self._queue!r} has this or a later one announced as {self._topic!r}; versions "
@@ -133,6 +156,12 @@ class Offers:
         self.close()
 
 
+def _name_of(queue: TicketQueue, topic: str) -> str:
+    """Of the ring of a topic's versions on this host."""
+    run = repr(queue.places) if isinstance(queue, FoundRings) else queue.name
+    return f"offers-{hashlib.sha256(f'{run} {topic}'.encode()).hexdigest()[:16]}"
+
+
 class Taker:
     """A worker that takes versions on offer. One thread.
 
@@ -142,62 +171,73 @@ class Taker:
     Attributes:
         version: the version that the worker serves, proven when it was loaded; -1: none, or unknown weights, because
             a load failed and the version before could not be loaded again.
-        announced: the newest version that `follow` has seen announced, whether it was taken or not; -1: none.
-        missed: how many versions `follow` has seen announced and did not take.
+        missed: how many versions `follow` has seen announced and could not have.
         pause_s: how long `follow` took last to read, prove and load a version.
     """
 
     def __init__(self, worker: RolloutWorker, version: int = -1) -> None:
         self.worker = worker
         self.version = version
-        self.announced = version
         self.missed = 0
         self.pause_s = 0.0
+        self._begun_with = version
+        self._seen: Notice | None = None  # taken or missed last
         self._held: tuple[Offer, dict[str, Any]] | None = None  # the version that was taken last
+
+    @property
+    def announced(self) -> int:
+        """The version that `follow` has taken or missed last; before, the one that the worker began with."""
+        return self._begun_with if self._seen is None else self._seen.version
 
     def follow(
         self,
         queue: TicketQueue,
         client: BlockingClient,
-        rank: int,
         *,
         topic: str = TOPIC,
         wait_s: float = 0.0,
         timeout: float = 5.0,
     ) -> bool:
-        """Take the newest version, if one was announced since the last call; whether one was taken.
+        """Take the version on offer, unless it was taken or missed before; whether one was taken.
 
         A version that cannot be had is missed, and a warning says why: the one before is served until the next is
-        announced.
+        announced. A trainer that begins again may offer smaller versions, where its queue allows that.
 
         Args:
-            rank: of this replica, below ``readers`` of the `Offers`.
-            wait_s: how long to wait for an announcement.
+            wait_s: how long to wait for a newer version.
             timeout: of the read, in seconds.
 
         Raises:
             QueueError: the queue cannot be asked.
-            TransportError: an error that another version does not mend, such as a wrong secret or rank; the worker's
-                own.
+            TransportError: an error that another version does not mend, such as a wrong secret; the worker's own. The
+                next call tries again.
         """
-        notice = queue.latest(topic, newer_than=self.announced, timeout_s=wait_s)
+        notice = queue.latest(topic)
+        if notice is not None and self._seen is None and notice.version == self._begun_with:
+            self._seen = notice
+        if notice == self._seen:
+            notice = queue.latest(topic, newer_than=self.announced, timeout_s=wait_s) if wait_s > 0 else None
         while notice is not None:
-            self.announced = notice.version
             begun = time.monotonic()
             try:
-                self.take(client, notice.payload, rank, timeout)
+                self._take(client, notice.payload, 0, timeout, "manual")
+            except StaleSlotError as error:  # the trainer was faster: a newer version has been announced meanwhile
+                self._missed(notice, error)
+                newest = queue.latest(topic)
+                notice = None if newest == notice else newest
+            except (LinkError, PayloadLostError, WeightsChecksumError) as error:
+                self._missed(notice, error)
+                return False
+            else:
+                self._seen = notice
                 self.pause_s = time.monotonic() - begun
                 return True
-            except StaleSlotError:  # the trainer was faster: a newer version has been announced meanwhile
-                self.missed += 1
-                notice = queue.latest(topic, newer_than=self.announced)
-            except (LinkError, WeightsChecksumError) as error:
-                self.missed += 1
-                log.warning(
-                    "version %d was not taken, version %d is served on: %s", notice.version, self.version, error
-                )
-                return False
         return False
+
+    def _missed(self, notice: Notice, error: TransportError) -> None:
+        self._seen = notice
+        self.missed += 1
+        log.warning("version %d is missed, version %d is served on: %s", notice.version, self.version, error)
 
     def take(self, client: BlockingClient, notice: bytes, rank: int, timeout: float) -> int:
         """Read, prove and load the version of a notice; returns it.
@@ -207,15 +247,24 @@ class Taker:
             ProtocolError: this is not a notice.
             TransportError: an error of the read; StaleSlotError if a newer version has replaced this one.
         """
+        return self._take(client, notice, rank, timeout, None)
+
+    def _take(self, client: BlockingClient, notice: bytes, rank: int, timeout: float, ack: AckMode | None) -> int:
+        """``ack``: "manual" leaves the version to every other reader; None: as the client does."""
         try:
             found = _decode(notice)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ProtocolError(f"not an offer of a version ({len(notice)} bytes): {error}") from error
-        with client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout) as payload:
+        payload = client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout, ack=ack)
+        try:
             # the slot is for the next version; what a client with ``device=`` has read is in no slot any more
             weights = {
                 name: np.array(array) if isinstance(array, np.ndarray) else array for name, array in payload.items()
             }
+            if ack is None:
+                payload.ack()
+        finally:
+            payload.release()
         arrived = weights_checksum(weights)
         if arrived != found.checksum:
             raise WeightsChecksumError(
