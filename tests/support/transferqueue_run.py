@@ -65,6 +65,13 @@ def main() -> None:
         found["putter killed"] = float(tq.kv_batch_get(keys=KEYS, partition_id="last")["a"].values().sum())
         for partition in ("elsewhere", "again", "last"):
             tq.kv_clear(keys=KEYS, partition_id=partition)
+        some = TensorDict({"b": torch.ones(2, 8)}, batch_size=2)
+        tq.kv_batch_put(keys=KEYS[:2], partition_id="mixed", fields=some)  # the others have a tag only
+        tq.kv_batch_put(keys=KEYS[2:], partition_id="mixed", tags=[{"status": "pending"}] * 2)
+        tq.kv_clear(keys=KEYS, partition_id="mixed")
+        tq.kv_put(key="tag", partition_id="mixed", tag={"status": "finished"})
+        tq.get_client().clear_partition("mixed")
+        found["in use at the end"] = in_use()
         tq.close()
     finally:
         ray.shutdown()

@@ -1,5 +1,5 @@
-"""The storage backend for TransferQueue: its manager with real rings, without a controller. test_run.py
-has the whole of TransferQueue."""
+"""The storage backend for TransferQueue: its manager with real rings, and of the controller the partition only.
+test_run.py has the whole of TransferQueue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pi
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
+from transfer_queue.controller import DataPartitionStatus
 from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from transport.adapters.transferqueue import PayloadTransportStorageManager
 from transport.adapters.transferqueue.manager import _rings
@@ -37,13 +39,30 @@ PUTTER = Path(__file__).resolve().parents[2] / "support" / "transferqueue_putter
 
 
 class Alone(PayloadTransportStorageManager):
-    """A manager that has no controller: what it would tell it is kept."""
+    """A manager whose controller is the one partition that it has here, which other managers may share."""
+
+    partition: DataPartitionStatus
 
     def _connect_to_controller(self) -> None:
-        self.told: list[Any] = []
+        self.partition = DataPartitionStatus("train")
 
-    async def notify_data_update(self, *told: Any) -> None:
-        self.told.append(told)
+    @property
+    def known(self) -> dict[int, dict[str, bytes]]:
+        """What the controller knows: of each sample its places by field."""
+        return self.partition.field_custom_backend_meta
+
+    async def _notify_and_wait(self, request_msg: list[Any]) -> None:
+        await self._answer(request_msg)
+
+    async def _answer(self, message: list[Any]) -> dict[str, Any]:
+        asked = ZMQMessage.deserialize(message)
+        if asked.request_type == ZMQRequestType.NOTIFY_DATA_UPDATE:
+            schema, told = asked.body["field_schema"], asked.body["custom_backend_meta"]
+            indexes = asked.body["global_indexes"]
+            return {"success": self.partition.update_production_status(indexes, [*schema], schema, told)}
+        indexes = sorted(self.partition.global_indexes)
+        places = [self.known.get(index, {}) for index in indexes]
+        return {"metadata": BatchMeta(indexes, ["train"] * len(indexes), _custom_backend_meta=places)}
 
 
 @contextlib.contextmanager
@@ -69,8 +88,8 @@ def meta_of(data: TensorDict, indexes: list[int] | None = None) -> BatchMeta:
     )
 
 
-def put(to: Alone, data: TensorDict) -> BatchMeta:
-    meta = meta_of(data)
+def put(to: Alone, data: TensorDict, indexes: list[int] | None = None) -> BatchMeta:
+    meta = meta_of(data, indexes)
     asyncio.run(to.put_data(data, meta))
     return meta
 
@@ -132,9 +151,7 @@ def test_many_values_share_a_slot_and_their_place_is_short() -> None:
     with manager() as both:
         put(both, data)
         assert slots()[0] == 4  # 640 values
-        told = both.told[0][3]
-        assert {len(place) for known in told.values() for place in known.values()} == {61}
-        assert len(pickle.dumps(told)) < 64 * 10 * 16
+        assert {len(place) for known in both.known.values() for place in known.values()} == {61}
 
 
 def test_any_samples_and_fields_are_got_in_any_order_any_number_of_times() -> None:
@@ -163,6 +180,7 @@ def test_a_slot_is_freed_by_the_clear_of_its_last_sample_in_whichever_process() 
     with manager(samples=3) as both:
         meta = put(both, data)
         other = Alone(SimpleNamespace(id="none", ip="127.0.0.1"), {"serve": False})
+        other.partition = both.partition
         try:
             clear(both, meta.select_samples([0, 4]))
             clear(other, meta.select_samples([1]))
@@ -175,6 +193,25 @@ def test_a_slot_is_freed_by_the_clear_of_its_last_sample_in_whichever_process() 
             assert slots()[0] == 0
         finally:
             other.close()
+
+
+def test_a_clear_frees_what_the_controller_knows_whichever_fields_its_metadata_has() -> None:
+    with manager(samples=2) as both:
+        meta = put(both, TensorDict({"a": torch.ones(4, 8)}, batch_size=4))
+        put(both, TensorDict({"b": torch.ones(2, 8)}, batch_size=2))  # of the first two samples only
+        assert slots()[0] == 3
+        clear(both, meta.select_fields(["a"]).select_samples([0, 1]))
+        assert slots()[0] == 1
+        clear(both, BatchMeta([2, 3], ["train"] * 2))  # as for samples that have no field in common
+        assert slots()[0] == 0
+
+
+def test_a_clear_of_samples_without_values_frees_nothing() -> None:
+    with manager() as both:
+        put(both, TensorDict({"a": torch.ones(4, 8)}, batch_size=4))
+        both.partition.global_indexes.update([4, 5])  # they have tags
+        clear(both, BatchMeta([4, 5], ["train"] * 2))
+        assert slots()[0] == 1
 
 
 def test_a_cleared_sample_is_an_error_that_names_it() -> None:
@@ -199,7 +236,7 @@ def test_a_value_that_is_put_again_frees_the_old_one() -> None:
 def test_rings_grow_by_need_and_empty_ones_make_room() -> None:
     with manager(most_bytes=4 << 20) as both:
         small = put(both, TensorDict({"a": torch.ones(16, 64)}, batch_size=16))
-        large = put(both, TensorDict({"a": torch.ones(1, 400_000)}, batch_size=1))
+        large = put(both, TensorDict({"a": torch.ones(1, 400_000)}, batch_size=1), [16])
         with pytest.raises(RingFullError, match=r"most_bytes=4194304 has no room for more; clear samples"):
             put(both, TensorDict({"a": torch.ones(1, 800_000)}, batch_size=1))
         assert get(both, large)["a"].values().sum() == 400_000
@@ -214,7 +251,7 @@ def test_a_put_that_fails_leaves_nothing_in_the_rings() -> None:
         with pytest.raises(RingFullError):
             put(both, TensorDict({"a": torch.ones(64, 8192)}, batch_size=64))
         assert slots()[0] == 0
-        assert both.told == []
+        assert not both.known
 
 
 def test_a_put_that_is_cancelled_leaves_nothing_in_the_rings() -> None:
@@ -259,8 +296,8 @@ def test_a_place_that_cannot_be_freed_does_not_keep_the_others() -> None:
     data = TensorDict({"a": torch.ones(6, 8)}, batch_size=6)
     with manager(samples=1) as both:
         meta = put(both, data)
-        meta._custom_backend_meta[0]["b"] = b"of another"
-        meta._custom_backend_meta[3]["a"] = b"of another backend"
+        both.known[0]["b"] = b"of another"
+        both.known[3]["a"] = b"of another backend"
         with pytest.raises(TicketError, match="put through another backend"):
             clear(both, meta)
         assert slots()[0] == 1
@@ -303,7 +340,7 @@ def test_what_data_parser_may_not_return_is_refused(wrong: Any) -> None:
     with manager() as both:
         with pytest.raises((TypeError, ValueError), match="data_parser"):
             asyncio.run(both.put_data(data, meta_of(data), lambda _: wrong))
-        assert both.told == []
+        assert not both.known
 
 
 def test_nothing_is_put_for_an_empty_batch_and_a_wrong_size_is_refused() -> None:
@@ -311,7 +348,7 @@ def test_nothing_is_put_for_an_empty_batch_and_a_wrong_size_is_refused() -> None
     with manager() as both:
         with pytest.raises(ValueError, match="4 samples of data, 3 in the metadata"):
             asyncio.run(both.put_data(data, meta_of(data).select_samples([0, 1, 2])))
-        assert both.told == []
+        assert not both.known
 
 
 def test_a_value_of_another_backend_is_refused_with_what_it_is() -> None:
@@ -393,10 +430,9 @@ def saved(tmp_path: Path) -> tuple[Path, TensorDict]:
     data = TensorDict(MIXED, batch_size=7)
     with manager(samples=3) as first:
         meta = put(first, data)
-        told = first.told[0][3]
         clear(first, meta.select_samples([0]))
-        told.pop(0)
-        folder = saved_by_a_controller(tmp_path / "step", told)
+        first.known.pop(0)
+        folder = saved_by_a_controller(tmp_path / "step", first.known)
         asyncio.run(first.save_checkpoint(str(folder)))
     return folder, data
 
@@ -411,6 +447,8 @@ def test_values_are_loaded_by_another_process_any_number_of_times(saved: tuple[P
             got = get(second, meta)
             assert torch.equal(torch.stack(rows(got["float"])), data["float"][1:]) and list(got["text"]) == [*"bcdefg"]
             assert slots()[0] == 3
+            second.partition.global_indexes.update(meta.global_indexes)
+            second.known.update(zip(meta.global_indexes, meta._custom_backend_meta, strict=True))
             clear(second, meta)
             assert slots()[0] == 0  # the sample that was cleared before is cleared
 

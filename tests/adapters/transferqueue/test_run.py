@@ -45,6 +45,7 @@ def test_batches_go_from_process_to_process_and_only_the_first_imports_the_backe
     assert found["in use"] == 0
     assert found["put again"] == 1
     assert found["putter killed"] == 4 * 8  # its listeners outlive it
+    assert found["in use at the end"] == 0
 
 
 @pytest.mark.skipif(

@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import threading
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from transport.errors import (
     ConfigurationError,
     MissingDependencyError,
     PayloadLostError,
+    RefusedError,
     StaleSlotError,
     TransportError,
 )
@@ -37,11 +39,13 @@ from transport.runtime.releases import require_fitting
 
 require_fitting("TransferQueue")
 try:
+    import zmq
     from tensordict import NonTensorStack, TensorDict
     from torch import Tensor
     from transfer_queue.metadata import BatchMeta, extract_field_schema
     from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
     from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
+    from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket
 
     from transport.adapters.transferqueue import checkpoints
     from transport.adapters.transferqueue.gathering import Gathering
@@ -205,10 +209,20 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
 
     # --- clear --------------------------------------------------------------------------------------------------------
     async def clear_data(self, metadata: BatchMeta) -> None:
-        """Free whole samples. A slot is free when all of its samples are cleared, by whichever processes."""
-        if not metadata.field_names:
-            raise ValueError("clear_data() needs metadata with fields: they say where the values are")
-        told = {place for known in metadata._custom_backend_meta for place in known.values()}
+        """Free whole samples. A slot is free when all of its samples are cleared, by whichever processes.
+
+        Where their values are, the controller says: metadata has the fields that were asked for, or that all samples
+        have in common.
+        """
+        samples: dict[str, set[int]] = defaultdict(set)
+        for partition, index in zip(metadata.partition_ids, metadata.global_indexes, strict=True):
+            samples[partition].add(index)
+        told: set[Any] = set()
+        for partition, indexes in samples.items():
+            known = (await self._ask(ZMQRequestType.GET_PARTITION_META, {"partition_id": partition}))["metadata"]
+            if known is not None:
+                rows = zip(known.global_indexes, known._custom_backend_meta, strict=True)
+                told.update(place for index, of in rows if index in indexes for place in of.values())
         failed = await asyncio.get_running_loop().run_in_executor(None, self._free_all, told)
         if failed is not None:
             raise failed
@@ -238,6 +252,27 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
                     self._free(place)
             except TransportError as error:  # the new value is there
                 log.warning("the value that field %r had before was not freed: %s", name, str(error))
+
+    # --- the controller -----------------------------------------------------------------------------------------------
+    async def _ask(self, kind: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
+        """The body of the controller's answer, for which this waits as TransferQueue's clients do."""
+        message = ZMQMessage.create(request_type=kind, sender_id=self.storage_manager_id, body=body).serialize()
+        asked = asyncio.run_coroutine_threadsafe(self._answer(message), self._notify_loop)
+        return await asyncio.wrap_future(asked)
+
+    async def _answer(self, message: list[Any]) -> dict[str, Any]:
+        """RefusedError for an answer that is an error. Runs in the loop that has this manager's sockets."""
+        identity = f"{self.storage_manager_id}-{uuid.uuid4().hex[:8]}".encode()
+        socket = create_zmq_socket(self.zmq_context, zmq.DEALER, self.controller_info.ip, identity=identity)
+        try:
+            socket.connect(self.controller_info.to_addr("request_handle_socket"))
+            await socket.send_multipart(message)
+            answer = ZMQMessage.deserialize(await socket.recv_multipart(copy=False))
+        finally:
+            socket.close(linger=0)
+        if answer.request_type == "REQUEST_ERROR":
+            raise RefusedError(f"TransferQueue's controller answers: {answer.body.get('message')}")
+        return dict(answer.body)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
