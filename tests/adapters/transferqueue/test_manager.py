@@ -19,7 +19,14 @@ from typing import Any
 
 import pytest
 
-from transport.errors import CheckpointDamagedError, PayloadLostError, RingFullError, TicketError, TransportError
+from transport.errors import (
+    CheckpointDamagedError,
+    PayloadLostError,
+    RefusedError,
+    RingFullError,
+    TicketError,
+    TransportError,
+)
 
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
 import numpy as np
@@ -50,9 +57,6 @@ class Alone(PayloadTransportStorageManager):
     def known(self) -> dict[int, dict[str, bytes]]:
         """What the controller knows: of each sample its places by field."""
         return self.partition.field_custom_backend_meta
-
-    async def _notify_and_wait(self, request_msg: list[Any]) -> None:
-        await self._answer(request_msg)
 
     async def _answer(self, message: list[Any]) -> dict[str, Any]:
         asked = ZMQMessage.deserialize(message)
@@ -290,6 +294,16 @@ def test_a_put_that_the_controller_is_not_told_of_leaves_nothing_in_the_rings() 
             asyncio.run(both.put_data(data, meta))
         assert slots()[0] == 0
         assert not any(meta._custom_backend_meta)
+
+
+def test_a_put_that_the_controller_refuses_leaves_what_was_there() -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    with manager() as both:
+        meta = put(both, data)
+        with pytest.raises(RefusedError, match="put its values with the dtype that it has there"):
+            asyncio.run(both.put_data(data.to(torch.bfloat16), meta))
+        assert slots()[0] == 1
+        assert torch.equal(get(both, meta)["a"].values(), torch.ones(32))
 
 
 def test_a_place_that_cannot_be_freed_does_not_keep_the_others() -> None:

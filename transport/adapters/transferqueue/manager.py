@@ -113,6 +113,10 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         """Write the values, and tell the controller where they are.
 
         ``data_parser`` is called here, in the process that puts; what it returns is written.
+
+        Raises:
+            RingFullError: there is no room for them.
+            RefusedError: the controller does not take their metadata; what the samples had before stays.
         """
         size = len(metadata.global_indexes)
         if data.batch_size[0] != size:
@@ -129,7 +133,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             await self.notify_data_update(
                 metadata.partition_ids[0], metadata.global_indexes, extract_field_schema(data), told
             )
-        except Exception:  # it was not sent. A cancelled one may have been: its samples can be cleared
+        except Exception:  # refused, or not sent. A cancelled one may have been taken: its samples can be cleared
             await loop.run_in_executor(None, self._free_all, places)
             raise
         replaced = []
@@ -254,6 +258,14 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
                 log.warning("the value that field %r had before was not freed: %s", name, str(error))
 
     # --- the controller -----------------------------------------------------------------------------------------------
+    async def _notify_and_wait(self, request_msg: list[Any]) -> None:
+        """TransferQueue's notice of a put. Its own does not look into the answer, and returns without one."""
+        if not (await self._answer(request_msg)).get("success"):
+            raise RefusedError(
+                "TransferQueue's controller did not take the metadata of these values; its log says why. A field has "
+                "one dtype in a partition: put its values with the dtype that it has there"
+            )
+
     async def _ask(self, kind: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
         """The body of the controller's answer, for which this waits as TransferQueue's clients do."""
         message = ZMQMessage.create(request_type=kind, sender_id=self.storage_manager_id, body=body).serialize()
