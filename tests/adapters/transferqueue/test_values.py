@@ -26,6 +26,8 @@ leaves = (
     | st.text()
     | st.binary()
     | st.binary().map(bytearray)
+    | st.text().map(np.str_)
+    | st.binary().map(np.bytes_)
 )
 keys = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 values = st.recursive(

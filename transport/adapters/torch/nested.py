@@ -86,6 +86,8 @@ class Apart:
             return self._marked("bytearray", path, bytes(value))
         if kind is np.str_:
             return self._marked("str_", path, str(value))
+        if kind is np.bytes_:
+            return self._marked("bytes_", path, bytes(value))
         if kind in self._names:
             return self._model(value, path)
         of_torch = _of_tensordict(kind)
@@ -323,6 +325,7 @@ _MADE: Final[Mapping[str, Callable[[Together, Any], Any]]] = {
     "array": Together._array,
     "bytearray": lambda _, value: bytearray(value),
     "str_": lambda _, value: np.str_(value),
+    "bytes_": lambda _, value: np.bytes_(value),
     "set": lambda _, items: set(items),
     "frozenset": lambda _, items: frozenset(items),
     "TensorDict": Together._tensordict,
