@@ -24,6 +24,7 @@ from transport.errors import (
     PayloadLostError,
     RefusedError,
     RingFullError,
+    SchemaError,
     TicketError,
     TransportError,
 )
@@ -31,7 +32,7 @@ from transport.errors import (
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue.controller import DataPartitionStatus
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
@@ -134,6 +135,9 @@ MIXED = {
     "text": NonTensorStack(*"abcdefg"),
     "objects": NonTensorStack(*[{"n": n, "pair": (n, {n})} for n in range(7)]),
     "numbers": NonTensorStack(*[2**n for n in (1, 62, 63, 64, 100, 0, 3)]),
+    "words": np.array(["one", "two", "three", "4", "five", "6", "7"]),
+    "bytes": np.array([b"one", b"two", b"", b"4", b"five", b"6", b"7"]),
+    "dicts": np.array([{"n": n} for n in range(7)], dtype=object),
 }
 
 
@@ -148,6 +152,35 @@ def test_what_was_put_is_got(name: str) -> None:
                 assert torch.equal(found, expected)
             else:
                 assert (type(found), found) == (type(expected), expected)
+
+
+def test_tensordicts_are_got_stacked() -> None:
+    inner = TensorDict({"a": torch.arange(14.0).reshape(7, 2), "deep": TensorDict({"b": torch.arange(7)}, [7])}, [7])
+    with manager(samples=3) as both:
+        meta = put(both, TensorDict({"v": inner}, batch_size=7))
+        assert (get(both, meta)["v"] == inner).all()
+        assert (get(both, meta.select_samples([5, 1]))["v"] == inner[[5, 1]]).all()
+
+
+def test_a_nontensordata_is_the_value_of_each_sample() -> None:
+    with manager(samples=3) as both:
+        meta = put(both, TensorDict({"v": NonTensorData("sums", batch_size=[7])}, batch_size=7))
+        assert list(get(both, meta)["v"]) == ["sums"] * 7
+
+
+def test_a_nontensordata_of_a_list_is_its_rows() -> None:
+    with manager(samples=3) as both:
+        meta = put(both, TensorDict({"v": NonTensorData([*range(7)], batch_size=[7])}, batch_size=7))
+        assert list(get(both, meta)["v"]) == [*range(7)]
+
+
+@pytest.mark.parametrize("column", [{1, 2}, [1, 2, 3], torch.tensor(1), [TensorDict({}, []), 1]])
+def test_a_column_that_is_not_of_the_samples_is_refused_by_its_name(column: Any) -> None:
+    data = TensorDict({"a": torch.ones(2, 8)}, batch_size=2)
+    with manager() as both:
+        with pytest.raises(SchemaError, match="'a'"):
+            asyncio.run(both.put_data(data, meta_of(data), lambda _: {"a": column}))
+        assert not both.known
 
 
 def test_many_values_share_a_slot_and_their_place_is_short() -> None:

@@ -1,8 +1,8 @@
 """The values of a get, gathered from slots as they arrive: each is copied once, to where it stands in the result.
 
 A field of tensors becomes what TransferQueue's own backends return: a jagged nested tensor, a dense one for scalars,
-and otherwise a strided one or a NonTensorStack. Where each value goes follows from the shapes that the controller
-knows; where the slots have others, the field is put together again from single tensors.
+and otherwise a strided one or a NonTensorStack. TensorDicts are stacked. Where each value goes follows from the shapes
+that the controller knows; where the slots have others, the field is put together again from single tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from tensordict import NonTensorStack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from transport.adapters.transferqueue.packing import Unpacked, copy_to
 from transport.devices.buffers import BufferPool
@@ -105,6 +105,8 @@ class _Field:
 
     @staticmethod
     def _assembled(values: list[Any]) -> Any:
+        if all(isinstance(value, TensorDictBase) for value in values):
+            return TensorDict.maybe_dense_stack(values)
         if not all(isinstance(value, torch.Tensor) for value in values):
             return NonTensorStack(*values)
         if all(value.dim() == 0 for value in values):

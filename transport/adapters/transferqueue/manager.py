@@ -31,6 +31,7 @@ from transport.errors import (
     MissingDependencyError,
     PayloadLostError,
     RefusedError,
+    SchemaError,
     StaleSlotError,
     TransportError,
 )
@@ -39,8 +40,9 @@ from transport.runtime.releases import require_fitting
 
 require_fitting("TransferQueue")
 try:
+    import numpy as np
     import zmq
-    from tensordict import NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
     from torch import Tensor
     from transfer_queue.metadata import BatchMeta, extract_field_schema
     from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
@@ -115,6 +117,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         ``data_parser`` is called here, in the process that puts; what it returns is written.
 
         Raises:
+            SchemaError: a field is not of these samples, or of what cannot be put.
             RingFullError: there is no room for them.
             RefusedError: the controller does not take their metadata; what the samples had before stays.
         """
@@ -144,7 +147,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
 
     def _put(self, data: TensorDict, size: int, data_parser: Callable[[Any], Any] | None) -> list[bytes]:
         """The encoded place of each sample."""
-        columns = {name: _column(data[name]) for name in sorted(data.keys())}
+        columns = {name: _column(f"field {name!r}", data.get(name), size) for name in sorted(data.keys())}
         if data_parser is not None:
             columns = _parsed(columns, size, data_parser)
         names, values = list(columns), list(columns.values())
@@ -363,11 +366,24 @@ async def _handed_over(put: Callable[[], list[bytes]], free: Callable[[list[byte
         raise
 
 
-def _column(value: Any) -> Any:
-    """A dense tensor with a row for each sample, or a list."""
-    if isinstance(value, Tensor):
-        return value if dense(value) else list(value.unbind())
-    return value.tolist() if isinstance(value, NonTensorStack) else list(value)
+def _column(what: str, value: Any, size: int) -> Any:
+    """A dense tensor with a row for each sample, or a list with a value for each. SchemaError for all else."""
+    if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray):
+        value = list(value.data)  # rows, as for TransferQueue's own backends; a TensorDict makes it of an array of text
+    elif isinstance(value, NonTensorData | NonTensorStack):
+        value = value.tolist()  # of any other NonTensorData its one value for each sample
+    elif isinstance(value, TensorDictBase) or (isinstance(value, Tensor) and not dense(value)):
+        value = list(value.unbind(0))
+    if not isinstance(value, list | Tensor) or (isinstance(value, Tensor) and not value.dim()):
+        raise SchemaError(
+            f"{what} is a {type(value).__name__}: give a tensor, a TensorDict, a NonTensorStack or a list, of as many "
+            f"rows as there are samples ({size}), or a NonTensorData"
+        )
+    if len(value) != size:
+        raise SchemaError(f"{what} has {len(value)} values for {size} samples")
+    if isinstance(value, list) and len({isinstance(each, TensorDictBase) for each in value}) > 1:
+        raise SchemaError(f"{what} has TensorDicts and other values: make all of them TensorDicts, or none")
+    return value
 
 
 def _parsed(columns: dict[str, Any], size: int, data_parser: Callable[[Any], Any]) -> dict[str, Any]:
@@ -378,10 +394,7 @@ def _parsed(columns: dict[str, Any], size: int, data_parser: Callable[[Any], Any
         raise TypeError(f"data_parser returned a {type(parsed).__name__}: return the columns, as a dict")
     if sorted(parsed) != names:
         raise ValueError(f"data_parser was given the fields {names}, and returned {sorted(parsed)}: keep them")
-    for name, column in parsed.items():
-        if len(column) != size:
-            raise ValueError(f"data_parser returned {len(column)} values of field {name!r} for {size} samples")
-    return {name: _column(parsed[name]) for name in names}
+    return {name: _column(f"field {name!r} of data_parser", parsed[name], size) for name in names}
 
 
 def _bytes(value: Any) -> int:
