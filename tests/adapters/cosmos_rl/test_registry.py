@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ with warnings.catch_warnings():  # of what cosmos-rl imports
     from cosmos_rl.utils.trajectory import TensorSpec, build_trajectory_schema
 
 from transport.adapters import cosmos_rl
-from transport.errors import RingFullError, UsageError
+from transport.errors import RingFullError, TransportError, UsageError
 from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
@@ -268,6 +269,32 @@ def test_a_model_parallel_policy_without_ranks_is_refused(transport: Any) -> Non
     worker = Worker(tp_size=2, pp_size=2)
     with pytest.raises(UsageError, match="4 ranks of a model-parallel group"):
         worker._attach_payload_transport()
+
+
+def test_a_rollout_engine_is_closed_while_it_publishes_into_a_full_ring(transport: Any) -> None:
+    context = cosmos_rl.payload_context(SPECS, slots=2, mode="thread")
+    ended: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            while True:
+                context.publish_tensors(trajectory(1))
+        except (TransportError, RuntimeError) as error:
+            ended.append(error)
+
+    def publishing_waits() -> bool:
+        """It has the context's lock, while no slot is free."""
+        if context._lock.acquire(blocking=False):
+            context._lock.release()
+            return False
+        return bool(ring(context).native.state_counts()[0] == 0)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    eventually(publishing_waits, "the ring is full")
+    transport.close_producer(SimpleNamespace(payload_context=context), timeout=0.0)
+    thread.join()
+    assert ended
 
 
 def test_a_context_is_closed_with_its_rollout_engine(transport: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from cosmos_rl.utils.payload_transport import PayloadTransport
 
 from transport.adapters.cosmos_rl.policy import NAME, PREFIX, TicketStrategy
+from transport.adapters.cosmos_rl.rollout import context_of, end_publishing
 from transport.client.blocking import BlockingClient
 from transport.config import configuration
 from transport.errors import TransportError, UsageError
@@ -64,8 +65,9 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
             raise
 
     def close_producer(self, producer: Any, *, timeout: float = 5.0) -> None:
-        """Close the context that a rollout engine keeps as ``payload_context``."""
-        context = getattr(producer, "payload_context", None) or getattr(producer, "_payload_context", None)
+        """Close the context that a rollout engine keeps as ``payload_context``, also while it publishes."""
+        end_publishing(producer, timeout)
+        context = context_of(producer)
         if context is not None:
             context.close(timeout=timeout)
 

@@ -40,6 +40,22 @@ def payload_context(schema: Sequence[Any], *, timeout_s: float | None = None, **
     return PayloadContext(NAME, producer, producer.default_layout)
 
 
+def end_publishing(engine: Any, timeout: float) -> None:
+    """Close the producer of a rollout engine's context, before the context itself is closed.
+
+    A context has its lock while it publishes. Behind a full ring its close would wait until a trainer reads; the end of
+    the ring ends that publishing instead, with ClosedError.
+    """
+    producer = getattr(context_of(engine), "_producer", None)
+    if isinstance(producer, TicketProducer):
+        producer.close(timeout=timeout)
+
+
+def context_of(engine: Any) -> Any:
+    """What a rollout engine keeps as its ``payload_context``, as cosmos-rl looks for it; None: nothing."""
+    return getattr(engine, "payload_context", None) or getattr(engine, "_payload_context", None)
+
+
 class TicketProducer(UCXXRolloutMixin):
     """The producer of a PayloadContext: writes trajectories to the ring and returns references with their tickets."""
 

@@ -22,7 +22,7 @@ from cosmos_rl.utils.trajectory import build_trajectory_schema
 
 from transport.adapters.cosmos_rl.controller import Discarding
 from transport.adapters.cosmos_rl.policy import PREFIX, TicketStrategy
-from transport.adapters.cosmos_rl.rollout import TicketProducer, ring_schema
+from transport.adapters.cosmos_rl.rollout import TicketProducer, end_publishing, ring_schema
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingFullError, SchemaError, StopRequestedError, UsageError
 from transport.packer.options import RingOptions, ServerOptions
@@ -203,6 +203,11 @@ class UCXXReplacement(UCXXPayloadTransport):  # type: ignore[misc]  # cosmos-rl 
 
     def __init__(self, choices: Choices) -> None:
         self.discarding = Discarding(choices.policy)
+
+    def close_producer(self, producer: Any, *, timeout: float = 5.0) -> None:
+        """As cosmos-rl does, also while the rollout engine publishes."""
+        end_publishing(producer, timeout)
+        super().close_producer(producer, timeout=timeout)
 
     def publish_cleanup_for_discarded(self, *, transfer_ids: list[str], config: Any, redis_client: Any) -> int:
         """Free the payloads of rollouts that the controller drops; returns how many were still there."""
