@@ -283,6 +283,20 @@ def test_rings_grow_by_need_and_empty_ones_make_room() -> None:
         assert get(both, again)["a"].values().sum() == 800_000
 
 
+def test_memory_follows_what_is_put_and_not_how_many_sizes_it_has() -> None:
+    with manager(ring_bytes=16 << 20) as both:
+        sizes = [1 << (10 + n) for n in range(8)]
+        for at, size in enumerate(sizes):
+            put(both, TensorDict({"a": torch.ones(1, size)}, batch_size=1), [at])
+        held = [served for rings in _rings.values() for served in rings._rings]
+        assert sum(served.total for served in held) <= 16 << 20
+        before = len(held)
+        for at in range(64):
+            put(both, TensorDict({"a": torch.ones(1, sizes[-1])}, batch_size=1), [len(sizes) + at])
+        held = [served for rings in _rings.values() for served in rings._rings]
+        assert len(held) <= before + 8  # 40 MiB of 64 values, by doubling up to 16 MiB
+
+
 def test_a_put_that_fails_leaves_nothing_in_the_rings() -> None:
     with manager(most_bytes=1 << 20, ring_bytes=1 << 18) as both:
         with pytest.raises(RingFullError):

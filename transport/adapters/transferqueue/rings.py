@@ -1,7 +1,8 @@
 """The rings of a process that puts: made when they are needed, one for each size of slots, and served.
 
 A payload goes to the smallest slot that is free and holds it. Where none is, a ring is made with slots of its size,
-rounded up by a quarter of a power of two at most; rings that are empty make room for it.
+rounded up by a quarter of a power of two at most: a small one for a size that is new, and then as much as the size has.
+Rings that are empty make room for it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ log = logging.getLogger(__name__)
 
 _SMALLEST: Final = 1 << 12
 _MOST_WASTE: Final = 4  # a slot may be so many times larger than its payload
+_FIRST: Final = 16  # the first ring for a size has this part of ring_bytes
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of the backend, ``backend.PayloadTransport`` of TransferQueue's.
 
     Attributes:
-        ring_bytes: of a ring, unless a single put needs more.
+        ring_bytes: of a ring at most, unless a single put needs more. The first ring for a size of payloads has a
+            sixteenth of it, each further one as much as those for that size have together.
         most_bytes: of all rings of a process; None: as much as /dev/shm has.
         samples: in one slot, 1 to 16.
         timeout_s: longest wait for the values of one get.
@@ -127,13 +130,14 @@ class Rings:
             except (RingFullError, ClosedError):  # closed: it was empty, and made room
                 continue
         with self._lock:
-            served = self._make(packed, rest)
+            served = self._make(packed, rest, sum(served.total for served in fitting))
             return served, served.write(packed)
 
-    def _make(self, packed: Packed, rest: list[Packed]) -> _Served:
+    def _make(self, packed: Packed, rest: list[Packed], held_for_size: int) -> _Served:
         slot_bytes = _slot(packed.size)
         needed = sum(each.size <= slot_bytes <= _MOST_WASTE * _slot(each.size) for each in rest)
-        slots = max(needed, min(self._options.ring_bytes // slot_bytes, 1 << 14), 1)
+        total = min(max(held_for_size, self._options.ring_bytes // _FIRST), self._options.ring_bytes)
+        slots = max(needed, min(total // slot_bytes, 1 << 14), 1)
         limit = self._options.most_bytes
         for some in (slots, needed, 1):
             for _ in range(2):
