@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -98,6 +99,20 @@ def test_what_cannot_travel_is_named_and_the_next_state_is_sent() -> None:
             sender.send_checkpoint([1], 1, {"model": {"callback": print}}, TIMEOUT)
         sender.send_checkpoint([1], 2, {"w": 5}, TIMEOUT)
         assert receiver.recv_checkpoint(0, sender.metadata(), 2, TIMEOUT) == {"w": 5}
+
+
+def test_containers_come_back_with_their_class_or_are_refused() -> None:
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [3, 3, 5])
+    kept = {"scheduler": scheduler.state_dict(), "shape": torch.ones(2, 3).shape}
+    with transports() as (sender, receiver):
+        for wrong in (namedtuple("Moments", "mean var")(1, 2), defaultdict(dict)):
+            with pytest.raises(SchemaError, match=r"state\.optimizer: a "):
+                sender.send_checkpoint([1], 1, {"optimizer": wrong}, TIMEOUT)
+        sender.send_checkpoint([1], 2, kept, TIMEOUT)
+        found = receiver.recv_checkpoint(0, sender.metadata(), 2, TIMEOUT)
+    assert found == kept
+    assert type(found["scheduler"]["milestones"]) is Counter
+    assert type(found["shape"]) is torch.Size
 
 
 def test_a_dtensor_needs_a_state_of_its_receiver() -> None:

@@ -14,6 +14,7 @@ transports do, it trusts everybody who can reach its port.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -47,7 +48,7 @@ _LOCAL: Final = "transport.local"  # the key of a dict that stands for a DTensor
 class PayloadTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft is not installed for mypy
     """A transport for torchft's Manager. States are of dicts, lists, tuples, tensors, numbers, text, bytes and None.
 
-    A state is received into new tensors in host memory.
+    A state is received into new tensors in host memory, and with dicts where it had OrderedDicts.
 
     Args:
         timeout: for which a state is offered at most, once training goes on.
@@ -135,15 +136,15 @@ class PayloadTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torch
 
 
 def _plain(value: Any) -> Any:
-    """Of dicts, lists, tuples and tensors in host memory, as they are sent."""
+    """Of dicts, lists, tuples and tensors in host memory, as they are sent; what is of another class stays as it is."""
     if isinstance(value, DTensor):
         return {_LOCAL: _plain(value._local_tensor)}
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if isinstance(value, Mapping):
+    if type(value) in (dict, OrderedDict):  # as a module's state is
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ leaves = (
     | st.binary().map(bytearray)
     | st.text().map(np.str_)
     | st.binary().map(np.bytes_)
+    | st.lists(st.integers(0, 9)).map(Counter)
+    | st.lists(st.integers(0, 9)).map(torch.Size)
 )
 keys = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 values = st.recursive(

@@ -11,6 +11,7 @@ are those of this file, and of the classes that the reader passes.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -82,6 +83,10 @@ class Apart:
             return self._tensor(value, path)
         if isinstance(value, np.ndarray) and value.dtype.kind in f"O{_TEXTS}{_TIMES}":
             return self._array(value, path)
+        if kind is Counter:
+            return self._marked("Counter", path, {key: self.of(each, *path, key) for key, each in value.items()})
+        if kind is torch.Size:
+            return self._marked("Size", path, list(value))
         if kind is bytearray:
             return self._marked("bytearray", path, bytes(value))
         if kind is np.str_:
@@ -323,6 +328,8 @@ _MADE: Final[Mapping[str, Callable[[Together, Any], Any]]] = {
     "nested": Together._nested,
     "jagged": Together._jagged,
     "array": Together._array,
+    "Counter": lambda _, value: Counter(value),
+    "Size": lambda _, value: torch.Size(value),
     "bytearray": lambda _, value: bytearray(value),
     "str_": lambda _, value: np.str_(value),
     "bytes_": lambda _, value: np.bytes_(value),
