@@ -6,7 +6,8 @@
 
 TransferQueue saves the controller before the storage, and loads it after it. So `load` puts the slots into rings of the
 process that loads, and gives the controller's file their new places. The file as it was saved stays beside it, as
-``controller_state.saved.pkl``: a checkpoint can be loaded any number of times.
+``controller_state.saved.pkl``: a checkpoint can be loaded any number of times, one after the other. Between the two the
+new places are in the controller's file: runs that load at the same time need a folder each.
 """
 
 from __future__ import annotations

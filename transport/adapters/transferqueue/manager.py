@@ -304,8 +304,9 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             raise self._lost(unread, []) from unread.error
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Put the saved values into rings of this process, and their places into the controller's state.
+        """Put the saved values into rings of this process, and their places into the controller's state in that folder.
 
+        No other run may load from the folder until the controller has loaded, too.
         Raises CheckpointDamagedError for files that are not as they were saved, and RingFullError; nothing is put then.
         """
 
