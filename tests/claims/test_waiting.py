@@ -35,7 +35,7 @@ import sys
 from transport import SharedRingBuffer
 with SharedRingBuffer.create(slots=1, slot_bytes=8, prefix=sys.argv[1]) as ring:
     print(ring.name, flush=True)
-    sys.stdin.read()
+    sys.stdin.readline()
 """
 
 
@@ -92,8 +92,7 @@ def test_a_trainer_of_another_run_hears_which_runs_are_there(
             assert other not in found.text
         reason_of(queue, Why.NO_RING)
         assert len(said()) == 1
-        assert living.process.stdin is not None
-        living.process.stdin.close()
+        living.tell()
         living.wait()
 
 
