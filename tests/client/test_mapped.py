@@ -17,7 +17,7 @@ import pytest
 from helpers import Child, asynchronous, free, noise, segment_file, serving, until
 from mapped_views import look, states, view
 
-from transport import SharedRingBuffer, Ticket, UCXXClient
+from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient
 from transport.client.mapped import MappedRings
 from transport.client.payload import ReceivedPayload
 from transport.errors import ClosedError, RankError, StaleSlotError, WrongKeyError
@@ -248,6 +248,20 @@ def test_close_acknowledges_nothing_and_detaches_with_the_last_array(ring: Share
     assert sum(owner.alive for owner in ring.native.owners()) == 2
     del unread
     assert states(ring) == (5, 1, 0)
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+@pytest.mark.parametrize("ack", ["on_arrival", "manual"])
+def test_a_closed_clients_acknowledged_payloads_do_not_keep_the_ring_attached(ring: SharedRingBuffer, ack: Any) -> None:
+    with BlockingClient(wire={"mapped"}, ack=ack) as client:
+        payload = client.read(ring.write_raw(noise(100)))
+        assert np.array_equal(payload["data"], noise(100))
+    if ack == "manual":
+        assert payload.ack()
+    payload.release()
+    gc.collect()
+    assert payload.acknowledged
+    assert not payload.ack()
     assert sum(owner.alive for owner in ring.native.owners()) == 1
 
 

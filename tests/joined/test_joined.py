@@ -316,9 +316,10 @@ ack = ReceivedPayload.ack
 
 def counted(self):
     global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
+    if self is not payload:
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
     return ack(self)
 
 ReceivedPayload.ack = counted

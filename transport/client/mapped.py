@@ -99,8 +99,11 @@ class MappedRings:
             self._rings.pop(ring_id).close()
 
     def close(self) -> None:
-        """Detach from every ring; from rings with views in use when the last view and its payload are gone."""
+        """Detach from every ring; from one with views in use when the last view is gone.
+
+        A payload that was not acknowledged keeps such a ring attached, so that it can still be.
+        """
         for ring in self._rings.values():
-            if not ring.native.lent:  # else payloads refer to the ring, to acknowledge
+            if not ring.native.lent:
                 ring.close()
         self._rings.clear()

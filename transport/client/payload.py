@@ -45,7 +45,6 @@ class ReceivedPayload(Mapping[str, Any]):
         "_data",
         "_layout",
         "_schema",
-        "acknowledged",
         "rank",
         "ticket",
         "wire",
@@ -64,16 +63,20 @@ class ReceivedPayload(Mapping[str, Any]):
         self.ticket = ticket
         self.rank = rank
         self.wire: Wire = wire
-        self.acknowledged = False
         self._data: Any = data
         self._arrays: Mapping[str, Any] | None = None
         self._schema = schema
         self._layout = layout  # of some fields only; otherwise it is made when it is asked for
-        self._acknowledge = acknowledge
+        self._acknowledge: Callable[[], bool] | None = acknowledge  # it keeps the ring: forgotten once called
 
     def __repr__(self) -> str:
         state = "released" if self._data is None else "acknowledged" if self.acknowledged else "not acknowledged"
         return f"<ReceivedPayload {self.ticket.name} rank {self.rank} {self.ticket.size} bytes by {self.wire}, {state}>"
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether it was acknowledged through this object."""
+        return self._acknowledge is None
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -147,10 +150,10 @@ class ReceivedPayload(Mapping[str, Any]):
 
     def ack(self) -> bool:
         """Acknowledge: this rank has consumed the payload, and its slot may be reused. False: acknowledged before."""
-        if self.acknowledged:
+        if (acknowledge := self._acknowledge) is None:
             return False
-        accepted = self._acknowledge()
-        self.acknowledged = True
+        accepted = acknowledge()
+        self._acknowledge = None
         return accepted
 
     def release(self) -> None:

@@ -11,13 +11,14 @@ again, and no part that is never freed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from transport.client.blocking import BlockingClient
 from transport.client.client import UCXXClient
 from transport.client.payload import ReceivedPayload, no_field
-from transport.errors import InternalError, PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
+from transport.errors import PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
 from transport.schema import Layout
@@ -47,6 +48,8 @@ class Part(NamedTuple):
 class JoinedPayload(ReceivedPayload):
     """Fields of a payload and of all its parents, by name. Bytes, schema and layout are those of each part alone.
 
+    `ack` acknowledges every part, the payload itself last.
+
     Attributes:
         ticket: of the payload that was asked for.
         parts: the payloads that were read, the one that was asked for first.
@@ -59,10 +62,9 @@ class JoinedPayload(ReceivedPayload):
         first = parts[0]
         self.parts = [part.payload for part in parts if part.payload is not None]
         wire = first.payload.wire if first.payload is not None else self.parts[0].wire
-        super().__init__(first.ticket, first.rank, wire, None, None, _never)
-        self._client = client
-        self._count = len(parts)
         self.to_acknowledge = list(to_acknowledge)
+        super().__init__(first.ticket, first.rank, wire, None, None, partial(_acknowledge, client, self.to_acknowledge))
+        self._count = len(parts)
         self._owners: dict[str, ReceivedPayload] = {}
         for payload in self.parts:
             for name in (each.name for each in payload.layout().placements):
@@ -113,14 +115,6 @@ class JoinedPayload(ReceivedPayload):
 
     def __len__(self) -> int:
         return len(self._owners)
-
-    def ack(self) -> bool:
-        """Acknowledge every part, the payload itself last. False: it was acknowledged before."""
-        accepted = False
-        for part in self.to_acknowledge:
-            accepted = part.ack(self._client)
-        self.acknowledged = True
-        return accepted
 
     def release(self) -> None:
         """Drop the references to the memory of all parts. Idempotent."""
@@ -265,8 +259,12 @@ class _Joining:
                 self.parts[at] = part._replace(payload=None)
 
 
-def _never() -> bool:
-    raise InternalError("a joined payload is acknowledged part by part")
+def _acknowledge(client: UCXXClient | BlockingClient, parts: Sequence[Part]) -> bool:
+    """Acknowledge every part, the payload itself last. False: that one was acknowledged before."""
+    accepted = False
+    for part in parts:
+        accepted = part.ack(client)
+    return accepted
 
 
 def names_parents(client: UCXXClient, ticket: Ticket) -> bool:

@@ -124,9 +124,7 @@ def test_some_fields_are_a_smaller_batch(ring: SharedRingBuffer, client: Blockin
 def test_a_stage_adds_its_tensors(ring: SharedRingBuffer, client: BlockingClient) -> None:
     data = a_batch()
     rolled = ring.write(payload_of(data))
-    with client.read(rolled, fields=("batch.old_log_probs",)) as payload:
-        added = payload["batch.old_log_probs"].copy()
-        payload.acknowledged = True  # the trainer does that
+    added = client.read(rolled, fields=("batch.old_log_probs",))["batch.old_log_probs"].copy()  # the trainer acks
     referenced = ring.write(with_parents({"batch.ref_log_prob": added}, [rolled]))
     with read_joined(client, referenced) as payload:
         back = data_proto_of(payload)
