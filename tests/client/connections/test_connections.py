@@ -84,6 +84,23 @@ async def test_a_link_goes_to_the_longest_waiter_and_not_to_who_gave_it_back() -
         assert links.counts() == (1, 0, 0)
 
 
+@asynchronous
+async def test_a_link_that_is_waited_for_is_not_idle() -> None:
+    few = settings_with(pool_endpoints_per_port=1, pool_endpoints_idle=1)
+    with serving(slots=4, slot_bytes=1000, ports=(0, 0), settings=few) as (ring, server):
+        async with UCXXClient(wire={"tcp"}, ack="manual", settings=few) as client:
+            links, ports = client._links, [("127.0.0.1", port) for port in server.ports]
+            given = [await links.checkout(port, ring.ring_id) for port in ports]
+            tasks = [task for port in ports for task in await waiting(links, port, ring.ring_id, 1)]
+            for link in given:
+                links.checkin(link)
+            assert await asyncio.gather(*tasks) == given
+            for link in given:
+                links.checkin(link)
+            assert links.counts() == (1, 0, 0)
+            assert client.statistics().links_opened == 2
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["link", "place"])
 @asynchronous
 async def test_who_is_cancelled_after_its_turn_came_passes_it_on(broken: bool) -> None:

@@ -72,6 +72,16 @@ def test_beyond_the_bound_on_idle_connections_the_longest_idle_is_closed() -> No
     assert pool.counts() == (4, 0, 0)
 
 
+def test_for_a_connection_that_somebody_waits_for_no_other_one_is_closed() -> None:
+    pool = EndpointPool[str](SMALL)
+    opened(pool, "a", "b", "c")
+    opened(pool, "d", "e", "f", port=THERE)
+    closed = [pool.checkin(name, at, awaited=name in "ef") for at, name in enumerate("abcdef")]
+    assert closed == [[], [], [], [], [], []]
+    assert pool.checkout(THERE, 6.0) == "f"
+    assert pool.checkin("f", 7.0) == ["a", "b"]  # nobody waited for them: the bound holds again
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Every connection is held by exactly one: the pool, a user, or whoever closes it."""
 
@@ -104,12 +114,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.used[self.made] = port
 
     @precondition(lambda self: self.used)
-    @rule(data=st.data())
-    def checkin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), awaited=st.booleans())
+    def checkin(self, data: st.DataObject, awaited: bool) -> None:
         connection = data.draw(st.sampled_from(sorted(self.used)))
         del self.used[connection]
         self.last_use[connection] = self.now
-        self.close(self.pool.checkin(connection, self.now))
+        self.close(self.pool.checkin(connection, self.now, awaited=awaited))
+        assert awaited or self.pool.counts().idle <= SMALL.pool_endpoints_idle
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())

@@ -50,9 +50,9 @@ class EndpointPool(Generic[C]):
     """Connections by (address, port), each handed to one user at a time, the freshest first.
 
     Bounds: ``pool_endpoints_per_port`` connections per port (idle, in use, and being opened together) and
-    ``pool_endpoints_idle`` idle connections over all ports. An idle connection is closed when its last use
-    is longer ago than ``pool_endpoint_max_age_s``, which lies below the listener's idle eviction, so that
-    the client closes first. Owned by one thread.
+    ``pool_endpoints_idle`` idle connections over all ports, beside those that somebody waits for. An idle
+    connection is closed when its last use is longer ago than ``pool_endpoint_max_age_s``, which lies below the
+    listener's idle eviction, so that the client closes first. Owned by one thread.
     """
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
@@ -129,10 +129,11 @@ class EndpointPool(Generic[C]):
         self._in_use[connection] = port
         return connection
 
-    def checkin(self, connection: C, now: float) -> list[C]:
+    def checkin(self, connection: C, now: float, *, awaited: bool = False) -> list[C]:
         """Take a healthy connection back; returns what the caller must close.
 
-        That is the connection itself after ``drain``, or the longest idle one where the bound is reached.
+        That is the connection itself after ``drain``, or the longest idle ones beyond the bound. ``awaited``: somebody
+        waits for a connection of its port, and takes it next; so nothing is closed for it.
         """
         port = self._in_use.pop(connection, None)
         if port is None:
@@ -141,11 +142,10 @@ class EndpointPool(Generic[C]):
             return [connection]
         self._idle[connection] = (port, now)
         self._idle_of.setdefault(port, {})[connection] = None
-        if len(self._idle) <= self._most_idle:
-            return []
-        oldest = next(iter(self._idle))
-        self._take_out(oldest)
-        return [oldest]
+        surplus = [] if awaited else list(self._idle)[: max(0, len(self._idle) - self._most_idle)]
+        for each in surplus:
+            self._take_out(each)
+        return surplus
 
     def _take_out(self, connection: C) -> None:
         port, _ = self._idle.pop(connection, (None, 0.0))
@@ -203,7 +203,6 @@ class EndpointPool(Generic[C]):
         assert not self._idle.keys() & self._in_use.keys(), "a connection is idle and in use"
         last_uses = [last_use for _, last_use in self._idle.values()]
         assert last_uses == sorted(last_uses), "idle connections are out of order"
-        assert len(self._idle) <= self._most_idle, "too many idle connections"
         for port, connections in self._idle_of.items():
             assert list(connections) == [each for each, (owner, _) in self._idle.items() if owner == port]
         assert sum(map(len, self._idle_of.values())) == len(self._idle), "an idle connection of no port"
