@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import msgspec
 import pytest
 from helpers import dead_port, noise, serving, settings_with
 
 from transport import BlockingClient
-from transport.errors import RetriesExhaustedError
+from transport.client.retry import Deadline
+from transport.errors import DeadlineExceededError, RetriesExhaustedError, UnreachableError
 
 pytestmark = pytest.mark.ucx
 
@@ -48,3 +50,30 @@ def test_a_read_makes_its_attempts_and_no_more(
         else:
             assert len(made) == attempts
             assert {port.partition(":")[0] for port in made} == set(hosts)
+
+
+def test_after_the_deadline_not_even_a_first_attempt_is_made() -> None:
+    with serving() as (ring, _), BlockingClient(wire={"tcp"}, settings=QUICK, ack="manual") as client:
+        ticket = ring.write_raw(noise(100))
+        client.read(ticket)  # from then on a connection is idle: an attempt does not wait for one
+        with pytest.raises(DeadlineExceededError):
+            client.read(ticket, timeout=0.0)
+        assert client.statistics().links_idle == 1  # where an attempt is late, its connection is given up
+
+
+def test_a_deadline_that_passes_during_a_pause_does_not_hide_what_failed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remaining = Deadline.remaining
+    monkeypatch.setattr(
+        Deadline, "remaining", lambda deadline, now: remaining(deadline, math.inf if attempts_made(caplog) else now)
+    )
+    with serving() as (ring, _), dead_port() as dead:
+        ticket = msgspec.structs.replace(ring.write_raw(noise(100)), host="elsewhere", ports=(dead,))
+        with (
+            caplog.at_level(logging.INFO),
+            BlockingClient(wire={"tcp"}, settings=QUICK) as client,
+            pytest.raises(DeadlineExceededError) as caught,
+        ):
+            client.read(ticket, timeout=30.0)
+        assert isinstance(caught.value.__cause__, UnreachableError)

@@ -68,7 +68,19 @@ def test_another_healthy_port_is_tried_without_waiting() -> None:
 
 def test_a_pause_beyond_the_deadline_is_not_begun() -> None:
     failure = UnreachableError("slow")
-    with pytest.raises(DeadlineExceededError, match="1 were made, the last failure was: slow") as caught:
+    with pytest.raises(DeadlineExceededError, match="1 failed, the last one with: slow") as caught:
         plan(deadline=Deadline(1.01)).failed(failure, 1.0)
     assert caught.value.__cause__ is failure
     assert not caught.value.retryable  # no outer layer tries again
+
+
+def test_a_deadline_that_passes_later_leaves_the_failure_before_it_as_the_cause() -> None:
+    retry, failure = plan(), UnreachableError("slow")
+    retry.failed(failure, 1.0)
+    with pytest.raises(DeadlineExceededError, match="slow") as caught:
+        retry.failed(DeadlineExceededError("late"), 2.0)
+    assert caught.value.__cause__ is failure
+    first = DeadlineExceededError("late at once")
+    with pytest.raises(DeadlineExceededError) as caught:
+        plan().failed(first, 1.0)
+    assert caught.value is first

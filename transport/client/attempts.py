@@ -129,9 +129,9 @@ class RemoteReads:
         plan: Retry | None = None  # most reads need none
         refused = False  # a port answered in this call that it serves another ring
         while True:
-            deadline.remaining(time.monotonic())
             port = links.next_port(ring, ports)
             try:
+                deadline.remaining(time.monotonic())
                 result = await attempt(port)
             except TransportError as error:
                 if plan is None:

@@ -60,12 +60,13 @@ class Retry:
 
         while True:
             try:
-                return await attempt()
+                return await attempt(deadline.remaining(now()))
             except TransportError as error:
                 pause_s = plan.failed(error, now())
             await asyncio.sleep(pause_s)
 
-    A pause that would end at or after the deadline is not begun: the plan gives up at once.
+    A pause that would end at or after the deadline is not begun: the plan gives up at once. So it does where the
+    deadline passes during a pause or an attempt; with the failure before it, if there was one.
 
     Args:
         what: the operation's object, named by the error that gives up; "": the failures name it.
@@ -87,6 +88,7 @@ class Retry:
         self._deadline = deadline
         self._settings = settings
         self._random = random
+        self._last: TransportError | None = None
         self.failures = 0
 
     def __repr__(self) -> str:
@@ -97,6 +99,8 @@ class Retry:
 
         Raises the error to give up with, whose ``__cause__`` is the last failure where it is not itself that failure.
         """
+        if isinstance(error, DeadlineExceededError) and self._last is not None:
+            raise self._no_time(self._last) from self._last
         self.failures += 1
         if not error.retryable:
             raise error
@@ -107,11 +111,15 @@ class Retry:
             ) from error
         pause_s = 0.0 if elsewhere else backoff(self.failures, self._settings, self._random)
         if self._deadline.passed(now + pause_s):
-            raise DeadlineExceededError(
-                f"{self._what}the deadline leaves no time for another attempt; {self.failures} were made, "
-                f"the last failure was: {error}"
-            ) from error
+            raise self._no_time(error) from error
+        self._last = error.with_traceback(None)  # its frames would keep the memory of the attempt alive
         return pause_s
+
+    def _no_time(self, last: TransportError) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"{self._what}the deadline leaves no time for another attempt; {self.failures} failed, "
+            f"the last one with: {last}"
+        )
 
 
 def attempts_of_read(settings: Settings, places: int) -> int:
