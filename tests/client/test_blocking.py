@@ -95,6 +95,18 @@ def test_what_is_wrong_in_the_client_itself_is_raised_after_what_has_come(
         next(outcomes)
 
 
+def test_payloads_are_acknowledged_discarded_and_asked_about(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    acked, discarded = (ring.write_raw(noise(100, seed)) for seed in range(2))
+    client.read(acked)
+    assert client.ack(acked)
+    assert client.state(discarded) is SlotFate.READABLE
+    assert client.discard(discarded, timeout=15.0)
+    assert not client.discard(discarded)
+    assert client.state(discarded, timeout=15.0) is SlotFate.GONE
+    eventually(lambda: free(ring))
+    assert client.state(acked) is SlotFate.GONE
+
+
 def test_threads_share_a_client(ring: SharedRingBuffer, client: BlockingClient) -> None:
     tickets = [ring.write_raw(noise(70_000, seed)) for seed in range(32)]
     together = threading.Barrier(4)

@@ -17,6 +17,7 @@ from scripted_peer import (
     SECRET,
     SMALL,
     VERSION,
+    WRONG_RING,
     Peer,
     Stage,
     read,
@@ -111,6 +112,19 @@ async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer) -
             assert (first.welcome.tag_base, second.welcome.tag_base) == (5, 6)
             await first.gone()
             assert (await stage.connected()).welcome.tag_base == 5
+
+
+@asynchronous
+async def test_a_client_of_another_ring_is_told_why_and_not_where_this_one_is(ring: SharedRingBuffer) -> None:
+    ring.native.set_ports((13337,))
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        welcome = await peer.greet(ring="0" * 32)
+        assert welcome.code == WRONG_RING
+        assert welcome.reason
+        assert welcome.ports == ()
+        await peer.refused()
+        assert not stage.listener._connections
 
 
 async def challenged(stage: Stage) -> tuple[Peer, Challenge]:

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from helpers import eventually
+from helpers import dead_port, eventually
+from helpers import serving as ring_served
 
 from transport import _ring
 from transport.client.blocking import BlockingClient
@@ -23,6 +24,7 @@ from transport.errors import (
     LinkError,
     PayloadLostError,
     RingError,
+    StaleSlotError,
     StoreError,
     TransportError,
     UnreachableError,
@@ -155,6 +157,28 @@ def test_a_store_that_fails_loses_nothing(store: SQLiteStore) -> None:
     with pytest.raises(PayloadLostError) as lost:
         run(finder.after(TICKET, failure))
     assert lost.value.__cause__ is failure
+
+
+@pytest.mark.ucx
+def test_only_a_failure_to_reach_anybody_asks_the_directory(
+    store: SQLiteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Directory(store)
+    asked: list[str] = []
+    monkeypatch.setattr(directory, "find", asked.append)
+    with (
+        ring_served(slots=2, slot_bytes=100) as (ring, _),
+        dead_port() as dead,
+        BlockingClient(wire={"tcp"}, settings=FAST, directory=directory) as client,
+    ):
+        consumed, elsewhere = ring.write_raw(b"x"), ring.write_raw(b"y")
+        ring.discard(consumed)
+        with pytest.raises(LinkError):
+            client.read(msgspec.structs.replace(elsewhere, ports=(dead,)))
+        assert asked == [ring.ring_id]
+        with pytest.raises(StaleSlotError):
+            client.read(consumed)
+        assert asked == [ring.ring_id]
 
 
 # --- real processes ----------------------------------------------------------------------------------

@@ -78,6 +78,15 @@ def test_a_ring_that_cannot_be_reached_is_left_alone_for_twice_as_long_each_time
     assert pauses[-1] == DEFAULTS.ack_timeout_s
 
 
+def test_an_answer_confirms_earlier_messages_and_no_later_ones() -> None:
+    ledger = ledger_of(1, 2, 3)
+    for number in (1, 2, 3):
+        ledger.sent("link", number, ledger.take("ring", 1))
+    ledger.answered("other link", 9)
+    ledger.answered("link", 2)
+    assert [ledger.contains(("ring", slot, 1), 0) for slot in (1, 2, 3)] == [False, False, True]
+
+
 def test_an_answer_ends_the_patience_with_a_ring() -> None:
     ledger = ledger_of(1)
     ledger.unreachable("ring", 0.0)

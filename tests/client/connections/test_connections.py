@@ -147,6 +147,22 @@ async def test_waiters_are_told_that_the_client_closes() -> None:
 
 # --- whatever happens, links come back -------------------------------------------------------------------
 @asynchronous
+async def test_a_read_that_is_cancelled_gives_up_its_link_and_returns_the_place() -> None:
+    with serving(slots=4, slot_bytes=1000, settings=ONE_PLACE) as (ring, server):
+        tickets = [ring.write_raw(noise(500, seed)) for seed in range(2)]
+        async with UCXXClient(wire={"tcp"}, settings=ONE_PLACE) as client:
+            await client.read(tickets[0])
+            with stalled(server):
+                reading = asyncio.create_task(client.read(tickets[1]))
+                await until(lambda: client.statistics().links_in_use == 1)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                assert reading.cancelled()
+                assert client._links.counts() == (0, 0, 0)  # what still comes through it belongs to nobody
+            assert np.array_equal((await client.read(tickets[1]))["data"], noise(500, 1))
+
+
+@asynchronous
 async def test_an_acknowledgement_for_a_rank_that_does_not_exist_is_refused() -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, _):
         async with UCXXClient(wire={"tcp"}, ack="manual") as client:
