@@ -230,7 +230,7 @@ class Worker:
 
 @pytest.fixture
 def ring_name() -> Iterator[str]:
-    name = f"/transport-rollout-test-{secrets.token_hex(8)}"
+    name = f"/transport-rollout-test-{secrets.token_hex(8)}"  # as `setup_ucxx` names it
     yield name
     with contextlib.suppress(RingError):  # a worker that ended in order has removed it
         _ring.Ring.unlink_if_dead(name)
