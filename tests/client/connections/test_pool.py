@@ -76,7 +76,7 @@ def test_for_a_connection_that_somebody_waits_for_no_other_one_is_closed() -> No
     pool = EndpointPool[str](SMALL)
     opened(pool, "a", "b", "c")
     opened(pool, "d", "e", "f", port=THERE)
-    closed = [pool.checkin(name, at, awaited=name in "ef") for at, name in enumerate("abcdef")]
+    closed = [pool.checkin(name, at, awaited={HERE}) for at, name in enumerate("abcdef")]
     assert closed == [[], [], [], [], [], []]
     assert pool.checkout(THERE, 6.0) == "f"
     assert pool.checkin("f", 7.0) == ["a", "b"]  # nobody waited for them: the bound holds again
@@ -114,13 +114,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.used[self.made] = port
 
     @precondition(lambda self: self.used)
-    @rule(data=st.data(), awaited=st.booleans())
-    def checkin(self, data: st.DataObject, awaited: bool) -> None:
+    @rule(data=st.data(), awaited=st.sets(st.sampled_from([HERE, THERE])))
+    def checkin(self, data: st.DataObject, awaited: set[tuple[str, int]]) -> None:
         connection = data.draw(st.sampled_from(sorted(self.used)))
         del self.used[connection]
         self.last_use[connection] = self.now
         self.close(self.pool.checkin(connection, self.now, awaited=awaited))
-        assert awaited or self.pool.counts().idle <= SMALL.pool_endpoints_idle
+        idle = sum(self.pool.counts(port).idle for port in {HERE, THERE} - awaited)
+        assert idle <= SMALL.pool_endpoints_idle
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())

@@ -291,7 +291,7 @@ class Links:
         if not link.usable:
             self.break_off(link)
             return
-        surplus = self._pool.checkin(link, time.monotonic(), awaited=link.port in self._turns)
+        surplus = self._pool.checkin(link, time.monotonic(), awaited=self._turns)
         self._came_back(link.port)
         self._break_off_all(surplus)
 

@@ -14,7 +14,7 @@ afterwards, shielded from cancellation. How a caller gets a connection:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from transport.errors import InternalError, UsageError
@@ -129,11 +129,11 @@ class EndpointPool(Generic[C]):
         self._in_use[connection] = port
         return connection
 
-    def checkin(self, connection: C, now: float, *, awaited: bool = False) -> list[C]:
+    def checkin(self, connection: C, now: float, awaited: Container[PortKey] = ()) -> list[C]:
         """Take a healthy connection back; returns what the caller must close.
 
-        That is the connection itself after ``drain``, or the longest idle ones beyond the bound. ``awaited``: somebody
-        waits for a connection of its port, and takes it next; so nothing is closed for it.
+        That is the connection itself after ``drain``, or the longest idle ones beyond the bound. ``awaited``: ports
+        whose connections somebody waits for, and takes next: they are not idle.
         """
         port = self._in_use.pop(connection, None)
         if port is None:
@@ -142,7 +142,10 @@ class EndpointPool(Generic[C]):
             return [connection]
         self._idle[connection] = (port, now)
         self._idle_of.setdefault(port, {})[connection] = None
-        surplus = [] if awaited else list(self._idle)[: max(0, len(self._idle) - self._most_idle)]
+        if len(self._idle) <= self._most_idle:
+            return []
+        idle = [each for each, (owner, _) in self._idle.items() if owner not in awaited]
+        surplus = idle[: max(0, len(idle) - self._most_idle)]
         for each in surplus:
             self._take_out(each)
         return surplus
