@@ -287,11 +287,11 @@ def _link_bytes(case: Case, sent: int) -> int:
         [shard_model.trained(case.size, rank, case.senders) for rank in range(case.senders)],
         [shard_model.served(case.size, rank % case.tp, case.tp) for rank in range(case.replicas)],
     )
-    sent, wanted = Counter[int](), Counter[int]()
+    out, wanted = Counter[int](), Counter[int]()
     for part in plan:
-        sent.update({stream.sender: stream.nbytes for stream in part.streams})
+        out.update({stream.sender: stream.nbytes for stream in part.streams})
         wanted.update(dict.fromkeys(part.receivers, part.nbytes))
-    return max(*sent.values(), *wanted.values())
+    return max(*out.values(), *wanted.values())
 
 
 async def _update(
