@@ -13,7 +13,7 @@ import pytest
 from helpers import Child
 
 from transport import BlockingClient, Schema, SharedRingBuffer
-from transport.errors import QueueUnavailableError, UsageError, WeightsChecksumError
+from transport.errors import ClosedError, QueueUnavailableError, SchemaError, UsageError, WeightsChecksumError
 from transport.queue import open_queue
 from transport.ring.attachment import remove_dead
 from transport.weights import Offers, ReferenceWorker, Taker, offer
@@ -108,47 +108,55 @@ def test_a_version_that_was_replaced_or_is_damaged_is_missed(place: str, caplog:
     np.testing.assert_array_equal(worker.weights["a"], weights_of(2)["a"])
 
 
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(place: str, wire: Any) -> None:
-    """One takes many versions, one the last, one none."""
-    takers = [Taker(ReferenceWorker("own")) for _ in range(3)]
+@pytest.fixture
+def wire() -> str:
+    return "mapped"
+
+
+@pytest.fixture
+def offered(place: str, wire: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Offers, BlockingClient]]:
+    """With as few slots as for large versions."""
+    monkeypatch.setattr("transport.weights.offers._SMALL_BYTES", 0)
     with (
         open_queue(place) as queue,
         Offers(SCHEMA, queue) as offers,
         BlockingClient(schemas=[SCHEMA], wire=wire) as client,
     ):
-        for version in range(20):
-            offers.publish(weights_of(version), version)
-            if version % 3 == 0:
-                assert takers[0].follow(queue, client)
-        for taker in takers[:2]:
-            assert taker.follow(queue, client)
-            assert taker.version == 19
-            worker = taker.worker
-            assert isinstance(worker, ReferenceWorker)
-            np.testing.assert_array_equal(worker.weights["a"], weights_of(19)["a"])
-        assert queue.claim(1, consumer="trainer") == []  # weights are no payloads
-        assert Taker(ReferenceWorker("own")).follow(queue, client)  # of a replica that is started again
+        yield queue, offers, client
 
 
-def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(place: str) -> None:
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(offered: Any) -> None:
+    """One takes many versions, one the last, one begins again."""
+    queue, offers, client = offered
+    takers = [Taker(ReferenceWorker("own")) for _ in range(2)]
+    for version in range(20):
+        offers.publish(weights_of(version), version)
+        if version % 3 == 0:
+            assert takers[0].follow(queue, client)
+    for taker in (*takers, Taker(ReferenceWorker("own"))):
+        assert taker.follow(queue, client)
+        assert taker.version == 19
+        worker = taker.worker
+        assert isinstance(worker, ReferenceWorker)
+        np.testing.assert_array_equal(worker.weights["a"], weights_of(19)["a"])
+    assert queue.claim(1, consumer="trainer") == []  # weights are no payloads
+
+
+def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(offered: Any) -> None:
+    queue, offers, client = offered
     taker = Taker(ReferenceWorker("own"))
-    with (
-        open_queue(place) as queue,
-        Offers(SCHEMA, queue) as offers,
-        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
-    ):
-        offers.publish(weights_of(5), 5)
-        for version in (5, 4):
-            with pytest.raises(UsageError):
-                offers.publish(weights_of(version), version)
-        assert taker.follow(queue, client)
-        assert taker.version == 5
-        offers.publish(weights_of(6), 6)
-        assert taker.follow(queue, client)
+    offers.publish(weights_of(5), 5)
+    for version in (5, 4) * 4:
+        with pytest.raises(UsageError):
+            offers.publish(weights_of(version), version)
+    assert taker.follow(queue, client)
+    assert taker.version == 5
+    offers.publish(weights_of(6), 6)
+    assert taker.follow(queue, client)
 
 
-def test_a_version_is_tried_again_where_taking_it_was_interrupted(place: str) -> None:
+def test_a_version_is_tried_again_where_taking_it_was_interrupted(offered: Any) -> None:
     class Interrupted(ReferenceWorker):
         def load(self, weights: Any, version: int) -> Any:
             if not self.weights:
@@ -156,40 +164,52 @@ def test_a_version_is_tried_again_where_taking_it_was_interrupted(place: str) ->
                 raise KeyboardInterrupt
             return super().load(weights, version)
 
+    queue, offers, client = offered
     taker = Taker(Interrupted("own"))
-    with (
-        open_queue(place) as queue,
-        Offers(SCHEMA, queue) as offers,
-        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
-    ):
-        offers.publish(weights_of(1), 1)
-        with pytest.raises(KeyboardInterrupt):
-            taker.follow(queue, client)
-        assert (taker.version, taker.missed) == (-1, 0)
-        assert taker.follow(queue, client)
-        assert taker.version == 1
+    offers.publish(weights_of(1), 1)
+    with pytest.raises(KeyboardInterrupt):
+        taker.follow(queue, client)
+    assert (taker.version, taker.missed) == (-1, 0)
+    assert taker.follow(queue, client)
+    assert taker.version == 1
 
 
 def test_the_version_on_offer_stays_while_no_other_can_be_announced(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    offered: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    queue, offers, client = offered
     taker = Taker(ReferenceWorker("own"))
-    with (
-        open_queue(place) as queue,
-        Offers(SCHEMA, queue) as offers,
-        BlockingClient(schemas=[SCHEMA], wire="mapped") as client,
-    ):
-        offers.publish(weights_of(1), 1)
-        with monkeypatch.context() as away:
-            away.setattr(queue, "announce", lambda *_: (_ for _ in ()).throw(QueueUnavailableError("away")))
-            for version in range(2, 12):
-                with pytest.raises(QueueUnavailableError):
-                    offers.publish(weights_of(version), version)
-        assert taker.follow(queue, client)
-        assert taker.version == 1
-        offers.publish(weights_of(12), 12)
-        assert taker.follow(queue, client)
-        assert taker.version == 12
+    offers.publish(weights_of(1), 1)
+    with monkeypatch.context() as away:
+        away.setattr(queue, "announce", lambda *_: (_ for _ in ()).throw(QueueUnavailableError("away")))
+        for version in range(2, 12):
+            with pytest.raises(QueueUnavailableError):
+                offers.publish(weights_of(version), version)
+    assert taker.follow(queue, client)
+    assert taker.version == 1
+    offers.publish(weights_of(12), 12)
+    assert taker.follow(queue, client)
+    assert taker.version == 12
+
+
+def test_a_wrong_call_leaves_the_version_on_offer(offered: Any) -> None:
+    queue, offers, client = offered
+    offers.publish(weights_of(1), 1)
+    for _ in range(8):
+        with pytest.raises(TypeError):
+            offers.publish(weights_of(2), "2")
+        with pytest.raises(SchemaError):
+            offers.publish({"a": np.zeros(5, np.float32)}, 2)
+    taker = Taker(ReferenceWorker("own"))
+    assert taker.follow(queue, client)
+    assert taker.version == 1
+    offers.close()
+    offers.close()
+    with pytest.raises(ClosedError):
+        offers.publish(weights_of(3), 3)
+    client.close()
+    with pytest.raises(ClosedError):
+        Taker(ReferenceWorker("own")).follow(queue, client)
 
 
 def test_a_trainer_that_begins_again_may_offer_smaller_versions(place: str) -> None:

@@ -310,9 +310,8 @@ class FoundRings(TicketQueue):
         """See `TicketQueue.finished`. At addresses the ring that each of them served last is expected to end.
 
         A killed rollout has not ended: another one is expected in its place. Without addresses or ``expected_rollouts``
-        its ring keeps this False, unless a rollout of the same name ends on this host.
-        The ends of an earlier start of a job with the same directory
-        count as those of its own: where no others are known, a warning says so.
+        its ring keeps this False, unless a rollout of the same name ends on this host. The ends of an earlier start of
+        a job with the same directory count as those of its own: where no others are known, a warning says so.
         """
         self._check_open()
         ended, living = self._ends(mapped=self._maps)

@@ -35,7 +35,6 @@ from transport.errors import (
     PayloadLostError,
     ProtocolError,
     StaleSlotError,
-    TransportError,
     UsageError,
     WeightsChecksumError,
 )
@@ -221,23 +220,21 @@ class Taker:
             begun = time.monotonic()
             try:
                 self._take(client, notice.payload, 0, timeout, "manual")
-            except StaleSlotError as error:  # the trainer was faster: a newer version has been announced meanwhile
-                self._missed(notice, error)
-                newest = queue.latest(topic)
-                notice = None if newest == notice else newest
-            except (LinkError, PayloadLostError, WeightsChecksumError) as error:
-                self._missed(notice, error)
-                return False
+            except (StaleSlotError, LinkError, PayloadLostError, WeightsChecksumError) as error:
+                self._seen = notice
+                self.missed += 1
+                newest = queue.latest(topic) if isinstance(error, StaleSlotError) else notice
+                if newest == notice:
+                    log.warning(
+                        "version %d is missed, version %d is served on: %s", notice.version, self.version, error
+                    )
+                    return False
+                notice = newest  # the trainer was faster
             else:
                 self._seen = notice
                 self.pause_s = time.monotonic() - begun
                 return True
         return False
-
-    def _missed(self, notice: Notice, error: TransportError) -> None:
-        self._seen = notice
-        self.missed += 1
-        log.warning("version %d is missed, version %d is served on: %s", notice.version, self.version, error)
 
     def take(self, client: BlockingClient, notice: bytes, rank: int, timeout: float) -> int:
         """Read, prove and load the version of a notice; returns it.
