@@ -333,7 +333,7 @@ class FoundRings(TicketQueue):
             log.warning(
                 "finished without a payload: every rollout that %r know (%d) had ended before this process looked, the "
                 "last one %.0f s ago. A job that is started again needs a new run name (run=…) or a new file: these "
-                "ends count as those of its own rollouts, whose payloads nobody then takes",
+                "ends count as those of its own rollouts, and the payloads of these are not taken",
                 self.places,
                 len(ended),
                 max(0.0, time.time() - max(before[ring] for ring in ended)),

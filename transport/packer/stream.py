@@ -81,7 +81,7 @@ class BatchStream:
             if batch is None:
                 return None
             for item in batch.failures:
-                if isinstance(item.error, SchemaError):  # later batches have the same, and nobody looks at failures
+                if isinstance(item.error, SchemaError):  # later batches have the same, and the caller sees no failures
                     self.packer.abandon(batch)
                     raise item.error
             try:

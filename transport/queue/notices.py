@@ -2,7 +2,7 @@
 
 A notice on one host is a payload of a ring that overwrites its oldest. Readers observe that ring: they hold no owner
 place of it, and nothing they do delays the announcer. So the ring's owners are those who announced, and the notice ends
-with the last of them, however that ends: nobody is given it any more, and the next announcement makes the ring anew.
+with the last of them, however that ends: `latest` returns it no more, and the next announcement makes the ring anew.
 """
 
 from __future__ import annotations

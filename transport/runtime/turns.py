@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Those that wait are served one after the other, who has waited longest first. Belongs to one loop.
+    """Serves tasks that wait one after the other, the longest wait first. Belongs to one loop.
 
-    Who is told that something came back takes it by itself. So nothing is lost with who stops waiting: the next in the
-    line is told.
+    A task that is told that something came back takes it by itself. So a task that stops waiting loses nothing: the
+    next in the line is told.
     """
 
     def __init__(self) -> None:
         self._line: deque[asyncio.Future[None]] = deque()  # done: it was told
-        # Invariant: 0 where somebody in the line was not told.
+        # Invariant: 0 while a task in the line has not been told.
         self._untold = 0  # came back when all in the line had been told
 
     @property
     def waiting(self) -> int:
-        """How many are in the line. Who must not overtake them waits behind them."""
+        """How many are in the line. A task that must not overtake them waits behind them."""
         return len(self._line)
 
     async def wait(self, take: Callable[[], T | None]) -> T:
