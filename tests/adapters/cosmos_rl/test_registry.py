@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_ring import closed_while_it_publishes
 from helpers import eventually, free
 
 if importlib.util.find_spec("cosmos_rl") is None or importlib.util.find_spec("torch") is None:
@@ -29,7 +29,7 @@ with warnings.catch_warnings():  # of what cosmos-rl imports
     from cosmos_rl.utils.trajectory import TensorSpec, build_trajectory_schema
 
 from transport.adapters import cosmos_rl
-from transport.errors import RingFullError, TransportError, UsageError
+from transport.errors import RingFullError, UsageError
 from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
@@ -273,28 +273,7 @@ def test_a_model_parallel_policy_without_ranks_is_refused(transport: Any) -> Non
 
 def test_a_rollout_engine_is_closed_while_it_publishes_into_a_full_ring(transport: Any) -> None:
     context = cosmos_rl.payload_context(SPECS, slots=2, mode="thread")
-    ended: list[BaseException] = []
-
-    def generate() -> None:
-        try:
-            while True:
-                context.publish_tensors(trajectory(1))
-        except (TransportError, RuntimeError) as error:
-            ended.append(error)
-
-    def publishing_waits() -> bool:
-        """It has the context's lock, while no slot is free."""
-        if context._lock.acquire(blocking=False):
-            context._lock.release()
-            return False
-        return bool(ring(context).native.state_counts()[0] == 0)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    eventually(publishing_waits, "the ring is full")
-    transport.close_producer(SimpleNamespace(payload_context=context), timeout=0.0)
-    thread.join()
-    assert ended
+    closed_while_it_publishes(transport, context, lambda: context.publish_tensors(trajectory(1)))
 
 
 def test_a_context_is_closed_with_its_rollout_engine(transport: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import threading
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_ring import closed_while_it_publishes
 from helpers import eventually, free
 
 if importlib.util.find_spec("cosmos_rl") is None or importlib.util.find_spec("torch") is None:
@@ -32,7 +32,7 @@ with warnings.catch_warnings():  # of what cosmos-rl imports
 
 from transport.adapters import cosmos_rl
 from transport.adapters.cosmos_rl.policy import PREFIX
-from transport.errors import ConfigurationError, RingFullError, SchemaError, TransportError, UsageError
+from transport.errors import ConfigurationError, RingFullError, SchemaError, UsageError
 from transport.ticket import Ticket
 
 pytestmark = [pytest.mark.ucx, pytest.mark.adapters("cosmos_rl")]
@@ -237,28 +237,7 @@ def test_a_schema_too_large_for_a_ticket_is_given_to_the_call() -> None:
 def test_a_rollout_engine_is_closed_while_it_publishes_into_a_full_ring() -> None:
     transport = cosmos_rl.replace_ucxx(rollout=ROLLOUT, timeout_s=None)
     context = created(config=UCXXBufferConfig(max_entries=2))
-    ended: list[BaseException] = []
-
-    def generate() -> None:
-        try:
-            while True:
-                rollout(context, 1)
-        except (TransportError, RuntimeError) as error:
-            ended.append(error)
-
-    def publishing_waits() -> bool:
-        """It has the context's lock, while no slot is free."""
-        if context._lock.acquire(blocking=False):
-            context._lock.release()
-            return False
-        return bool(ring(context).native.state_counts()[0] == 0)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    eventually(publishing_waits, "the ring is full")
-    transport.close_producer(SimpleNamespace(payload_context=context), timeout=0.0)
-    thread.join()
-    assert ended
+    closed_while_it_publishes(transport, context, lambda: rollout(context, 1))
 
 
 def test_a_trajectory_of_another_schema_is_one_line(context: PayloadContext) -> None:
