@@ -43,17 +43,17 @@ class _Store(MemoryStore):
     away_until = 0.0
     world: Any = None
 
-    def get_many(self, keys: Any) -> Any:
+    def _get_many(self, keys: Any) -> Any:
         self._look()
-        return super().get_many(keys)
+        return super()._get_many(keys)
 
-    def put_many(self, changes: Any) -> Any:
+    def _put_many(self, changes: Any) -> Any:
         self._look()
-        return super().put_many(changes)
+        return super()._put_many(changes)
 
-    def renew(self, leases: Any, lease_s: float) -> Any:
+    def _renew(self, leases: Any, lease_s: float) -> Any:
         self._look()
-        return super().renew(leases, lease_s)
+        return super()._renew(leases, lease_s)
 
     def _look(self) -> None:
         if self.world.now < self.away_until:

@@ -288,15 +288,15 @@ class Away(MemoryStore):
         self.answers = threading.Event()
         self.answers.set()
 
-    def get_many(self, keys: Any) -> Any:
+    def _get_many(self, keys: Any) -> Any:
         if self.away:
             raise StoreUnavailableError("the store is away")
         self.answers.wait()
-        return super().get_many(keys)
+        return super()._get_many(keys)
 
-    def renew(self, leases: Any, lease_s: float) -> Any:
+    def _renew(self, leases: Any, lease_s: float) -> Any:
         self.answers.wait()
-        return super().renew(leases, lease_s)
+        return super()._renew(leases, lease_s)
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -124,8 +124,19 @@ def test_a_server_that_moved_or_was_forgotten_is_published_again(store: SQLiteSt
 
 def test_a_record_that_is_none_is_an_error_and_no_answer(store: SQLiteStore) -> None:
     store.put(f"servers/{RING}", b"\xc1")
-    with pytest.raises(StoreError, match="malformed directory record"):
+    with pytest.raises(StoreError, match=f"servers/{RING}"):
         Directory(store).find(RING)
+
+
+def test_a_record_that_cannot_be_read_hides_itself_alone(store: SQLiteStore) -> None:
+    directory = Directory(store)
+    other = "cd" * 16
+    directory.publish(Serving(ring=other, host="h", addresses=("10.0.0.1",), ports=(7001,)))
+    directory.end("ef" * 16, b"f" * 16)
+    for key in (f"servers/{RING}", f"ended/{RING}"):
+        store.put(key, b'"\xff"')
+    assert [serving.ring for serving in directory.all()] == [other]
+    assert list(directory.ended()) == ["ef" * 16]
 
 
 # --- decisions ---------------------------------------------------------------------------------------

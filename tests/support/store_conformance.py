@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from queue_waits import in_thread
 
@@ -440,7 +441,21 @@ class StoreConformance:
                 store.renew({}, lease_s)
         with pytest.raises(UsageError, match="occurs twice"):
             store.put_many([Change("a", b"1"), Change("a", b"2")])
+        for wrong in ("text", 5):
+            with pytest.raises(UsageError, match="give bytes"):
+                store.put("a", wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="give several"):
+            store.get_many("ab")
+        with pytest.raises(TypeError):
+            store.add("a", 1.5)  # type: ignore[arg-type]
         assert store.scan("") == {}
+
+    def test_arguments_that_are_read_once_are_taken_as_lists_are(self, store: Store) -> None:
+        assert store.put_many(Change(key, bytearray(b"1")) for key in ("a", "b")) is not None
+        assert [entry and entry.value for entry in store.get_many(key for key in ("a", "c", "b"))] == [b"1", None, b"1"]
+        store.delete_all(key for key in ("a", "b"))
+        assert store.scan("") == {}
+        assert store.add("n", np.int64(2)) == 2  # type: ignore[arg-type]
 
     # --- the end ---------------------------------------------------------------------------------
     def test_close_ends_a_watch(self, store: Store) -> None:

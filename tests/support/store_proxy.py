@@ -23,22 +23,22 @@ class StoreProxy(Store):
         """Make this call; ``changes``: what it writes, empty of counters and leases; None: it reads."""
         return call()
 
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+    def _get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         return self.call(lambda: self.inner.get_many(keys))  # type: ignore[no-any-return]
 
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
+    def _scan(self, prefix: str) -> Mapping[str, Entry]:
         return self.call(lambda: self.inner.scan(prefix))  # type: ignore[no-any-return]
 
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+    def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
         return self.call(lambda: self.inner.put_many(changes), changes)  # type: ignore[no-any-return]
 
-    def add(self, key: str, amount: int = 1) -> int:
+    def _add(self, key: str, amount: int) -> int:
         return self.call(lambda: self.inner.add(key, amount), ())  # type: ignore[no-any-return]
 
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+    def _renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
         return self.call(lambda: self.inner.renew(leases, lease_s), ())  # type: ignore[no-any-return]
 
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+    def _watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         return self.call(lambda: self.inner.watch(key, version, timeout_s))  # type: ignore[no-any-return]
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from transport.claims.rings import FoundRings
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
-from transport.store.base import RECHECK_S, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
+from transport.store.base import RECHECK_S, Change, Entry, Store
 from transport.store.directory import Directory
 from transport.store.memory import MemoryStore
 
@@ -161,27 +161,24 @@ class RayStore(Store):
             how = "is gone, with its node or its last handle" if isinstance(error, RayActorError) else "cannot be asked"
             raise StoreUnavailableError(f"directory actor {self._name!r} {how}: {error}") from None
 
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        return [_entry(row) for row in self._ask("get_many", [check_key(key) for key in keys])]
+    def _get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        return [_entry(row) for row in self._ask("get_many", list(keys))]
 
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        return {key: Entry(value, version) for key, value, version in self._ask("scan", check_prefix(prefix))}
+    def _scan(self, prefix: str) -> Mapping[str, Entry]:
+        return {key: Entry(value, version) for key, value, version in self._ask("scan", prefix)}
 
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        rows = [(each.key, _bytes(each.value), each.expected, each.lease_s) for each in check_changes(changes)]
-        versions: list[int] | None = self._ask("put_many", rows)
+    def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        versions: list[int] | None = self._ask("put_many", [tuple(change) for change in changes])
         return versions
 
-    def add(self, key: str, amount: int = 1) -> int:
-        value: int = self._ask("add", check_key(key), amount)
+    def _add(self, key: str, amount: int) -> int:
+        value: int = self._ask("add", key, amount)
         return value
 
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        check_lease(lease_s)
-        return set(self._ask("renew", {check_key(key): version for key, version in leases.items()}, lease_s))
+    def _renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        return set(self._ask("renew", dict(leases), lease_s))
 
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        check_key(key)
+    def _watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         give_up = time.monotonic() + timeout_s
         while True:
             left_s = give_up - time.monotonic()
@@ -213,10 +210,6 @@ def _entry(row: _Row | None) -> Entry | None:
 
 def _row(entry: Entry | None) -> _Row | None:
     return None if entry is None else (entry.value, entry.version)
-
-
-def _bytes(value: bytes | None) -> bytes | None:
-    return None if value is None else bytes(value)
 
 
 def _check_initialised() -> None:

@@ -15,11 +15,13 @@ bytes, at most ``MOST_VALUE_BYTES``.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from transport.errors import UsageError
+from transport.runtime.arguments import seconds, several
 from transport.runtime.decoders import hiding
 from transport.storage.notify import Waking, wait_for
 
@@ -62,16 +64,16 @@ class Store(abc.ABC):
         return None
 
     def get(self, key: str) -> Entry | None:
-        """The record, or None."""
-        return self.get_many([key])[0]
+        """Return the record, or None."""
+        return self._get(check_key(key))
 
-    @abc.abstractmethod
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """The records in the order of ``keys``, one consistent snapshot."""
+    def get_many(self, keys: Iterable[str]) -> list[Entry | None]:
+        """Return the records in the order of ``keys``, as one consistent snapshot."""
+        return self._get_many(check_keys(keys))
 
-    @abc.abstractmethod
     def scan(self, prefix: str) -> Mapping[str, Entry]:
-        """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
+        """Return all records whose keys begin with ``prefix``, in the order of keys, as one consistent snapshot."""
+        return self._scan(check_prefix(prefix))
 
     def put(self, key: str, value: bytes, *, lease_s: float | None = None) -> int:
         """Write whatever was there before; returns the new version. Without ``lease_s`` the record stays for good."""
@@ -93,39 +95,66 @@ class Store(abc.ABC):
         """Remove the record if it is there."""
         self.put_many([Change(key, None)])
 
-    def delete_all(self, keys: Sequence[str]) -> None:
+    def delete_all(self, keys: Iterable[str]) -> None:
         """Remove these records, some at a time: not in one step, so that other calls need not wait for all."""
-        for first in range(0, len(keys), _DELETED_AT_ONCE):
-            self.put_many([Change(key, None) for key in keys[first : first + _DELETED_AT_ONCE]])
+        left = check_keys(keys)
+        for first in range(0, len(left), _DELETED_AT_ONCE):
+            self.put_many([Change(key, None) for key in left[first : first + _DELETED_AT_ONCE]])
 
-    @abc.abstractmethod
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        """All writes or none: the new versions (ABSENT where deleted); None when one record is not as expected."""
+    def put_many(self, changes: Iterable[Change]) -> list[int] | None:
+        """Make all writes or none: the new versions (ABSENT where deleted); None when a record is not as expected."""
+        return self._put_many(check_changes(changes))
 
-    @abc.abstractmethod
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter, which begins at 0; returns its new value. `get` gives it as decimal text.
 
-        Atomic, so that n members take n different numbers with n operations. Raises UsageError for other records.
+        Atomic, so that n members take n different numbers with n operations. Its lease, if any, continues. Raises
+        UsageError for other records.
         """
+        return self._add(check_key(key), operator.index(amount))
 
-    @abc.abstractmethod
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
         """Restart leases, versions unchanged; ``leases`` maps keys to versions.
 
         Returns the keys that still had that version and a lease; the others were lost or replaced.
         """
+        check_lease(lease_s)
+        check_keys(leases)
+        return self._renew(leases, lease_s)
 
-    @abc.abstractmethod
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         """Wait until the record has another version than ``version`` (ABSENT: until it exists), and return it.
 
         Returns what is there when ``timeout_s`` is over as well: compare its version. None: there is no record.
         """
+        seconds(timeout_s, "timeout_s")
+        return self._watch(check_key(key), version, timeout_s)
 
     @abc.abstractmethod
     def close(self) -> None:
         """Release everything, and end waits in other threads with ClosedError. Idempotent."""
+
+    # What a store itself does. Its arguments are checked, and lists: every store takes and refuses the same.
+    def _get(self, key: str) -> Entry | None:
+        return self._get_many([key])[0]
+
+    @abc.abstractmethod
+    def _get_many(self, keys: Sequence[str]) -> list[Entry | None]: ...
+
+    @abc.abstractmethod
+    def _scan(self, prefix: str) -> Mapping[str, Entry]: ...
+
+    @abc.abstractmethod
+    def _put_many(self, changes: Sequence[Change]) -> list[int] | None: ...
+
+    @abc.abstractmethod
+    def _add(self, key: str, amount: int) -> int: ...
+
+    @abc.abstractmethod
+    def _renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]: ...
+
+    @abc.abstractmethod
+    def _watch(self, key: str, version: int, timeout_s: float) -> Entry | None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -138,14 +167,15 @@ class Store(abc.ABC):
 
 def check_key(key: str) -> str:
     """Return ``key``, or raise UsageError saying what is wrong with it."""
-    if not key or len(key) > MOST_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
+    good = isinstance(key, str) and 0 < len(key) <= MOST_KEY_BYTES and key.isascii() and key.isprintable()
+    if not good or " " in key:
         raise UsageError(f"store key {key!r}: give 1 to {MOST_KEY_BYTES} printable ASCII characters without blanks")
     return key
 
 
-def check_keys(keys: Sequence[str]) -> list[str]:
-    """All of ``keys``, or UsageError for the first that is wrong. Fast for many."""
-    listed = list(keys)
+def check_keys(keys: Iterable[str]) -> list[str]:
+    """Return ``keys`` as a list, or raise UsageError for the first that is wrong. Fast for many."""
+    listed: list[str] = several(keys, "keys of a store")
     try:
         together = "".join(listed)
         sizes = set(map(len, listed))
@@ -158,10 +188,13 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 
 
 def check_value(value: bytes) -> bytes:
-    """Return ``value``, or raise UsageError when it is too long."""
-    if len(value) > MOST_VALUE_BYTES:
-        raise UsageError(f"a store value of {len(value)} bytes; the limit is {MOST_VALUE_BYTES}")
-    return value
+    """Return ``value`` as bytes, or raise UsageError when it is something else, or too long."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise UsageError(f"a store value is a {type(value).__name__}: give bytes")
+    data = bytes(value)
+    if len(data) > MOST_VALUE_BYTES:
+        raise UsageError(f"a store value of {len(data)} bytes; the limit is {MOST_VALUE_BYTES}")
+    return data
 
 
 def check_lease(lease_s: float | None) -> float | None:
@@ -176,17 +209,14 @@ def check_prefix(prefix: str) -> str:
     return prefix and check_key(prefix)
 
 
-def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
-    """Return ``changes``, or raise UsageError for the first that cannot be made, or a key that stands there twice."""
-    seen: set[str] = set()
-    for change in changes:
-        if check_key(change.key) in seen:
-            raise UsageError(f"store key {change.key!r} occurs twice in one write")
-        seen.add(change.key)
-        if change.value is not None:
-            check_value(change.value)
-        check_lease(change.lease_s)
-    return changes
+def check_changes(changes: Iterable[Change]) -> list[Change]:
+    """Return ``changes`` as a list, or raise UsageError for a wrong one, or for a key that occurs twice."""
+    checked: dict[str, Change] = {}
+    for key, value, expected, lease_s in changes:
+        if check_key(key) in checked:
+            raise UsageError(f"store key {key!r} occurs twice in one write")
+        checked[key] = Change(key, None if value is None else check_value(value), expected, check_lease(lease_s))
+    return list(checked.values())
 
 
 def watched(

@@ -39,6 +39,7 @@ from transport.errors import (
 from transport.runtime import threads
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Change, Store
+from transport.store.stored import decode, decode_each, encode
 from transport.ticket import Ticket, host_identity
 from transport.wire.addresses import is_loopback
 
@@ -104,12 +105,7 @@ class Directory:
     def find(self, ring: str) -> Serving | None:
         """The record of the ring; None if no server has published it, or its lease ended."""
         entry = self._store.get(_PREFIX + ring)
-        if entry is None:
-            return None
-        try:
-            return msgspec.msgpack.decode(entry.value, type=Serving)
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
+        return None if entry is None else decode(Serving, _PREFIX + ring, entry.value)
 
     def absent(self, rings: Sequence[str]) -> list[str]:
         """Those of the rings that have no record, with one call to the store."""
@@ -117,29 +113,16 @@ class Directory:
         return [ring for ring, entry in zip(rings, entries, strict=True) if entry is None]
 
     def all(self) -> list[Serving]:
-        """The records of all rings; malformed ones are left out, with a warning."""
-        found = []
-        for key, entry in self._store.scan(_PREFIX).items():
-            try:
-                found.append(msgspec.msgpack.decode(entry.value, type=Serving))
-            except msgspec.MsgspecError as error:
-                log.warning("malformed directory record %s is left out: %s", key, error)
-        return found
+        """Return the records of all rings that can be read."""
+        return list(decode_each(Serving, self._store.scan(_PREFIX)).values())
 
     def end(self, ring: str, fingerprint: bytes) -> None:
         """Say that the writer of this ring writes nothing more."""
-        said = msgspec.msgpack.encode(Ended(fingerprint, time.time()))
-        self._store.put(_ENDED + ring, said, lease_s=_ENDED_S)
+        self._store.put(_ENDED + ring, encode(Ended(fingerprint, time.time())), lease_s=_ENDED_S)
 
     def ended(self) -> dict[str, Ended]:
-        """The rings whose writers have said their end within the last hour."""
-        try:
-            return {
-                key.removeprefix(_ENDED): msgspec.msgpack.decode(entry.value, type=Ended)
-                for key, entry in self._store.scan(_ENDED).items()
-            }
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"malformed end of a ring in the directory: {error}") from error
+        """Return the rings whose writers have said their end within the last hour."""
+        return {key.removeprefix(_ENDED): end for key, end in decode_each(Ended, self._store.scan(_ENDED)).items()}
 
     def publish(self, serving: Serving) -> int:
         """Publish a server that starts, with a new lease, whatever is there: a ring has one writer at a time.
@@ -161,7 +144,7 @@ class Directory:
                 f"ring {serving.ring[:8]} would be found at {', '.join(serving.addresses)}, where other hosts reach "
                 f"themselves: set TRANSPORT_ADDRESSES to an address that they reach, such as {own}"
             )
-        record = Change(_PREFIX + serving.ring, msgspec.msgpack.encode(serving), expected, self.lease_s)
+        record = Change(_PREFIX + serving.ring, encode(serving), expected, self.lease_s)
         end = Change(_ENDED + serving.ring, None)  # of the writer before, whose file this one has
         versions = self._store.put_many([record, end])
         return None if versions is None else versions[0]

@@ -10,17 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from transport.errors import ClosedError, UsageError
-from transport.store.base import (
-    ABSENT,
-    Change,
-    Entry,
-    Store,
-    check_changes,
-    check_key,
-    check_keys,
-    check_lease,
-    check_prefix,
-)
+from transport.store.base import ABSENT, RECHECK_S, Change, Entry, Store
 
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
 
@@ -49,21 +39,18 @@ class MemoryStore(Store):
     def __repr__(self) -> str:
         return f"<MemoryStore {len(self._records)} records{' closed' if self._closed else ''}>"
 
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        wanted = check_keys(keys)
+    def _get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         with self._lock:
             self._check_open()
-            return [None if (record := self._living(key)) is None else record.entry for key in wanted]
+            return [None if (record := self._living(key)) is None else record.entry for key in keys]
 
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        check_prefix(prefix)
+    def _scan(self, prefix: str) -> Mapping[str, Entry]:
         with self._lock:
             self._check_open()
             found = sorted(key for key in self._records if key.startswith(prefix))
             return {key: record.entry for key in found if (record := self._living(key)) is not None}
 
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        check_changes(changes)
+    def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
         with self._lock:
             self._check_open()
             for change in changes:
@@ -75,8 +62,7 @@ class MemoryStore(Store):
             self._changed.notify_all()
             return versions
 
-    def add(self, key: str, amount: int = 1) -> int:
-        check_key(key)
+    def _add(self, key: str, amount: int) -> int:
         with self._lock:
             self._check_open()
             record = self._living(key)
@@ -88,10 +74,7 @@ class MemoryStore(Store):
             self._changed.notify_all()
             return value
 
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        check_lease(lease_s)
-        for key in leases:
-            check_key(key)
+    def _renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
         with self._lock:
             self._check_open()
             kept = set()
@@ -102,8 +85,7 @@ class MemoryStore(Store):
                     kept.add(key)
             return kept
 
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        check_key(key)
+    def _watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         give_up_at = time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -114,7 +96,7 @@ class MemoryStore(Store):
                     return None if record is None else record.entry
                 if record is not None and record.ends_at is not None:
                     left_s = min(left_s, max(record.ends_at - self._clock(), 0.001))
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, RECHECK_S))  # no lock waits for ever
 
     def close(self) -> None:
         with self._lock:
@@ -139,6 +121,6 @@ class MemoryStore(Store):
         if value is None:
             self._records.pop(key, None)
             return ABSENT
-        entry = Entry(bytes(value), next(self._versions))
+        entry = Entry(value, next(self._versions))
         self._records[key] = _Record(entry, ends_at)
         return entry.version

@@ -19,17 +19,7 @@ import msgspec
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
 from transport.storage.redis_connection import RedisConnection, Script, Words
 from transport.storage.urls import RedisURL
-from transport.store.base import (
-    Change,
-    Entry,
-    Store,
-    check_changes,
-    check_key,
-    check_keys,
-    check_lease,
-    check_prefix,
-    watched,
-)
+from transport.store.base import Change, Entry, Store, watched
 from transport.wire.addresses import address_towards
 
 _LOST = "decisions, the ends of rollouts and notices, which are written only once"
@@ -193,22 +183,19 @@ class RedisStore(Store):
         entry = None if version is None else Entry(value, int(version))
         return entry, float(ends[0]) / 1000 if ends and ends[0] is not None else None
 
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """The records in the order of ``keys``, one consistent snapshot."""
-        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(check_keys(keys))))
+    def _get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(keys)))
 
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
-        answer = self._run(_SCAN, check_prefix(prefix))
+    def _scan(self, prefix: str) -> Mapping[str, Entry]:
+        answer = self._run(_SCAN, prefix)
         assert isinstance(answer, list)
         keys, flat = answer
         return {key.decode(): entry for key, entry in zip(keys, _entries(flat), strict=True) if entry is not None}
 
     # --- writing -------------------------------------------------------------------------------
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        """All writes or none: the new versions (ABSENT where deleted); None when one record is not as expected."""
+    def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
         arguments: list[str | bytes | int] = []
-        for key, value, expected, lease_s in check_changes(changes):
+        for key, value, expected, lease_s in changes:
             arguments += (
                 key,
                 "" if value is None else "1",
@@ -224,27 +211,20 @@ class RedisStore(Store):
             )
         return [int(version) for version in answer] if isinstance(answer, list) else None
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0; returns its new value. Its lease, if any, continues."""
-        answer = self._run(_ADD, check_key(key), str(amount))
+    def _add(self, key: str, amount: int) -> int:
+        answer = self._run(_ADD, key, str(amount))
         if not isinstance(answer, bytes):
             raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
         return int(answer)
 
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Restart leases, versions unchanged; returns the keys that still had their version and a lease."""
-        check_lease(lease_s)
-        arguments: list[str | int] = []
-        for key, version in leases.items():
-            arguments += (check_key(key), version)
+    def _renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        arguments = [part for lease in leases.items() for part in lease]
         answer = self._run(_RENEW, max(1, round(lease_s * 1000)), *arguments)
         assert isinstance(answer, list)
         return {key.decode() for key in answer}
 
     # --- waiting -------------------------------------------------------------------------------
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """Wait until the record has another version than ``version``; returns the record then, or after the timeout."""
-        check_key(key)
+    def _watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         return watched(self._connection, lambda: self._look(key), version, timeout_s)
 
 

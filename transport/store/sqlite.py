@@ -41,18 +41,7 @@ from transport.errors import (
 )
 from transport.runtime.arguments import at_least, seconds
 from transport.storage.notify import Bell
-from transport.store.base import (
-    ABSENT,
-    Change,
-    Entry,
-    Store,
-    check_changes,
-    check_key,
-    check_keys,
-    check_lease,
-    check_prefix,
-    watched,
-)
+from transport.store.base import ABSENT, Change, Entry, Store, watched
 
 Synchronous = Literal["NORMAL", "FULL"]
 
@@ -145,9 +134,8 @@ class SQLiteStore(Store):
         self._database.close()
 
     # --- reading -------------------------------------------------------------------------------
-    def get(self, key: str) -> Entry | None:
-        """The record, or None."""
-        return self._look(check_key(key))[0]
+    def _get(self, key: str) -> Entry | None:
+        return self._look(key)[0]
 
     def _look(self, key: str) -> tuple[Entry | None, float | None]:
         """The record, and in how many seconds its lease ends."""
@@ -159,25 +147,20 @@ class SQLiteStore(Store):
         value, version, lease_ends = row
         return Entry(value, version), None if lease_ends is None else lease_ends - now
 
-    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """The records in the order of ``keys``, one consistent snapshot."""
-        wanted = json.dumps(check_keys(keys))
+    def _get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        wanted = json.dumps(keys)
         with self._database.reading() as connection:
             rows = connection.execute(_GET_MANY, (wanted, self._clock())).fetchall()
         found = {key: Entry(value, version) for key, value, version in rows}
         return [found.get(key) for key in keys]
 
-    def scan(self, prefix: str) -> Mapping[str, Entry]:
-        """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
-        check_prefix(prefix)
+    def _scan(self, prefix: str) -> Mapping[str, Entry]:
         with self._database.reading() as connection:
             rows = connection.execute(_SCAN, (prefix, prefix + _AFTER_ALL_KEYS, self._clock())).fetchall()
         return {key: Entry(value, version) for key, value, version in rows}
 
     # --- writing -------------------------------------------------------------------------------
-    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
-        """All writes or none: the new versions (ABSENT where deleted); None when one record is not as expected."""
-        check_changes(changes)
+    def _put_many(self, changes: Sequence[Change]) -> list[int] | None:
         with self._database.transaction() as connection:
             now = self._clock()
             connection.execute(_END_LEASES, (now,))
@@ -199,12 +182,10 @@ class SQLiteStore(Store):
             return ABSENT
         version = _next_revision(connection)
         lease_ends = None if change.lease_s is None else now + change.lease_s
-        connection.execute(_WRITE, (change.key, bytes(change.value), version, lease_ends))
+        connection.execute(_WRITE, (change.key, change.value, version, lease_ends))
         return version
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0; returns its new value. Its lease, if any, continues."""
-        check_key(key)
+    def _add(self, key: str, amount: int) -> int:
         with self._database.transaction() as connection:
             now = self._clock()
             connection.execute(_END_LEASES, (now,))
@@ -218,11 +199,7 @@ class SQLiteStore(Store):
         self._bell.ring()
         return total
 
-    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Restart leases, versions unchanged; returns the keys that still had their version and a lease."""
-        check_lease(lease_s)
-        for key in leases:
-            check_key(key)
+    def _renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
         with self._database.transaction() as connection:
             now = self._clock()
             connection.execute(_END_LEASES, (now,))
@@ -233,9 +210,7 @@ class SQLiteStore(Store):
             }
 
     # --- waiting -------------------------------------------------------------------------------
-    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """Wait until the record has another version than ``version``; returns the record then, or after the timeout."""
-        check_key(key)
+    def _watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         return watched(self._bell, lambda: self._look(key), version, timeout_s)
 
 
