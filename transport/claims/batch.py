@@ -390,11 +390,12 @@ class TakenBatch:
             return memoryview(self._read[at]).toreadonly()[: end - begin]
         return self._buffer[begin:end]
 
-    def received(self) -> _ring.ReceivedPayloads:
-        """The payloads in the form that a batch in place takes."""
+    def received(self, *, verified: bool = False) -> _ring.ReceivedPayloads:
+        """The payloads in the form that a batch in place takes; ``verified``: their checksums were compared."""
         rows = np.zeros((len(_ring.RECEIVED_ROWS), len(self)), np.uint64)
         rows[1], rows[2] = self._offsets, self.rows["length"]
         rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]
+        rows[7] = verified
         pieces = [self._buffer]
         for at, own in self._read.items():
             piece = memoryview(own).toreadonly()

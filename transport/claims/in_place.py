@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.claims.batch import CONSUME, TakenBatch, Verdict
+from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict
 from transport.devices.landing import Landing, landing_for
 from transport.errors import SchemaError
 from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
 from transport.runtime.arguments import seconds
-from transport.runtime.loop_thread import LoopThread
+from transport.runtime.loop_thread import Job, LoopThread
 from transport.schema import Schema
 
 B = TypeVar("B", bound=Batch)
@@ -42,17 +43,18 @@ class TakenPart:
     ``most_attempts`` of a later TAKE ends them.
 
     Args:
-        thread: whose loop is the connection's, for `finish`.
+        thread: whose loop is the connection's, for `finish` and `consuming`.
+        verified: whether the checksums were compared on arrival.
     """
 
-    def __init__(self, taken: TakenBatch, thread: LoopThread | None = None) -> None:
+    def __init__(self, taken: TakenBatch, thread: LoopThread | None = None, *, verified: bool = False) -> None:
         self._thread = thread
         self._claims = taken.claims
         self._owned = taken.owned
         self._rows = taken.rows
         self._positions = np.arange(taken.first, taken.first + len(taken))
         self.dropped = taken.dropped  # before it was a part
-        self._received = taken.received()
+        self._received = taken.received(verified=verified)
 
     def __repr__(self) -> str:
         return f"<TakenPart of {len(self)} payloads>"
@@ -103,13 +105,35 @@ class TakenPart:
         return self._received.place(index)
 
     # --- the ends of the claims -------------------------------------------------------------------
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "") -> None:
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """See `ClaimedPart`."""
-        del reason, dead, consumer
-        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], 0.0, True)
+        if dead:
+            self.leave_out(index, End(Verdict.DEAD, reason, consumer))
+            return
+        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], delay_s, True)
+        self._forget(index)
+
+    def _forget(self, index: int) -> None:
         self._received.drop(index)
         self._rows = np.delete(self._rows, index)
         self._positions = np.delete(self._positions, index)
+
+    def consuming(self) -> Job[npt.NDArray[np.bool_]]:
+        """Begin to consume: which were accepted, once their ring has said so. Asked again, it answers the same."""
+        assert self._thread is not None, "consuming() needs the thread whose loop the connection has"
+        job: Job[npt.NDArray[np.bool_]] = Job(self._thread, partial(self._claims.end, self._positions, CONSUME))
+        job.start()
+        return job
+
+    def in_question(self) -> npt.NDArray[np.bool_]:
+        """Tell for each whether its ring went out of reach before its answer."""
+        found: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == Verdict.IN_QUESTION
+        return found
+
+    def leave_out(self, index: int, end: End) -> None:
+        """End the claim of the payload so, which leaves the part, without waiting for the answer."""
+        self._claims.soon(_end_owned, self._claims, self._owned, self._positions[index : index + 1], end)
+        self._forget(index)
 
     async def consumed(self) -> bytes:
         """Consume: 1 or 0 for each, and the same when it is called again, but for what was in question."""
@@ -130,6 +154,12 @@ class TakenPart:
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """See `ClaimedPart`."""
         self._claims.soon(self._claims.return_soon, self._positions, delay_s, in_vain)
+
+
+def _end_owned(claims: ClaimedRows, owned: _ring.OwnedClaims, positions: Positions, end: End) -> None:
+    """End claims whose owner may be dropped meanwhile, which would give back what has no end yet. On the loop."""
+    claims.end(positions, end)
+    del owned
 
 
 class TakenPayloads(Batch):

@@ -26,7 +26,7 @@ from transport.claims.waiting import (
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
-from transport.ring.batches import wait_for_payloads
+from transport.ring.batches import Seen, wait_for_payloads
 from transport.ring.buffer import SharedRingBuffer, attached_reader
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
@@ -342,6 +342,64 @@ class RingsOfHost:
             ring=ring,
             native=native,
         )
+
+    def take_parts(
+        self,
+        rings: Sequence[SharedRingBuffer],
+        n: int,
+        wait_s: float,
+        rung: int | None = None,
+        *,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+    ) -> list[_ring.ClaimedBatch]:
+        """Claim up to ``n`` payloads, of each ring the oldest first, without an object for each; waits as `claim`."""
+        seen: list[Seen] = []
+        for ring in rings:
+            with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
+                seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
+        parts = self._parts(seen, n, consumer, oldest_version)
+        if parts or not seen or wait_s <= 0:
+            return parts
+        wait_for_payloads(seen, wait_s, None if rung is None else self.bell, rung or 0)
+        return self._parts(seen, n, consumer, oldest_version)
+
+    def _parts(
+        self, seen: Sequence[Seen], n: int, consumer: str, oldest_version: int | None
+    ) -> list[_ring.ClaimedBatch]:
+        parts: list[_ring.ClaimedBatch] = []
+        self._turn += 1  # of no consequence if two threads read the same
+        for at in range(len(seen)):
+            if not n:
+                break
+            native, _, rank = seen[(self._turn + at) % len(seen)]
+            try:
+                part = native.claim_batch(
+                    n,
+                    0.0,
+                    rank=rank,
+                    oldest_version=oldest_version,
+                    most_attempts=self._max_deliveries,
+                    consumer=consumer,
+                )
+            except ClosedError:  # meanwhile, by another thread
+                continue
+            except TransportError:
+                if not parts:
+                    raise  # else the next call meets it again: what was claimed is the caller's
+                continue
+            if part:
+                parts.append(part)
+                n -= len(part)
+        return parts
+
+    def heard(self) -> None:
+        """Say to every ring that this process lives, so that its claims last."""
+        with self._lock:
+            for ring in (*self._attached.values(), *self._own.values()):
+                with contextlib.suppress(ClosedError):
+                    ring.native.heard()
 
     def end(self, claims: Sequence[MappedClaim], end: End) -> list[Claim]:
         """End claims so; those for which it was accepted, now or before."""

@@ -20,7 +20,7 @@ from transport import _ring
 from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.demands import Demands
-from transport.claims.in_place import TakenPayloads
+from transport.claims.in_place import TakenPart, TakenPayloads
 from transport.claims.places import RingAddress
 from transport.claims.waiting import Reached
 from transport.client.connections.links import Links
@@ -217,6 +217,31 @@ class NetworkSource:
         if batch is not None:
             self._in_use(of, batch)
         return batch
+
+    def take_parts(
+        self, n: int, wait_s: float, *, rank: int | str, consumer: str, oldest_version: int | None
+    ) -> list[TakenPart]:
+        """Take up to ``n`` payloads of what has come, the first that came first, without an object for each."""
+        of = self._rank(rank)
+        if not of.came:
+            of.arrived.wait(lambda: of.came or self._closed, wait_s)
+        parts: list[TakenPart] = []
+        while n and (batch := _next(of.came)) is not None:
+            if len(batch) > n:
+                batch, rest = batch.divided(n)
+                of.came.appendleft(rest)
+            self._in_use(of, batch)
+            part = TakenPart(batch, self._thread, verified=True)
+            if oldest_version is not None:
+                versions = batch.rows["policy_version"]
+                aged = (versions != _ring.NO_VERSION) & (versions < oldest_version)
+                for at in reversed(np.flatnonzero(aged).tolist()):  # asked for when an older policy would do
+                    reason = too_old(int(versions[at]), oldest_version)
+                    part.leave_out(at, End(Verdict.AGED, reason, consumer))
+            if len(part):
+                parts.append(part)
+                n -= len(part)
+        return parts
 
     def claim(
         self, n: int, wait_s: float, *, rank: int | str, consumer: str, oldest_version: int | None

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final
 
 from transport import _ring
 from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
-from transport.claims.in_place import TakenPayloads
+from transport.claims.in_place import TakenPart, TakenPayloads
 from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.claims.mapped import MappedClaim, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
@@ -145,6 +145,11 @@ class FoundRings(TicketQueue):
 
     def __repr__(self) -> str:
         return f"<FoundRings {self.places!r}, {self._here!r}, {self._network!r}>"
+
+    @property
+    def max_deliveries(self) -> int:
+        """Claims in vain after which a delivery is dead."""
+        return self._max_deliveries
 
     # --- who uses it ----------------------------------------------------------------------------------
     def hand_out(self, ring: SharedRingBuffer) -> None:
@@ -288,6 +293,71 @@ class FoundRings(TicketQueue):
                 return None
             if not self._elsewhere:
                 self._closed.wait(slice_s)
+
+    def take_parts(
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[_ring.ClaimedBatch | TakenPart]:
+        """Take up to ``n`` payloads, mapped ones and those from elsewhere; waits ``timeout_s`` for the first.
+
+        Raises what keeps this process itself from every ring, when the time is over.
+        """
+        give_up = time.monotonic() + timeout_s
+        while True:
+            here = self._follow(rank, n, oldest_version)
+            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
+            parts: list[_ring.ClaimedBatch | TakenPart] = []
+            try:
+                self._take(parts, n, slice_s, here, rank=rank, consumer=consumer, oldest_version=oldest_version)
+            except TransportError:
+                if not parts:
+                    raise  # else the next call meets it again: what was taken is the caller's
+            if parts:
+                self._waiting.came()
+                return parts
+            if self._waited(rank, give_up, here):
+                return parts
+            if not here and not self._elsewhere:
+                self._closed.wait(slice_s)
+
+    def _take(
+        self,
+        parts: list[_ring.ClaimedBatch | TakenPart],
+        n: int,
+        wait_s: float,
+        here: Sequence[SharedRingBuffer],
+        *,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+    ) -> None:
+        """Take one round; rings here and elsewhere are first in turn. ``parts`` grows with each half."""
+        rung = self._here.bell.rung if here and self._elsewhere else None
+        if here and isinstance(rank, str):
+            for ring in here:
+                ring.rank_of(rank)  # before anything is taken elsewhere
+        halves = [False, True] if next(self._turns) % 2 else [True, False]
+        for mapped in halves if here and self._elsewhere else [bool(here)]:
+            left = n - sum(map(len, parts))
+            if not left:
+                return
+            if mapped:
+                last = wait_s if not self._elsewhere else 0.0
+                parts += self._here.take_parts(
+                    here, left, last, rank=rank, consumer=consumer, oldest_version=oldest_version
+                )
+            elif self._elsewhere:
+                parts += self._network.take_parts(
+                    left, 0.0 if here else wait_s, rank=rank, consumer=consumer, oldest_version=oldest_version
+                )
+        if not parts and rung is not None:  # both were empty: the bell, or a ring here, ends the wait
+            parts += self._here.take_parts(
+                here, n, wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
+            )
+
+    def heard(self) -> None:
+        """Say to the rings of this host that this process lives; those elsewhere hear it from their connections."""
+        if not self._closed.is_set():
+            self._here.heard()
 
     def _waited(self, rank: int | str, give_up: float, here: Sequence[SharedRingBuffer]) -> bool:
         """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""

@@ -58,8 +58,8 @@ class ClaimedPart(Protocol):
     def note(self, index: int) -> bytes:
         """The encoded ticket."""
 
-    def drop(self, index: int, reason: str, dead: bool, consumer: str = "") -> None:
-        """The payload leaves the part; it may be claimed again, or not where ``dead``."""
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+        """The payload leaves the part; it may be claimed again, after the delay, or not where ``dead``."""
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """Give back what was not finished, without waiting. ``in_vain``: it counts as a delivery. Idempotent."""
@@ -259,15 +259,10 @@ class Batch(Sequence[Mapping[str, Any]]):
                 dropped += len(indices)
 
     def _read_columns(self) -> None:
-        parts = self._parts
-        self._count = sum(len(part) for part in parts)
-        columns = []
-        for part in parts:
-            columns.append(np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64))
-            part.columns(columns[-1])
-        joined = _joined(columns, len(_ring.BATCH_COLUMNS))
-        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions = joined[:6]
-        self._offsets, self.in_vain = joined[6:]
+        self.columns = columns_of(self._parts)
+        self._count: int = self.columns.shape[1]
+        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions = self.columns[:6]
+        self._offsets, self.in_vain = self.columns[6:]
 
     def _place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `_fetch`."""
@@ -381,7 +376,7 @@ class Batch(Sequence[Mapping[str, Any]]):
                 if self._whole_lengths
                 else [()] * len(self)
             )
-            lies = [_memory(part, each) for part in self._parts for each in range(len(part))]
+            lies = [memory_of(part, each) for part in self._parts for each in range(len(part))]
             self._places = [
                 (memory, offset if begin is None else begin, lengths)
                 for (memory, begin), offset, lengths in zip(lies, self._offsets.tolist(), rows, strict=True)
@@ -406,7 +401,17 @@ def _joined(tables: Sequence[npt.NDArray[np.int64]], rows: int) -> npt.NDArray[n
     return tables[0] if len(tables) == 1 else np.hstack([np.empty((rows, 0), np.int64), *tables])
 
 
-def _memory(part: Any, at: int) -> tuple[Any, int | None]:
+def columns_of(parts: Sequence[ClaimedPart]) -> npt.NDArray[np.int64]:
+    """Return BATCH_COLUMNS of these payloads, a row of int64 for each column."""
+    tables = []
+    for part in parts:
+        table = np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64)
+        part.columns(table)
+        tables.append(table)
+    return _joined(tables, len(_ring.BATCH_COLUMNS))
+
+
+def memory_of(part: Any, at: int) -> tuple[Any, int | None]:
     """What has the payload's bytes, and where they begin in it; None: at its offset of `BATCH_COLUMNS`."""
     return (part, None) if isinstance(part, _ring.ClaimedBatch) else part.place(at)
 

@@ -31,6 +31,8 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.loop_thread import Job as LoopJob
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Layout, Schema, UpTo
+from transport.training.batch import Batch
+from transport.training.trainer import Trainer
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
@@ -139,6 +141,37 @@ class TicketTrainer:
     def close(self) -> None:
         """Claims that are in hand go back."""
         self._open.close()
+
+
+class BatchTrainer:
+    """As `Trainer` is used: batches, each consumed when it was learned from."""
+
+    def __init__(self, job: Job) -> None:
+        wire: Wire = job.wire  # type: ignore[assignment]
+        shape: dict[str, Any] = {} if job.layout == "list" else {"layout": job.layout}
+        self._asked: deque[Batch] = deque()
+        self._trainer = Trainer(
+            schema_of(job.size_bytes), job.place, name=f"trainer {job.index}", wire=frozenset({wire}), **shape
+        )
+
+    def claim(self, n: int, timeout_s: float) -> Batch | Literal["answers"] | None:
+        """What comes first; where nothing has come, the answers that are due."""
+        return self._trainer.take(n, 0.0 if self._asked else timeout_s) or ("answers" if self._asked else None)
+
+    def consume(self, batch: Batch | Literal["answers"]) -> Sequence[tuple[Any, Any]]:
+        """Header and body of what was still held, of the batches whose answers have come."""
+        if batch != "answers":
+            batch.consume()
+            self._asked.append(batch)
+        payloads: list[tuple[Any, Any]] = []
+        while self._asked and (batch == "answers" or len(self._asked) > _ANSWERS or self._asked[0].answered):
+            taken = self._asked.popleft()
+            payloads += [(each["header"], each["body"]) for each in itertools.compress(taken, taken.accepted)]
+        return payloads
+
+    def close(self) -> None:
+        """Claims that are in hand go back."""
+        self._trainer.close()
 
 
 class RingTrainer:
@@ -263,7 +296,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
-    "trainer": Kind(RingWriter, TicketTrainer),
+    "trainer": Kind(RingWriter, BatchTrainer, layouts=("list", "padded", "packed")),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }
 

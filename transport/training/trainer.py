@@ -1,0 +1,485 @@
+"""Trainer: takes batches of payloads from the rings of a run.
+
+    with Trainer(SCHEMA) as trainer:
+        for batch in trainer.batches(64):
+            loss = step(batch["tokens"], batch["reward"])
+            batch.consume()
+
+Rings of this host are mapped: a payload is a view of its slot. For rings elsewhere demands wait at their listeners, and
+bring payloads ahead of the call that takes them. Nothing else lies in between: a ring's slots say who has what.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import logging
+import os
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transport import _ring
+from transport.claims.batch import CONSUME
+from transport.claims.in_place import TakenPart
+from transport.claims.open import open_rings
+from transport.claims.rings import FoundRings
+from transport.client.client import UCXXClient
+from transport.config import configuration
+from transport.devices.landing import landing_for
+from transport.errors import ClosedError, SchemaError, TransportError, UsageError
+from transport.observe.metrics import configured_exporter
+from transport.observe.statistics import PackerStatistics
+from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.options import ClientOptions
+from transport.ring.batch import Batch as Gathered
+from transport.ring.batch_shape import Shape, ShapeArguments
+from transport.ring.batches import check_claim
+from transport.ring.consumers import check_consumer
+from transport.runtime.arguments import at_least, seconds
+from transport.runtime.logs import SAY_AGAIN_S, LogLimit
+from transport.runtime.loop_thread import LoopThread
+from transport.schema import Schema
+from transport.ticket import Ticket
+from transport.training.batch import Batch, Part, ring_of
+
+if TYPE_CHECKING:
+    from transport.client.client import WirePolicy
+    from transport.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_CLIENT: Final = ClientOptions()
+_SLICE_S: Final = 0.25  # of a wait for payloads, after which the end of the data is looked for
+_FILL_S: Final = 1.0
+_UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
+_HELD_S: Final = 1.0  # until what another batch of this trainer has accepted is claimed again
+
+
+class Trainer:
+    """Takes batches from a run's rings. One call at a time, from any thread; its batches likewise.
+
+    Args:
+        schema: of the payloads; several, or None for any: then a batch has payloads, and no tensors of all of them.
+        rings: where the rings are: text as `open_queue` has it (``"rings:NAME"``, ``"rings://host:port"``,
+            ``"rings+redis://…"``), or what `open_queue` gave, which stays the caller's. None: the rings of this host
+            whose rollouts were given no name either.
+        rank: this trainer's rank among the readers of each payload; or the name of a consumer ("reference", "train:2").
+        max_age: how many versions a payload may be older than `version`; older ones are discarded and counted.
+        record: `Trainer.record` from a checkpoint: payloads that it has are consumed and left out.
+        expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
+        name: of this trainer, in the rings' reports; default host and process id.
+        wire, settings, client: of the connections; default as the operator configured them.
+        shape: how batches are laid out, see `Shape`: layout, fill, pad_to, memory, out, verify, fields. A "padded" or
+            "packed" batch is laid out while its payloads are taken; by default they stay where they are, and are padded
+            when somebody looks at a tensor.
+
+    Attributes:
+        version: of the policy in training; set it as training goes on. Required with ``max_age``.
+
+    Raises:
+        ConfigurationError: ``rings`` or the operator's configuration is wrong.
+        SchemaError, UsageError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        schema: Schema | Sequence[Schema] | None = None,
+        rings: str | FoundRings | None = None,
+        *,
+        rank: int | str = 0,
+        max_age: int | None = None,
+        record: ConsumedRecord | None = None,
+        expected_rollouts: int | None = None,
+        name: str | None = None,
+        wire: WirePolicy | None = None,
+        settings: Settings | None = None,
+        client: ClientOptions = _CLIENT,
+        **shape: Unpack[ShapeArguments],
+    ) -> None:
+        schemas = [schema] if isinstance(schema, Schema) else list(schema or ())
+        self._schema = schemas[0] if len(schemas) == 1 else None
+        self._shape = Shape(**shape)
+        if self._schema is not None:
+            self._shape.fills(self._schema)
+        elif self._shape != Shape():
+            raise SchemaError("tensors of a batch are those of one schema: give Trainer one, or leave its shape out")
+        self._rank = check_consumer(rank, "rank") if isinstance(rank, str) else rank
+        check_claim(1, self._rank)
+        self._max_age = None if max_age is None else at_least(0, max_age, "max_age")
+        self._expected = None if expected_rollouts is None else at_least(1, expected_rollouts, "expected_rollouts")
+        self._schemas = {each.fingerprint: each for each in schemas}
+        self._book = Record(record)
+        self._calls = _thread.allocate_lock()
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self.version: int | None = None
+        operator = configuration()
+        if client.secret is None:
+            client = msgspec.structs.replace(client, secret=operator.secret())
+        settings = operator.settings if settings is None else settings
+        wire = operator.wire_policy if wire is None else wire
+        with ExitStack() as undo:
+            self._thread = thread = LoopThread("transport trainer")
+            undo.callback(thread.close)
+            self._client = thread.run(_client(thread, schemas, wire, settings, client))
+            if not isinstance(rings, FoundRings):
+                rings = open_rings("rings:" if rings is None else rings)
+                undo.callback(rings.close)
+            undo.callback(rings.disconnect, self._client)
+            self._rings = rings.connect(thread, self._client, schemas)
+            self._heart = thread.submit(_live(self._rings, settings.claim_lease_s))
+            undo.callback(self._heart.cancel)
+            if (exporter := configured_exporter(operator)) is not None:
+                undo.callback(exporter.close)
+                exporter.add_packer(self._name, self.statistics)
+                exporter.add_queue(self._rings.name, self._rings)
+            self.metrics_port = None if exporter is None else exporter.port
+            self._open = undo.pop_all()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Trainer {self._name} rank {self._rank} of {self._rings!r}{' closed' if self._closed else ''}>"
+
+    # --- taking -------------------------------------------------------------------------------------
+    def take(self, n: int, timeout_s: float = 0.0, *, fill_s: float = 0.0) -> Batch | None:
+        """Take up to ``n`` payloads, of each ring the oldest first. None: none came within ``timeout_s``.
+
+        Args:
+            fill_s: seconds for which an incomplete batch waits for more payloads. Bounded, because other trainers may
+                hold the missing ones, or no slot may be free for them.
+
+        Raises:
+            UsageError: an argument makes no sense, ``max_age`` has no `version` to count from, or another call runs.
+            ClosedError: the trainer is closed, or is a forked child's.
+            WireNotAllowedError, AuthenticationError and the like: what keeps this process from every ring.
+        """
+        check_claim(n, self._rank)
+        seconds(timeout_s, "timeout_s of take()")
+        seconds(fill_s, "fill_s of take()")
+        if not self._calls.acquire(blocking=False):
+            raise UsageError("another thread takes from this trainer at the moment: give each thread a Trainer")
+        try:
+            return self._take(n, time.monotonic() + timeout_s, fill_s)
+        finally:
+            self._calls.release()
+
+    def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
+        if self._closed:
+            raise ClosedError("this trainer is closed; make a new one")
+        self._book.settle(_UNANSWERED)
+        oldest = self._oldest()
+        left = n
+        parts: list[Part] = []
+        full_by = 0.0
+        while True:
+            until = full_by if parts else give_up
+            came = self._rings.take_parts(
+                left,
+                max(0.0, until - time.monotonic()),
+                rank=self._rank,
+                oldest_version=oldest,
+                consumer=self._name,
+            )
+            if came and not parts:
+                full_by = time.monotonic() + fill_s
+            if self._book.remembers:
+                came = self._book.left(came)
+            parts += came
+            left -= sum(map(len, came))
+            if parts and (not left or time.monotonic() >= full_by):
+                batch = self._batch(parts, oldest)
+                if len(batch):
+                    return batch
+                parts, left = [], n
+            if not parts and time.monotonic() >= give_up:
+                return None
+
+    def _batch(self, parts: list[Part], oldest: int | None) -> Batch:
+        gathered = None
+        if self._schema is not None:
+            self._without_strange(parts, self._schema)
+            gathered = Gathered.gathered(
+                parts,
+                self._schema,
+                self._shape,
+                landing=landing_for(self._shape.memory, self._shape.out, self._shape.most_memory),
+                max_deliveries=self._rings.max_deliveries,
+                consumer=self._name,
+            )
+        else:
+            self._without_undescribed(parts)
+        batch = Batch(parts, gathered, self._shape, self._schemas, self._book, self.version)
+        self._book.taken(batch)
+        if oldest is not None:
+            self._book.say_ageless(batch)
+        return batch
+
+    def _without_strange(self, parts: Sequence[Part], schema: Schema) -> None:
+        """Discard the payloads whose tickets name another schema, in a ring that is made for any."""
+        for part in parts:
+            if isinstance(part, TakenPart) and set(part.schemas()) - {"", schema.fingerprint}:
+                for at in reversed(range(len(part))):
+                    if Ticket.decode(part.note(at)).schema_fingerprint != schema.fingerprint:
+                        self._discard(part, at, f"its schema is not {schema.fingerprint}, which this trainer wants")
+
+    def _without_undescribed(self, parts: Sequence[Part]) -> None:
+        """Discard the payloads that neither their ticket nor a schema of this trainer describes."""
+        for part in parts:
+            for at in reversed(range(len(part))):
+                try:
+                    ticket = Ticket.decode(part.note(at))
+                    ticket.layout(ticket.schema or self._schemas.get(ticket.schema_fingerprint))
+                except TransportError as error:
+                    self._discard(part, at, f"{type(error).__name__}: {error}")
+
+    def _discard(self, part: Part, at: int, why: str) -> None:
+        log.warning("a payload of ring %s was discarded: %s", ring_of(part)[:8], why)
+        self._book.failed += 1
+        part.drop(at, why, True, self._name)
+
+    def _oldest(self) -> int | None:
+        if self._max_age is None:
+            return None
+        if self.version is None:
+            raise UsageError("max_age counts from the version in training: set trainer.version before you take")
+        return self.version - self._max_age
+
+    def batches(self, n: int, *, fill_s: float = _FILL_S) -> Batches:
+        """Iterate over batches of ``n`` payloads until the data has ended (`finished`); also by ``async for``.
+
+        A batch is smaller where no more payloads come within ``fill_s`` seconds. The loop's last batch is let go when
+        the next one is taken: what was not consumed goes back.
+        """
+        check_claim(n, self._rank)
+        seconds(fill_s, "fill_s of batches()")
+        return Batches(self, n, fill_s)
+
+    def finished(self) -> bool:
+        """Return True when no payload comes any more: every rollout has closed cleanly, every payload is done.
+
+        A killed rollout has not ended; another one is expected in its place, unless ``expected_rollouts`` have ended.
+        """
+        self._book.settle(0)
+        return self._rings.finished(self._expected)
+
+    def why_nothing(self) -> str:
+        """Return a sentence that says why no payload comes; empty where it is only the rollouts' turn."""
+        found = self._rings.why_nothing(self._rank)
+        return "" if found is None else found.text
+
+    # --- looking ------------------------------------------------------------------------------------
+    @property
+    def record(self) -> ConsumedRecord:
+        """A copy of what was consumed, and what batches have accepted: for a checkpoint, with the weights."""
+        self._book.settle(0)
+        return self._book.with_accepted()
+
+    def statistics(self) -> PackerStatistics:
+        """Return the counters of this moment."""
+        book = self._book
+        return PackerStatistics(
+            batches=book.batches,
+            consumed=book.consumed_count,
+            duplicates=book.duplicates,
+            failed=book.failed + book.dropped,
+            stale=0,
+            returned=book.returned,
+            lost_claims=book.lost,
+            client=self._thread.run(_statistics(self._client)),
+        )
+
+    def close(self) -> None:
+        """Give back what was not consumed, and end the connections. Idempotent."""
+        if not self._closed:
+            try:
+                self._book.settle(0)
+                self._book.let_go()
+            finally:
+                self._closed = True
+                self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Batches:
+    """The batches of a trainer until its data has ended. Made by `Trainer.batches`."""
+
+    def __init__(self, trainer: Trainer, n: int, fill_s: float) -> None:
+        self._trainer = trainer
+        self._n = n
+        self._fill_s = fill_s
+
+    def __iter__(self) -> Iterator[Batch]:
+        batch = self._next()
+        while batch is not None:
+            yield batch
+            batch = None  # let go before the next one is taken
+            batch = self._next()
+
+    async def __aiter__(self) -> AsyncIterator[Batch]:
+        batch = await asyncio.to_thread(self._next)
+        while batch is not None:
+            yield batch
+            batch = None
+            batch = await asyncio.to_thread(self._next)
+
+    def _next(self) -> Batch | None:
+        while True:
+            batch = self._trainer.take(self._n, _SLICE_S, fill_s=self._fill_s)
+            if batch is not None or self._trainer.finished():
+                return batch
+
+
+class Record:
+    """What a trainer writes down: payloads that were consumed, those of accepted batches, and counters."""
+
+    def __init__(self, record: ConsumedRecord | None) -> None:
+        self._consumed = ConsumedRecord() if record is None else record
+        self._open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
+        self._accepted: weakref.WeakSet[Batch] = weakref.WeakSet()  # one that is dropped comes again
+        self._asked: deque[Batch] = deque()  # whose rings have not answered `consume`
+        self._ageless = LogLimit(SAY_AGAIN_S)
+        self.batches = self.consumed_count = self.duplicates = self.returned = self.lost = 0
+        self.failed = self.dropped = 0
+        self._resumed = record is not None and len(record) > 0
+
+    def taken(self, batch: Batch) -> None:
+        """Note a batch that was taken."""
+        self.batches += 1
+        self.dropped += batch.dropped
+        self._open.add(batch)
+
+    def let_go(self) -> None:
+        """Give back what is not consumed: the trainer is closed."""
+        for batch in list(self._open):
+            batch.release()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a payload that comes may have come before."""
+        return self._resumed or bool(self._accepted)
+
+    def left(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts without payloads that were consumed before, or that a batch has accepted."""
+        accepted = {each for batch in self._accepted for each in deliveries(batch)}
+        for part in parts:
+            ring, columns = ring_of(part), np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64)
+            part.columns(columns)
+            for at, (slot, generation, rank) in reversed(list(enumerate(columns[:3].T.tolist()))):
+                if self._consumed.contains(ring, slot, generation, rank):
+                    self.duplicates += 1
+                    consume_one(part, at, slot, generation, rank)
+                elif (ring, slot, generation, rank) in accepted:  # its claim was lost; the batch may come to nothing
+                    drop_for_now(part, at)
+        return [part for part in parts if len(part)]
+
+    def accepted(self, batch: Batch) -> None:
+        """Note that the model has learned from a batch."""
+        self._accepted.add(batch)
+
+    def asked(self, batch: Batch) -> None:
+        """Note a batch whose rings were asked to consume it; one that has its answers is done at once."""
+        self._open.discard(batch)
+        if batch.answered:
+            batch.accepted  # noqa: B018  # looks at the answers
+        else:
+            self._asked.append(batch)
+
+    def settle(self, most: int) -> None:
+        """Look at the answers that have come, and wait until at most so many are missing."""
+        while self._asked and (len(self._asked) > most or self._asked[0].answered):
+            self._asked.popleft().accepted  # noqa: B018
+
+    def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
+        """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
+        learned = batch in self._accepted
+        self._accepted.discard(batch)
+        for (ring, slot, generation, rank), ours in zip(deliveries(batch), verdicts.tolist(), strict=True):
+            if (ours or learned) and self._consumed.accept(ring, slot, generation, rank):
+                self.consumed_count += 1
+        self.lost += int((~verdicts & ~batch.in_question).sum())
+
+    def given_back(self, batch: Batch) -> None:
+        """Note that a batch was given back."""
+        self._open.discard(batch)
+        self._accepted.discard(batch)
+        self.returned += len(batch)
+
+    def with_accepted(self) -> ConsumedRecord:
+        """Return a copy of the record with what accepted batches have."""
+        record = self._consumed.copy()
+        for batch in list(self._accepted):
+            for delivery in deliveries(batch):
+                record.accept(*delivery)
+        return record
+
+    def say_ageless(self, batch: Batch) -> None:
+        """Warn of payloads without a version, which ``max_age`` cannot discard."""
+        ageless = int((batch.versions == _ring.NO_VERSION).sum())
+        if ageless and self._ageless.due() is not None:
+            log.warning(
+                "%d of %d payloads have no version, and so no age for max_age: have their rollouts write them with "
+                "version=",
+                ageless,
+                len(batch),
+            )
+
+
+def deliveries(batch: Batch) -> Iterator[tuple[str, int, int, int]]:
+    """Iterate over ring, slot, generation and rank of a batch's payloads."""
+    rings = [ring_of(part) for part in batch._parts for _ in range(len(part))]
+    return zip(rings, batch.slots.tolist(), batch.generations.tolist(), batch.ranks.tolist(), strict=True)
+
+
+def consume_one(part: Part, at: int, slot: int, generation: int, rank: int) -> None:
+    """Consume one payload of a part, which the part is left without."""
+    if isinstance(part, TakenPart):
+        part.leave_out(at, CONSUME)
+    else:
+        part.ring.consume(slot, generation, rank)
+        part.drop(at, "", False)
+
+
+def drop_for_now(part: Part, at: int) -> None:
+    """Give one payload of a part back, to be claimed again in a while."""
+    part.drop(at, "", False, "", _HELD_S)
+
+
+async def _live(rings: FoundRings, lease_s: float) -> None:
+    while True:
+        await asyncio.sleep(lease_s / 3)
+        rings.heard()
+
+
+async def _client(
+    thread: LoopThread, schemas: Sequence[Schema], wire: WirePolicy, settings: Settings, options: ClientOptions
+) -> UCXXClient:
+    made = UCXXClient(
+        schemas=schemas,
+        wire=wire,
+        ack="manual",
+        settings=settings,
+        secret=options.secret,
+        device=options.device,
+        device_receive=options.device_receive,
+        directory=options.directory,
+        trace=options.trace,
+    )
+    thread.closes(made.close)
+    return made
+
+
+async def _statistics(client: UCXXClient) -> Any:
+    return client.statistics()
