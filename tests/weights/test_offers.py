@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from helpers import Child
+from helpers import Child, until
 
 from transport import BlockingClient, Schema, SharedRingBuffer
 from transport.errors import ClosedError, QueueUnavailableError, SchemaError, UsageError, WeightsChecksumError
@@ -141,6 +142,27 @@ def test_no_replica_holds_up_the_trainer_and_each_gets_the_newest(offered: Any) 
         assert isinstance(worker, ReferenceWorker)
         np.testing.assert_array_equal(worker.weights["a"], weights_of(19)["a"])
     assert queue.claim(1, consumer="trainer") == []  # weights are no payloads
+
+
+@pytest.mark.parametrize("wire", ["tcp"])
+def test_a_version_that_was_taken_over_a_wire_is_no_fault(offered: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    queue, offers, client = offered
+    offers.publish(weights_of(1), 1)
+    assert Taker(ReferenceWorker("own")).follow(queue, client)
+    asyncio.run(until(lambda: not offers._ring.statistics().reading))  # the listener has given up waiting for more
+    assert "WARNING" not in capfd.readouterr().err
+
+
+def test_weights_on_offer_are_no_run_to_read_from(place: str) -> None:
+    with open_queue(place) as queue, Offers(SCHEMA, queue) as offers, open_queue(f"{place}other-") as other:
+        offers.publish(weights_of(1), 1)
+        assert "offers" not in str(other.why_nothing()).replace(place, "")
+
+
+def test_versions_on_offer_take_little_more_memory_than_four_of_them(place: str) -> None:
+    for size in (1 << 20, 8 << 20):
+        with open_queue(place) as queue, Offers(Schema.of(w=("uint8", size)), queue) as offers:
+            assert 4 * size <= offers._ring.slot_count * size <= max(4 * size, 16 << 20)
 
 
 def test_a_version_that_is_not_newer_is_refused_and_the_newest_stays_on_offer(offered: Any) -> None:

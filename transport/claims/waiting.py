@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _NAMED: Final = 3  # rings, runs, holders or places in one sentence
 _MOST_SLOTS: Final = 4096  # looked at for claims, in each ring
 # A random ring's name ends with 16 digits.
-_OF_A_RUN: Final = re.compile(r"/transport-(?!notices-|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?")
+# Notices and weights on offer are no payloads of a run.
+_OF_A_RUN: Final = re.compile(r"/transport-(?!notices-|offers-[0-9a-f]{16}$|[0-9a-f]{16}$)(.+?)(?:[0-9a-f]{16})?")
 
 
 class Why(enum.StrEnum):

@@ -138,6 +138,7 @@ class Connection:
             await self._welcome(code=refusal.status, reason=str(refusal))
             await self._closed_by_client()
             raise
+        self._lease_s = hello.lease_ms / 1000 or math.inf
         # its receives are posted before WELCOME tells the client to send
         native: _ucp.Connection = engine().Connection(
             self._listener._service,
@@ -217,8 +218,10 @@ class Connection:
         if ended < 0:
             log.warning("%r: client stopped receiving; closing the connection", self)
             self.close()
-        elif ended > 0:  # reads, or the claims of a client that is silent for longer than its own lease
-            log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)
+        elif ended > 0 and now - native.last_active > self._lease_s:
+            log.warning("%r: silent for %.0f s; its %d payloads are READY again", self, self._lease_s, ended)
+        elif ended > 0:  # reads by ticket, which need no acknowledgement: weights on offer get none
+            log.info("%r: %d reads not acknowledged in time; their payloads are READY", self, ended)
 
     def close(self) -> None:
         """End the connection now. UCX stops using the slots' memory before their pins are released."""

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 TOPIC: Final = "weights"  # of the notices, where none is chosen
 _SLOTS: Final = 4  # the newest version, and older ones that a replica is still reading
-_MOST_SLOTS, _SMALL_BYTES = 64, 64 << 20  # of small versions there is room for more: some trainers offer many a second
+_MOST_SLOTS, _SMALL_BYTES = 64, 8 << 20  # of small versions there is room for more: some trainers offer many a second
 # A replica acknowledges no version: others, and its own next life, read the same one. Over a wire a listener keeps what
 # was read for this long, and the trainer waits for that at most so long.
 _KEPT_S: Final = 1.0
