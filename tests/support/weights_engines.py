@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from weights_members import version_of
@@ -35,6 +36,11 @@ async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[WeightsEngin
     finally:
         for each in made:
             await each.close()
+
+
+def sizes(prefix: str) -> list[int]:
+    """Return the sizes of the segments with this prefix, in bytes."""
+    return [path.stat().st_size for path in Path("/dev/shm").iterdir() if prefix in path.name]
 
 
 async def build(made: list[WeightsEngine]) -> None:

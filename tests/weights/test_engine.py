@@ -17,7 +17,7 @@ import mounts
 import numpy as np
 import pytest
 from helpers import asynchronous, leaving_at_once
-from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
+from weights_engines import BUCKET, TOTAL, build, engine, engines, sizes, transfer
 from weights_members import checksum_of, version_of
 
 from transport import UCXXClient, _ring
@@ -34,10 +34,12 @@ from transport.errors import (
 from transport.ring.packing import views
 from transport.server.running import OneThread
 from transport.weights import Trainer
+from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
+from transport.weights.options import EngineOptions
 from transport.weights.sharding.roles import build_topology
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
-from transport.weights.transfer.feed import Feed
+from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Slices
 from transport.weights.versions.copies import Copies, Held, attach
 from transport.weights.versions.layout import row_of, specs_of, weights_checksum
@@ -292,10 +294,79 @@ async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go
 
 
 @asynchronous
+async def test_a_child_that_reads_one_bucket_after_the_other_is_not_dropped_before_it_stops() -> None:
+    sender = BucketSender(3, address="127.0.0.1", stall_s=1.0)
+    feed = Feed(sender.lost)
+    await feed.open("127.0.0.1")
+    child = await Upstream.connect("trainer", "127.0.0.1", feed.port, feed.token, "child")
+    try:
+        sender.begin(feed, ["child"])
+        sender.provide([64] * 3)
+        for index in range(3):
+            await sender.publish(await sender.reserve(64, ("child",)), ("child",), Slices(0, 0, index))
+        assert sender._ring is not None
+        for ticket, _ in list(sender._unread.values())[:2]:
+            for _ in range(2):  # waits of 0.9 s in all, in which this bucket is not read
+                sender._count_stalls(0.9)
+            assert sender.children == ("child",)
+            sender._ring.acknowledge(ticket, 0)
+        for _ in range(3):
+            sender._count_stalls(0.9)
+        assert sender.children == ()
+    finally:
+        child.close()
+        await feed.close()
+        await asyncio.to_thread(sender.close)
+
+
+@asynchronous
+async def test_a_model_of_few_bytes_takes_as_little_shared_memory() -> None:
+    made = [WeightsEngine(name, address="127.0.0.1", options=EngineOptions(prefix="few-")) for name in ("a", "b")]
+    try:
+        await build(made)
+        weights = {"w": np.zeros((64, 64), np.float32)}
+        await asyncio.gather(made[0].send_weights(weights, 1), made[1].receive(1))
+        assert sum(sizes("few-")) < 1 << 20
+    finally:
+        for each in made:
+            await each.close()
+
+
+class Unreadable(Exception):
+    """An error of a framework, whose message cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no message")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("/data/\udcff"), MemoryError("x" * (40 << 20)), Unreadable()],
+    ids=["not UTF-8", "40 MiB", "raises"],
+)
+@asynchronous
+async def test_a_source_that_fails_with_any_text_ends_the_transfer_of_all(error: Exception) -> None:
+    class Fails:
+        def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+            yield "w", np.zeros(4, np.float32)
+            raise error
+
+    async with engines("ab") as made:
+        replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
+        manager = WeightUpdate([Trainer(made[0], Fails())], replicas)  # type: ignore[arg-type]
+        with pytest.raises(type(error)) as caught:
+            await manager.update(1)
+        assert caught.value is error
+        heard = [line for line in getattr(error, "__notes__", []) if type(error).__name__ in line]
+        assert len(heard) == len(replicas), "each was told why"
+
+
+@asynchronous
 async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() -> None:
     sender = BucketSender(1, address="127.0.0.1")
     feed = Feed(sender.lost)
-    await sender.begin(feed, ["child"], BUCKET)
+    sender.begin(feed, ["child"])
+    sender.provide([BUCKET])
     try:
         lease = await sender.reserve(64, ("child",))
         publish, begun, go_on = lease.publish, threading.Event(), threading.Event()
@@ -323,7 +394,8 @@ async def test_a_listener_leaves_a_bucket_to_its_reader_for_the_whole_of_an_atte
     sender = BucketSender(1, address="127.0.0.1", wires=frozenset({"tcp"}))
     feed = Feed(sender.lost)
     try:
-        await sender.begin(feed, ["child"], BUCKET)
+        sender.begin(feed, ["child"])
+        sender.provide([BUCKET])
         await sender.publish(await sender.reserve(BUCKET, ("child",)), ("child",), Slices(0, 0, 0))
         [(ticket, _)] = sender._unread.values()
         ring, running = sender._ring, sender._server._run  # type: ignore[union-attr]

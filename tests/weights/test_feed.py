@@ -12,7 +12,7 @@ import uvloop
 from helpers import asynchronous, ended, until
 
 from transport.errors import ParentLostError
-from transport.weights.transfer.feed import Feed, Upstream
+from transport.weights.transfer.feed import Feed, Upstream, _next
 from transport.weights.transfer.messages import Hello, Start, encode
 
 
@@ -129,6 +129,45 @@ def test_a_feed_that_closes_ends_the_connections_that_it_has_just_accepted(run: 
             each.close()
 
     run(closing())
+
+
+@asynchronous
+async def test_a_child_that_takes_a_long_message_slowly_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(lambda _: None, stall_s=0.05)
+    await feed.open("127.0.0.1")
+    try:
+        with socket.create_connection(("127.0.0.1", feed.port), 30.0) as child:
+            child.sendall(encode(Hello(feed.token, "child")))
+            await feed.joined(["child"])
+            sent, taken = feed._sent, bytearray()
+
+            def look(name: str, writer: asyncio.StreamWriter) -> int:
+                found = sent(name, writer)
+                taken.extend(child.recv(1 << 20))  # what leaves the feed next is seen by the next look
+                return found
+
+            monkeypatch.setattr(feed, "_sent", look)
+            message = Start(1, (("x" * (16 << 20), "float32", ()),))
+            await feed.tell(message, ["child"])
+            assert feed.children == {"child"}
+            assert len(taken) > 4 << 20, "it was looked at several times"
+    finally:
+        await feed.close()
+
+
+@asynchronous
+async def test_a_message_that_comes_slowly_is_no_silence() -> None:
+    class Slow(asyncio.StreamReader):
+        async def read(self, n: int = -1) -> bytes:
+            await asyncio.sleep(0.02)
+            return await super().read(min(n, 1))
+
+    message = Start(1, (("x" * 100, "float32", ()),))
+    reader = Slow()
+    reader.feed_data(encode(message))
+    assert (await _next(reader, 1.0))[0] == message  # two seconds in all
+    with pytest.raises(TimeoutError):
+        await _next(asyncio.StreamReader(), 0.01)
 
 
 @asynchronous

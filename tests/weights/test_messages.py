@@ -20,7 +20,7 @@ FRAMES: list[Frame] = [
     Start(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ()))),
     Slices(3, 1, 4, b"TK", (Record(0, 64, 2, RAW), Record(64, 64, 4, 1)), 2**64 - 1),
     Placed(0, b"TK", 1),
-    Failed("LinkError", "why"),
+    Failed("LinkError: why"),
 ]
 
 
@@ -50,7 +50,7 @@ def test_a_length_that_no_frame_has_is_refused_before_anything_is_read() -> None
     with pytest.raises(ProtocolError, match="4294967295 bytes"):
         messages.length_of(b"\xff\xff\xff\xff")
     with pytest.raises(ProtocolError, match="at most"):
-        messages.encode(Failed("x", "y" * messages.MAX_FRAME_BYTES))
+        messages.encode(Failed("y" * messages.MAX_FRAME_BYTES))
 
 
 def test_a_pace_keeps_the_rate_and_saves_nothing_up() -> None:

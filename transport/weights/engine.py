@@ -235,7 +235,7 @@ class WeightsEngine:
             raise UsageError(f"{self.name}: call prepare() before init_process_group()")
         (packed,) = arguments["roles"]
         self._role = role = unpack(packed, Role)
-        await self._sender.begin(feed, role.readers, role.bucket_bytes)
+        self._sender.begin(feed, role.readers)
         if self._client is None and any(each.mapped is None for each in role.incoming):
             wires = self._options.wires
             self._client = UCXXClient(

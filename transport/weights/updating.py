@@ -15,6 +15,7 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsTimeoutError,
 )
+from transport.runtime.error_text import error_text
 from transport.weights.plan.admission import Event
 from transport.weights.plan.steps import (
     DROPS_ONE,
@@ -76,8 +77,8 @@ class ReplicaMember(Member, Protocol):
 
 
 def text_of(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
+    """Return an error in one line."""
+    return error_text(error).partition("\n")[0]
 
 
 class Run:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError
+from transport.runtime.error_text import error_text
 from transport.weights.plan.steps import Metadata, Proof
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.layout import weights_checksum
@@ -346,7 +347,7 @@ def _retrieved(task: asyncio.Task[None]) -> None:
 def check(result: object, what: str) -> None:
     """Raise MemberFailedError for a returned error, because some engines return their errors."""
     if isinstance(result, BaseException):
-        raise MemberFailedError(f"{what} returned {type(result).__name__}: {result}") from result
+        raise MemberFailedError(f"{what} returned {error_text(result)}") from result
     if isinstance(result, Mapping) and (result.get("error") or result.get("success") is False):
         raise MemberFailedError(f"{what} returned {dict(result)!r:.200}")
     if result is False:

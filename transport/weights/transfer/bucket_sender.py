@@ -1,8 +1,8 @@
 """BucketSender: writes buckets to a ring, and sends their tickets to the children. Some buckets are in flight.
 
 A bucket is for all children, or for those named. Its slot is free again when each of them has acknowledged it. A
-child that is disconnected, or that keeps a slot longer than ``stall_s`` while others wait, is dropped: the sender
-acknowledges its ranks, and the others continue.
+child that is disconnected, or that reads no bucket for ``stall_s`` while the sender waits for it, is dropped: the
+sender acknowledges its ranks, and the others continue.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 
 import msgspec
 
@@ -89,24 +89,31 @@ class BucketSender:
         self._server: UCXXServer | None = None
         self._feed: Feed | None = None
         self._children: tuple[str, ...] = ()  # by rank
+        self._stalled: dict[str, tuple[Ticket, float]] = {}  # the oldest unread bucket of a child, and for how long
         self._unread: dict[int, tuple[Ticket, tuple[str, ...]]] = {}  # by slot: the last one, its children
         self.bytes_sent = 0  # over the link: each bucket once for each child
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
 
-    async def begin(self, feed: Feed, children: Sequence[str], bucket_bytes: int) -> None:
-        """Set the children of this update, by rank, and its largest bucket. Creates ring and listener where needed.
-
-        A ring whose slots are smaller is replaced.
-        """
+    def begin(self, feed: Feed, children: Sequence[str]) -> None:
+        """Set the children of this update, by rank."""
         self.abandon()
         self._feed, self._children = feed, tuple(children)
-        if self._ring is not None and self._ring.slot_capacity < bucket_bytes:
-            await in_thread(self.close)
-        if children and self._ring is None:
-            await in_thread(self._open, bucket_bytes)
 
-    def _open(self, bucket_bytes: int) -> None:
-        ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=bucket_bytes, prefix=self._prefix)
+    def provide(self, sizes: Collection[int]) -> None:
+        """Have a ring and a listener for the buckets of a version, of these sizes in bytes. Blocks.
+
+        The ring takes no more memory than the largest version needs; one that is too small is replaced.
+        """
+        if not self._children or not sizes:
+            return
+        slots, slot_bytes = min(self._in_flight, len(sizes)), max(1, *sizes)
+        if self._ring is not None and (self._ring.slot_capacity < slot_bytes or self._ring.slot_count < slots):
+            self.close()
+        if self._ring is None:
+            self._open(slots, slot_bytes)
+
+    def _open(self, slots: int, slot_bytes: int) -> None:
+        ring = SharedRingBuffer.create(slots=slots, slot_bytes=slot_bytes, prefix=self._prefix)
         try:
             self._server = UCXXServer(
                 ring,
@@ -144,7 +151,6 @@ class BucketSender:
 
     async def reserve(self, size: int, names: tuple[str, ...]) -> WriteLease:
         """Wait for a free slot for the next bucket. ChildrenLostError if none of its children is left."""
-        since = time.monotonic()
         while True:
             if set(names) <= self._gone:
                 raise ChildrenLostError(f"all children are disconnected: {', '.join(names)}")
@@ -152,22 +158,32 @@ class BucketSender:
             lease = self.try_reserve(size, names)
             if lease is not None:
                 return lease
-            since = await self.freed(seen, since)
+            await self.freed(seen)
 
     def freed_event(self) -> int:
         """What `freed` waits to change. Take it before looking for a free slot."""
         return self._opened().native.freed_event()
 
-    async def freed(self, seen: int, since: float) -> float:
-        """Wait shortly for a slot to be freed. Waiting since more than ``stall_s``: drops the slowest children.
-
-        Returns the time since which the caller waits now. Monotonic seconds.
-        """
-        if time.monotonic() - since > self._stall_s:
-            self._drop_slowest()
-            since = time.monotonic()
+    async def freed(self, seen: int) -> None:
+        """Wait shortly for a slot to be freed. A child that reads nothing in ``stall_s`` of waits is dropped."""
+        begun = time.monotonic()
         await in_thread(self._opened().native.wait_freed, seen, _LOOK_S)
-        return since
+        # no more than the wait itself: this process, and its children with it, may have been stopped meanwhile
+        self._count_stalls(min(time.monotonic() - begun, 2 * _LOOK_S))
+
+    def _count_stalls(self, waited_s: float) -> None:
+        oldest: dict[str, Ticket] = {}
+        for ticket, late in self._late():
+            for name in late:
+                oldest.setdefault(name, ticket)
+        before = self._stalled
+        self._stalled = {}
+        for name, ticket in oldest.items():
+            known, stalled_s = before.get(name, (None, 0.0))
+            self._stalled[name] = ticket, stalled_s + waited_s if known == ticket else 0.0
+        for name, (_, stalled_s) in self._stalled.items():
+            if stalled_s > self._stall_s and self._feed is not None:
+                self._feed.drop(name)
 
     def try_reserve(self, size: int, names: tuple[str, ...]) -> WriteLease | None:
         """A free slot for a bucket of these children; None: there is none now."""
@@ -193,14 +209,6 @@ class BucketSender:
                     ticket,
                     [name for rank, name in enumerate(names) if not info.done >> rank & 1 and name not in self._gone],
                 )
-
-    def _drop_slowest(self) -> None:
-        """Drop the children that have not read the oldest bucket."""
-        for _, late in self._late():
-            for name in late:
-                assert self._feed is not None
-                self._feed.drop(name)
-            return
 
     async def send(
         self,
@@ -254,16 +262,13 @@ class BucketSender:
 
     async def drained(self) -> None:
         """Wait until every remaining child has read every bucket."""
-        if not self._children:
-            return
-        ring = self._opened()
-        since = time.monotonic()
-        while True:
+        ring = self._ring
+        while ring is not None:
             seen = self.freed_event()
             if ring.native.state_counts()[0] == ring.slot_count:
                 break
-            since = await self.freed(seen, since)
-        if not self.children:
+            await self.freed(seen)
+        if self._children and not self.children:
             raise ChildrenLostError(
                 f"all children disconnected before the version was sent: {', '.join(self._children)}"
             )
@@ -274,10 +279,11 @@ class BucketSender:
             if self._ring is not None and not self._ring.native.closed:
                 self._ring.discard(ticket)
         self._unread = {}
+        self._stalled = {}
 
     def _opened(self) -> SharedRingBuffer:
         if self._ring is None:
-            raise ClosedError("this sender has no children, or is closed")
+            raise ClosedError("this sender has no buckets to send, or is closed")
         return self._ring
 
     def close(self) -> None:

@@ -6,15 +6,19 @@ side (`Feed`) and the child's (`Upstream`) belong to one group of one update.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import secrets
 import socket
+import termios
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from transport.errors import ParentLostError, ProtocolError, TransportError
+from transport.runtime.error_text import error_text
 from transport.weights.transfer.messages import (
     MAX_FRAME_BYTES,
     Alive,
@@ -44,7 +48,7 @@ class Feed:
 
     Args:
         lost: called with the name of a child that has left: its connection has ended, or it was dropped.
-        stall_s: a child that takes no message for so long is dropped; children hear something four times as often.
+        stall_s: a child that takes no byte for so long is dropped; children hear something four times as often.
 
     Attributes:
         left: names of children that were connected and are not any more; what the end of the feed parts is not in it.
@@ -58,6 +62,7 @@ class Feed:
         self._lost = lost
         self._server: asyncio.Server | None = None
         self._children: dict[str, asyncio.StreamWriter] = {}
+        self._written: dict[str, int] = {}  # bytes for each child, sent or still in its buffer
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: set[asyncio.StreamWriter] = set()
         self._joined = asyncio.Event()  # a child came or left
@@ -126,13 +131,13 @@ class Feed:
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, TransportError):
                 async with asyncio.timeout(_HELLO_S):
-                    hello, _ = await _next(reader, _MOST_HELLO)
+                    hello, _ = await _next(reader, _HELLO_S, _MOST_HELLO)
                 self._strangers.discard(writer)
                 try:
                     name = self._admitted(hello)
                     writer.write(encode(Welcome()))
                 except TransportError as error:
-                    writer.write(encode(Failed(type(error).__name__, str(error))))
+                    writer.write(encode(Failed(error_text(error))))
                     await writer.drain()
                     raise
                 self._children[name] = writer
@@ -171,22 +176,35 @@ class Feed:
                     writer.write(_ALIVE)
 
     async def tell(self, frame: Frame, names: Iterable[str]) -> None:
-        """Send to these children, except disconnected ones. One that takes nothing for ``stall_s`` is dropped."""
+        """Send to these children, except disconnected ones. A child that takes no byte for ``stall_s`` is dropped."""
         data = encode(frame)
         told = {name: writer for name in names if (writer := self._children.get(name)) is not None}
-        for writer in told.values():
+        for name, writer in told.items():
             writer.write(data)
+            self._written[name] = self._written.get(name, 0) + len(data)
         if any(writer.transport.get_write_buffer_size() for writer in told.values()):
             await asyncio.gather(*(self._taken(name, writer) for name, writer in told.items()))
 
     async def _taken(self, name: str, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await writer.drain()
-        except TimeoutError:
-            self.drop(name)
-        except OSError:
-            return  # `_serve` detects the disconnect
+        while True:
+            before = self._sent(name, writer)
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await writer.drain()
+            except TimeoutError:
+                if self._sent(name, writer) > before:
+                    continue
+                self.drop(name)
+            except OSError:
+                pass  # `_serve` detects the disconnect
+            return
+
+    def _sent(self, name: str, writer: asyncio.StreamWriter) -> int:
+        """Return how many bytes of messages the child's host has taken."""
+        queued = array.array("i", [0])
+        with contextlib.suppress(OSError):  # it was closed
+            fcntl.ioctl(writer.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)  # by this host's kernel
+        return self._written.get(name, 0) - writer.transport.get_write_buffer_size() - queued[0]
 
     def drop(self, name: str) -> None:
         """Abort the connection of a child that is too slow: it has left."""
@@ -213,8 +231,7 @@ _TELL_S = 1.0  # a child that does not receive the message detects the disconnec
 
 async def announce_failure(feed: Feed, error: BaseException) -> None:
     """Send every child the failure, even if the caller is cancelled meanwhile; takes at most `_TELL_S`."""
-    kind = type(error).__name__
-    frame = Failed(kind, str(error) or kind)
+    frame = Failed(error_text(error))
 
     async def tell() -> None:
         with contextlib.suppress(TimeoutError):
@@ -302,8 +319,7 @@ class Upstream:
     async def _read(self) -> tuple[Frame, int]:
         try:
             while True:
-                async with asyncio.timeout(self._stall_s):
-                    frame, size = await _next(self._reader)
+                frame, size = await _next(self._reader, self._stall_s)
                 if not isinstance(frame, Alive):
                     break
         except TimeoutError as error:
@@ -311,7 +327,7 @@ class Upstream:
         except (OSError, EOFError) as error:
             raise ParentLostError(f"{self._parent} disconnected during the update") from error
         if isinstance(frame, Failed):
-            raise ParentLostError(f"{self._parent}: {frame.kind}: {frame.message}")
+            raise ParentLostError(f"{self._parent}: {frame.why}")
         return frame, size
 
     def close(self) -> None:
@@ -320,7 +336,18 @@ class Upstream:
         self.reading.cancel()
 
 
-async def _next(reader: asyncio.StreamReader, most: int = MAX_FRAME_BYTES) -> tuple[Frame, int]:
-    """A frame, and its bytes."""
-    size = length_of(await reader.readexactly(_HEAD), most)
-    return decode(await reader.readexactly(size)), _HEAD + size
+async def _next(reader: asyncio.StreamReader, stall_s: float, most: int = MAX_FRAME_BYTES) -> tuple[Frame, int]:
+    """Return a frame, and its bytes. TimeoutError when no byte of it comes for ``stall_s``."""
+    size = length_of(await _exactly(reader, _HEAD, stall_s), most)
+    return decode(await _exactly(reader, size, stall_s)), _HEAD + size
+
+
+async def _exactly(reader: asyncio.StreamReader, size: int, stall_s: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        async with asyncio.timeout(stall_s):
+            piece = await reader.read(size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)

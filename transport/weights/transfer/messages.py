@@ -32,10 +32,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The sender will not complete the version."""
+    """The sender will not complete the version. ``why`` is made by `error_text`."""
 
-    kind: str
-    message: str
+    why: str
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):

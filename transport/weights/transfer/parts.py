@@ -54,6 +54,11 @@ class PartLanding:
         """This receiver's number among the readers of a stream's buckets."""
         return self._sources[sender].rank
 
+    @property
+    def relayed(self) -> list[int]:
+        """Sizes in bytes of the buckets that are sent on to other hosts."""
+        return [size_of(each) for of in self._buckets.values() for each in of] if self.incoming.wired else []
+
     def count(self, parent: str) -> int:
         """Buckets that come from this parent."""
         return sum(len(self._buckets[source.sender]) for source in self.incoming.sources if source.parent == parent)

@@ -108,6 +108,7 @@ class ShardReceiving:
         self._landings = {
             each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
         }
+        sender.provide([size for landing in self._landings.values() for size in landing.relayed])
         self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
 
     async def run(self, version: int, specs: Any) -> ShardHeld:

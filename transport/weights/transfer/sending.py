@@ -6,7 +6,6 @@ the others while it holds fewer slots than there are. A receiver that is lost ta
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ class _Stream:
 
 
 class ShardSending:
-    """Sends one version of one rank's shards. Create it, and `run` it once."""
+    """One version of one rank's shards on its way. Create it in a thread, which may take seconds; `run` it once."""
 
     def __init__(
         self,
@@ -76,6 +75,7 @@ class ShardSending:
         self._layout = layout
         bases = [(None, False)] * len(outgoing) if base is None else base.begin(outgoing, bucket_bytes, from_base)
         self._streams = [_Stream(each, bucket_bytes, *kept) for each, kept in zip(outgoing, bases, strict=True)]
+        sender.provide([size_of(bucket) for stream in self._streams for bucket in stream.buckets])
         self._gathered = self._encoded = _NOTHING
         for at, stream in enumerate(self._streams):  # senders begin with different receivers, so that none waits
             stream.turn = (at - stream.sender) % len(self._streams)
@@ -104,7 +104,6 @@ class ShardSending:
             self._coming = weights
         await self._feed.tell(Start(version, specs), self._feed.children)
         done = moved = 0
-        since = time.monotonic()
         while streams := [each for each in self._streams if each.left and self._alive(each)]:
             seen = self._sender.freed_event()
             unread = {each.children: self._sender.unread(each.children) for each in streams}
@@ -118,11 +117,10 @@ class ShardSending:
                 bucket = stream.buckets[stream.sent]
                 lease = self._sender.try_reserve(size_of(bucket), stream.children) if ahead else None
                 if lease is None:
-                    since = await self._sender.freed(seen, since)
+                    await self._sender.freed(seen)
                     continue
                 size = lease.layout.total
                 await self._send(stream, lease)
-            since = time.monotonic()
             if stream.base is not None:
                 stream.base.complete = not stream.left
             done, moved = done + 1, moved + size
