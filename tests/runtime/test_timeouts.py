@@ -51,14 +51,14 @@ async def test_one_timer_stands_however_many_wait_or_end_in_time() -> None:
     for each in range(100):
         watch.add(future(), now + 100.0 + each)
     timer = watch._timer
-    assert due(watch) <= 100.0
+    assert due(watch) < 101.0, "it is set for the first of them"
     for _ in range(20):
         answered = future()
         watch.add(answered, now + 200.0)
         watch.remove(answered)
     assert watch._timer is timer
     watch._ring()  # a loop's clock is coarser than ours: a timer that goes off early is set again
-    assert due(watch) <= 100.0
+    assert due(watch) < 101.0
     watch.close()
     assert watch._timer is None
     assert repr(watch) == "<Timeouts 0 waiting>"

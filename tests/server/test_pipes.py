@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 from helpers import eventually, parent_of
+from own_network import said_in_own_network
 
 from transport._ring import segments
 from transport.ring.attachment import attached
@@ -28,8 +28,6 @@ sys.stdin.readline()
 """
 
 OFFLINE = """
-import subprocess
-subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 from transport import Rollout
 from transport.packer.options import RingOptions
 with Rollout(ring=RingOptions(slot_bytes=64), slots=2, mode="thread"):
@@ -53,22 +51,6 @@ def test_the_processes_of_a_killed_rollout_let_go_of_its_standard_error() -> Non
     eventually(lambda: name not in segments(), "the segment is gone")
 
 
-@pytest.mark.skipif(shutil.which("ip") is None, reason="iproute2 is not installed")
 def test_a_rollout_without_a_route_says_that_others_do_not_reach_it() -> None:
-    offline = ["unshare", "--user", "--map-root-user", "--net"]
-    if subprocess.run([*offline, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no network namespaces here")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("UCX", "TRANSPORT_"))}
-
-    def said(**more: str) -> str:
-        ran = subprocess.run(
-            [*offline, sys.executable, "-c", OFFLINE],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**environment, **more},
-        )
-        return ran.stderr
-
-    assert "TRANSPORT_ADDRESSES" in said()
-    assert "TRANSPORT_ADDRESSES" not in said(TRANSPORT_ADDRESSES="127.0.0.1")
+    assert "TRANSPORT_ADDRESSES" in said_in_own_network(OFFLINE)
+    assert "TRANSPORT_ADDRESSES" not in said_in_own_network(OFFLINE, TRANSPORT_ADDRESSES="127.0.0.1")

@@ -150,13 +150,23 @@ def test_a_value_that_the_callers_stack_has_no_room_for_is_not_damaged() -> None
     for _ in range(50):
         deep = (deep,)
     memory = field(deep)
+    begun = 0
 
     def down(levels: int) -> Any:
-        return down(levels - 1) if levels else value_of(memory, "x")
+        nonlocal begun
+        if levels:
+            return down(levels - 1)
+        begun += 1
+        return value_of(memory, "x")
 
-    with pytest.raises(RecursionError):
-        down(sys.getrecursionlimit() - 100)
-    assert value_of(memory, "x") == deep
+    read = 0
+    for room in range(300):  # how many frames a level takes, and whether C's calls count, depends on Python
+        try:
+            assert down(sys.getrecursionlimit() - room) == deep
+        except RecursionError:
+            continue
+        read += 1
+    assert begun > read > 0
 
 
 FLIPS = 20_000

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from own_network import said_in_own_network
 
 from transport import BlockingClient
 from transport.errors import UnreachableError
@@ -51,12 +50,11 @@ def test_a_service_that_sends_bytes_back_is_no_listener(echo: int) -> None:
 
 
 _TO_ITSELF = """
-import asyncio, subprocess
+import asyncio
 from pathlib import Path
 from transport.errors import UnreachableError
 from transport.wire.probing import probe
 
-subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")
 said = set()
 while not any("itself" in each for each in said):  # the kernel chooses one of two ports
@@ -68,6 +66,4 @@ while not any("itself" in each for each in said):  # the kernel chooses one of t
 
 
 def test_a_connection_that_leads_to_itself_is_refused() -> None:
-    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode != 0:
-        pytest.skip("needs a network namespace of its own")
-    subprocess.run(["unshare", "--net", sys.executable, "-c", _TO_ITSELF], check=True, timeout=60)
+    said_in_own_network(_TO_ITSELF)
