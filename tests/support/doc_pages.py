@@ -30,7 +30,7 @@ def sources(*folders: str) -> str:
 
 @cache
 def classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Every class of the package: what it has, and the names of its bases."""
+    """Every class of the package: what it has, and the names of its bases; classes of one name are taken together."""
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path in [*(ROOT / "transport").rglob("*.py"), *(ROOT / "transport").rglob("*.pyi")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,5 +48,7 @@ def classes() -> dict[str, tuple[set[str], list[str]]]:
                         else []
                     )
                 }
-                found[node.name] = members, [base.id for base in node.bases if isinstance(base, ast.Name)]
+                known, bases = found.setdefault(node.name, (set(), []))
+                known |= members
+                bases += [base.id for base in node.bases if isinstance(base, ast.Name)]
     return found
