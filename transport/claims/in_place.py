@@ -32,6 +32,8 @@ from transport.schema import Schema
 
 B = TypeVar("B", bound=Batch)
 
+_IN_QUESTION, _CONSUMED = int(Verdict.IN_QUESTION), int(Verdict.CONSUMED)  # numpy looks for attributes in a member
+
 _COLUMNS = tuple("sequence" if name == "offset" else name for name in _ring.BATCH_COLUMNS)  # offsets are the pieces'
 Taker = Callable[[float, bool], Awaitable[TakenBatch]]  # (seconds to wait, whether checksums are compared)
 
@@ -43,7 +45,7 @@ class TakenPart:
     ``most_attempts`` of a later TAKE ends them.
 
     Args:
-        thread: whose loop is the connection's, for `finish` and `consuming`.
+        thread: whose loop is the connection's, for `finish` and `consumption`.
         verified: whether the checksums were compared on arrival.
     """
 
@@ -118,16 +120,30 @@ class TakenPart:
         self._rows = np.delete(self._rows, index)
         self._positions = np.delete(self._positions, index)
 
-    def consuming(self) -> Job[npt.NDArray[np.bool_]]:
-        """Begin to consume: which were accepted, once their ring has said so. Asked again, it answers the same."""
-        assert self._thread is not None, "consuming() needs the thread whose loop the connection has"
-        job: Job[npt.NDArray[np.bool_]] = Job(self._thread, partial(self._claims.end, self._positions, CONSUME))
-        job.start()
-        return job
+    def ask_to_consume(self) -> None:
+        """Ask the ring to consume the claims, without waiting for the answer."""
+        self._claims.soon(self._claims.end, self._positions, CONSUME)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the ring has answered, or is out of reach."""
+        return int(self._claims.verdicts[self._positions].min(initial=_IN_QUESTION)) >= _IN_QUESTION
+
+    def consumption(self) -> npt.NDArray[np.bool_]:
+        """Wait for the answer to `ask_to_consume`: which claims count as consumed. Asked again, it is the same."""
+        if not self.answered:
+            assert self._thread is not None, "consumption() waits for the loop of a thread"
+            job: Job[npt.NDArray[np.bool_]] = Job(self._thread, partial(self._claims.end, self._positions, CONSUME))
+            job.start()
+            job.result()
+        if self.answered:
+            self._owned.settled()  # nothing goes back with the object
+        consumed: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == _CONSUMED
+        return consumed
 
     def in_question(self) -> npt.NDArray[np.bool_]:
         """Tell for each whether its ring went out of reach before its answer."""
-        found: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == Verdict.IN_QUESTION
+        found: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == _IN_QUESTION
         return found
 
     def leave_out(self, index: int, end: End) -> None:

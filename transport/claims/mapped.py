@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import Any, Final
 
 from transport import _ring
@@ -117,7 +118,11 @@ class RingsOfHost:
     def rings(self, schemas: frozenset[str]) -> list[SharedRingBuffer]:
         """To claim from: those with payloads of these schemas (none: of any)."""
         fit = _fitting(schemas)
-        return [ring for ring in (*self._attached.values(), *self._own.values()) if _fits(ring, fit)]
+        return [
+            ring
+            for ring in (*self._attached.values(), *self._own.values())
+            if not ring.native.closed and (not fit or ring.native.fingerprint in fit)
+        ]
 
     # --- following ------------------------------------------------------------------------------------
     def look(self, schemas: frozenset[str]) -> None:
@@ -348,37 +353,43 @@ class RingsOfHost:
         rings: Sequence[SharedRingBuffer],
         n: int,
         wait_s: float,
-        rung: int | None = None,
-        *,
+        rung: int | None,
         rank: int | str,
         consumer: str,
         oldest_version: int | None,
     ) -> list[_ring.ClaimedBatch]:
         """Claim up to ``n`` payloads, of each ring the oldest first, without an object for each; waits as `claim`."""
+        ranks = [rank] * len(rings) if isinstance(rank, int) else [ring.rank_of(rank) for ring in rings]
+        parts = self._parts(rings, ranks, n, consumer, oldest_version)
+        if parts or wait_s <= 0:
+            return parts
         seen: list[Seen] = []
-        for ring in rings:
+        for ring, of in zip(rings, ranks, strict=True):
             with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
-                seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
-        parts = self._parts(seen, n, consumer, oldest_version)
-        if parts or not seen or wait_s <= 0:
+                seen.append((ring.native, ring.native.published_event(), of))
+        parts = self._parts(rings, ranks, n, consumer, oldest_version)  # what came before the events were read
+        if parts or not seen:
             return parts
         wait_for_payloads(seen, wait_s, None if rung is None else self.bell, rung or 0)
-        return self._parts(seen, n, consumer, oldest_version)
+        return self._parts(rings, ranks, n, consumer, oldest_version)
 
     def _parts(
-        self, seen: Sequence[Seen], n: int, consumer: str, oldest_version: int | None
+        self,
+        rings: Sequence[SharedRingBuffer],
+        ranks: Sequence[int],
+        n: int,
+        consumer: str,
+        oldest_version: int | None,
     ) -> list[_ring.ClaimedBatch]:
         parts: list[_ring.ClaimedBatch] = []
         self._turn += 1  # of no consequence if two threads read the same
-        for at in range(len(seen)):
-            if not n:
-                break
-            native, _, rank = seen[(self._turn + at) % len(seen)]
+        for at in range(self._turn, self._turn + len(rings)):
+            which = at % len(rings)
             try:
-                part = native.claim_batch(
+                part = rings[which].native.claim_batch(
                     n,
                     0.0,
-                    rank=rank,
+                    rank=ranks[which],
                     oldest_version=oldest_version,
                     most_attempts=self._max_deliveries,
                     consumer=consumer,
@@ -392,6 +403,8 @@ class RingsOfHost:
             if part:
                 parts.append(part)
                 n -= len(part)
+                if not n:
+                    break
         return parts
 
     def heard(self) -> None:
@@ -443,10 +456,11 @@ def _has_ended(claim: _ring.Claim, end: End) -> bool:
         return False
 
 
-def _fitting(schemas: frozenset[str]) -> set[bytes]:
+@lru_cache(maxsize=64)
+def _fitting(schemas: frozenset[str]) -> frozenset[bytes]:
     """Fingerprints, as a segment has them, of rings that have payloads of these schemas; none: of all."""
-    return {bytes.fromhex(fingerprint) for fingerprint in (*schemas, NO_SCHEMA)} if schemas else set()
+    return frozenset(bytes.fromhex(fingerprint) for fingerprint in (*schemas, NO_SCHEMA)) if schemas else frozenset()
 
 
-def _fits(ring: SharedRingBuffer, fit: set[bytes]) -> bool:
+def _fits(ring: SharedRingBuffer, fit: Set[bytes]) -> bool:
     return not ring.native.closed and (not fit or ring.native.fingerprint in fit)

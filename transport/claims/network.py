@@ -219,7 +219,7 @@ class NetworkSource:
         return batch
 
     def take_parts(
-        self, n: int, wait_s: float, *, rank: int | str, consumer: str, oldest_version: int | None
+        self, n: int, wait_s: float, rank: int | str, consumer: str, oldest_version: int | None
     ) -> list[TakenPart]:
         """Take up to ``n`` payloads of what has come, the first that came first, without an object for each."""
         of = self._rank(rank)

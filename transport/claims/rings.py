@@ -301,22 +301,24 @@ class FoundRings(TicketQueue):
 
         Raises what keeps this process itself from every ring, when the time is over.
         """
-        give_up = time.monotonic() + timeout_s
+        give_up = 0.0
         while True:
             here = self._follow(rank, n, oldest_version)
-            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
+            slice_s = min(give_up - time.monotonic(), _SLICE_S) if give_up else 0.0  # at first without a wait
             parts: list[_ring.ClaimedBatch | TakenPart] = []
             try:
-                self._take(parts, n, slice_s, here, rank=rank, consumer=consumer, oldest_version=oldest_version)
+                self._take(parts, n, max(0.0, slice_s), here, rank, consumer, oldest_version)
             except TransportError:
                 if not parts:
                     raise  # else the next call meets it again: what was taken is the caller's
             if parts:
                 self._waiting.came()
                 return parts
-            if self._waited(rank, give_up, here):
+            if not give_up:
+                give_up = time.monotonic() + timeout_s
+            elif self._waited(rank, give_up, here):
                 return parts
-            if not here and not self._elsewhere:
+            elif not here and not self._elsewhere:
                 self._closed.wait(slice_s)
 
     def _take(
@@ -325,34 +327,30 @@ class FoundRings(TicketQueue):
         n: int,
         wait_s: float,
         here: Sequence[SharedRingBuffer],
-        *,
         rank: int | str,
         consumer: str,
         oldest_version: int | None,
     ) -> None:
         """Take one round; rings here and elsewhere are first in turn. ``parts`` grows with each half."""
-        rung = self._here.bell.rung if here and self._elsewhere else None
-        if here and isinstance(rank, str):
+        if not self._elsewhere:
+            if here:
+                parts += self._here.take_parts(here, n, wait_s, None, rank, consumer, oldest_version)
+            return
+        if not here:
+            parts += self._network.take_parts(n, wait_s, rank, consumer, oldest_version)
+            return
+        rung = self._here.bell.rung
+        if isinstance(rank, str):
             for ring in here:
                 ring.rank_of(rank)  # before anything is taken elsewhere
-        halves = [False, True] if next(self._turns) % 2 else [True, False]
-        for mapped in halves if here and self._elsewhere else [bool(here)]:
+        for mapped in (True, False) if next(self._turns) % 2 else (False, True):
             left = n - sum(map(len, parts))
-            if not left:
-                return
-            if mapped:
-                last = wait_s if not self._elsewhere else 0.0
-                parts += self._here.take_parts(
-                    here, left, last, rank=rank, consumer=consumer, oldest_version=oldest_version
-                )
-            elif self._elsewhere:
-                parts += self._network.take_parts(
-                    left, 0.0 if here else wait_s, rank=rank, consumer=consumer, oldest_version=oldest_version
-                )
-        if not parts and rung is not None:  # both were empty: the bell, or a ring here, ends the wait
-            parts += self._here.take_parts(
-                here, n, wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
-            )
+            if left and mapped:
+                parts += self._here.take_parts(here, left, 0.0, None, rank, consumer, oldest_version)
+            elif left:
+                parts += self._network.take_parts(left, 0.0, rank, consumer, oldest_version)
+        if not parts:  # the bell, or a ring here, ends the wait
+            parts += self._here.take_parts(here, n, wait_s, rung, rank, consumer, oldest_version)
 
     def heard(self) -> None:
         """Say to the rings of this host that this process lives; those elsewhere hear it from their connections."""

@@ -36,6 +36,9 @@ _WRONG: Final = "its bytes are not those that were written"
 _MOST_PACKED: Final = (1 << 31) - 1  # cu_seqlens are int32
 
 
+_NOWHERE: Final = HostLanding({}, None)  # of payloads that stay where they are
+
+
 class ClaimedPart(Protocol):
     """Payloads of one ring that are claimed: in its mapped slots (`_ring.ClaimedBatch`), or received."""
 
@@ -209,6 +212,8 @@ class Batch(Sequence[Mapping[str, Any]]):
             max_deliveries: wrong bytes that were delivered so often are dead; 0: never.
         """
         try:
+            if shape.layout == "list" and not shape.verified:
+                return cls._listed(parts, schema, shape, consumer)
             fills = shape.fills(schema)
             if landing is None:
                 landing = landing_for(shape.memory, shape.out, shape.most_memory)
@@ -217,6 +222,28 @@ class Batch(Sequence[Mapping[str, Any]]):
             for part in parts:
                 part.release(in_vain=False)
             raise
+
+    @classmethod
+    def _listed(cls, parts: Sequence[ClaimedPart], schema: Schema, shape: Shape, consumer: str) -> Self:
+        """Payloads that stay where they lie, their checksums not looked at: they are measured, and no more."""
+        fields = fields_of(schema)
+        dropped = 0
+        measured = []
+        for part in parts:
+            rows = np.empty((len(schema.ragged), len(part)), np.int64)
+            if unfit := part.measure(fields, rows):
+                for at in reversed(unfit):  # the next claimer would find the same
+                    part.drop(at, _UNFIT, True, consumer)
+                dropped += len(unfit)
+                rows = np.delete(rows, unfit, axis=1)
+            measured.append(rows)
+        batch = cls(parts, schema, shape, _NOWHERE, dropped)
+        names = (spec.name for spec in schema.ragged)
+        batch._whole_lengths = lengths = dict(zip(names, _joined(measured, len(schema.ragged)), strict=True))
+        if batch.schema is not schema:
+            lengths = {spec.name: lengths[spec.name] for spec in batch.schema.ragged}
+        batch.lengths = lengths
+        return batch
 
     @classmethod
     def _gathered(
@@ -403,7 +430,7 @@ def _joined(tables: Sequence[npt.NDArray[np.int64]], rows: int) -> npt.NDArray[n
 
 def columns_of(parts: Sequence[ClaimedPart]) -> npt.NDArray[np.int64]:
     """Return BATCH_COLUMNS of these payloads, a row of int64 for each column."""
-    tables = []
+    tables: list[npt.NDArray[np.int64]] = []
     for part in parts:
         table = np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64)
         part.columns(table)

@@ -24,7 +24,6 @@ from transport.ring.batch import Batch as Gathered
 from transport.ring.batch import columns_of, memory_of
 from transport.ring.batch_shape import Shape
 from transport.ring.packing import decoded_views
-from transport.runtime.loop_thread import Job
 from transport.schema import Schema
 from transport.ticket import Ticket
 
@@ -156,7 +155,7 @@ class Batch(Sequence[Payload]):
         self._book = book
         self._laid_out = gathered if gathered is not None and shape.layout != "list" else None
         self._state: Literal["claimed", "accepted", "asked", "in question", "consumed", "given back"] = "claimed"
-        self._asked: list[bytes | Job[npt.NDArray[np.bool_]]] = []
+        self._finished: dict[int, bytes] = {}  # answers of mapped rings, by part
         self._verdicts: npt.NDArray[np.bool_] = _NONE
         self._places: list[tuple[Part, int]] | None = None
         self.schema = None if gathered is None else gathered.schema
@@ -296,14 +295,20 @@ class Batch(Sequence[Payload]):
             return
         self._require("consume")
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
-        self._asked = [part.consuming() if isinstance(part, TakenPart) else part.finish(keep) for part in self._parts]
+        for at, part in enumerate(self._parts):
+            if isinstance(part, TakenPart):
+                part.ask_to_consume()
+            else:
+                self._finished[at] = part.finish(keep)
         self._state = "asked"
         self._book.asked(self)
 
     @property
     def answered(self) -> bool:
         """Whether every ring has answered `consume`, so that `accepted` does not wait."""
-        return all(isinstance(each, bytes) or each.done() for each in self._asked)
+        return len(self._finished) == len(self._parts) or all(
+            part.answered for part in self._parts if isinstance(part, TakenPart)
+        )
 
     @property
     def accepted(self) -> npt.NDArray[np.bool_]:
@@ -313,9 +318,11 @@ class Batch(Sequence[Payload]):
         UsageError before `consume`.
         """
         if self._state == "asked":
-            answers = [each if isinstance(each, bytes) else each.result().tobytes() for each in self._asked]
+            answers = [
+                part.consumption().tobytes() if isinstance(part, TakenPart) else self._finished[at]
+                for at, part in enumerate(self._parts)
+            ]
             self._verdicts = verdicts = np.frombuffer(b"".join(answers), np.bool_)
-            self._asked = []
             self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
             self._book.consumed(self, verdicts)
         elif self._state not in ("consumed", "in question"):

@@ -34,7 +34,6 @@ from transport.claims.open import open_rings
 from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient
 from transport.config import configuration
-from transport.devices.landing import landing_for
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
@@ -135,6 +134,7 @@ class Trainer:
                 undo.callback(rings.close)
             undo.callback(rings.disconnect, self._client)
             self._rings = rings.connect(thread, self._client, schemas)
+            self._most_deliveries = self._rings.max_deliveries
             self._heart = thread.submit(_live(self._rings, settings.claim_lease_s))
             undo.callback(self._heart.cancel)
             if (exporter := configured_exporter(operator)) is not None:
@@ -161,21 +161,25 @@ class Trainer:
             ClosedError: the trainer is closed, or is a forked child's.
             WireNotAllowedError, AuthenticationError and the like: what keeps this process from every ring.
         """
-        check_claim(n, self._rank)
-        seconds(timeout_s, "timeout_s of take()")
-        seconds(fill_s, "fill_s of take()")
+        if n < 1:
+            check_claim(n, self._rank)
+        if timeout_s:
+            seconds(timeout_s, "timeout_s of take()")
+        if fill_s:
+            seconds(fill_s, "fill_s of take()")
         if not self._calls.acquire(blocking=False):
             raise UsageError("another thread takes from this trainer at the moment: give each thread a Trainer")
         try:
+            if self._closed:
+                raise ClosedError("this trainer is closed; make a new one")
+            if self._book.unanswered:
+                self._book.settle(_UNANSWERED)
             return self._take(n, time.monotonic() + timeout_s, fill_s)
         finally:
             self._calls.release()
 
     def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
-        if self._closed:
-            raise ClosedError("this trainer is closed; make a new one")
-        self._book.settle(_UNANSWERED)
-        oldest = self._oldest()
+        oldest = None if self._max_age is None else self._oldest(self._max_age)
         left = n
         parts: list[Part] = []
         full_by = 0.0
@@ -189,14 +193,15 @@ class Trainer:
                 consumer=self._name,
             )
             if came and not parts:
-                full_by = time.monotonic() + fill_s
+                full_by = time.monotonic() + fill_s if fill_s else 0.0
             if self._book.remembers:
                 came = self._book.left(came)
-            parts += came
-            left -= sum(map(len, came))
-            if parts and (not left or time.monotonic() >= full_by):
+            for part in came:
+                parts.append(part)
+                left -= len(part)
+            if parts and (not left or not full_by or time.monotonic() >= full_by):
                 batch = self._batch(parts, oldest)
-                if len(batch):
+                if batch.slots.size:
                     return batch
                 parts, left = [], n
             if not parts and time.monotonic() >= give_up:
@@ -205,13 +210,14 @@ class Trainer:
     def _batch(self, parts: list[Part], oldest: int | None) -> Batch:
         gathered = None
         if self._schema is not None:
-            self._without_strange(parts, self._schema)
+            for part in parts:
+                if isinstance(part, TakenPart):
+                    self._without_strange(part, self._schema)
             gathered = Gathered.gathered(
                 parts,
                 self._schema,
                 self._shape,
-                landing=landing_for(self._shape.memory, self._shape.out, self._shape.most_memory),
-                max_deliveries=self._rings.max_deliveries,
+                max_deliveries=self._most_deliveries,
                 consumer=self._name,
             )
         else:
@@ -222,13 +228,12 @@ class Trainer:
             self._book.say_ageless(batch)
         return batch
 
-    def _without_strange(self, parts: Sequence[Part], schema: Schema) -> None:
+    def _without_strange(self, part: TakenPart, schema: Schema) -> None:
         """Discard the payloads whose tickets name another schema, in a ring that is made for any."""
-        for part in parts:
-            if isinstance(part, TakenPart) and set(part.schemas()) - {"", schema.fingerprint}:
-                for at in reversed(range(len(part))):
-                    if Ticket.decode(part.note(at)).schema_fingerprint != schema.fingerprint:
-                        self._discard(part, at, f"its schema is not {schema.fingerprint}, which this trainer wants")
+        if set(part.schemas()) - {"", schema.fingerprint}:
+            for at in reversed(range(len(part))):
+                if Ticket.decode(part.note(at)).schema_fingerprint != schema.fingerprint:
+                    self._discard(part, at, f"its schema is not {schema.fingerprint}, which this trainer wants")
 
     def _without_undescribed(self, parts: Sequence[Part]) -> None:
         """Discard the payloads that neither their ticket nor a schema of this trainer describes."""
@@ -245,12 +250,10 @@ class Trainer:
         self._book.failed += 1
         part.drop(at, why, True, self._name)
 
-    def _oldest(self) -> int | None:
-        if self._max_age is None:
-            return None
+    def _oldest(self, max_age: int) -> int:
         if self.version is None:
             raise UsageError("max_age counts from the version in training: set trainer.version before you take")
-        return self.version - self._max_age
+        return self.version - max_age
 
     def batches(self, n: int, *, fill_s: float = _FILL_S) -> Batches:
         """Iterate over batches of ``n`` payloads until the data has ended (`finished`); also by ``async for``.
@@ -349,11 +352,11 @@ class Record:
         self._consumed = ConsumedRecord() if record is None else record
         self._open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
         self._accepted: weakref.WeakSet[Batch] = weakref.WeakSet()  # one that is dropped comes again
-        self._asked: deque[Batch] = deque()  # whose rings have not answered `consume`
+        self.unanswered: deque[Batch] = deque()  # whose rings have not answered `consume`
         self._ageless = LogLimit(SAY_AGAIN_S)
         self.batches = self.consumed_count = self.duplicates = self.returned = self.lost = 0
         self.failed = self.dropped = 0
-        self._resumed = record is not None and len(record) > 0
+        self.remembers = record is not None and len(record) > 0  # whether a payload that comes may have come before
 
     def taken(self, batch: Batch) -> None:
         """Note a batch that was taken."""
@@ -365,11 +368,6 @@ class Record:
         """Give back what is not consumed: the trainer is closed."""
         for batch in list(self._open):
             batch.release()
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a payload that comes may have come before."""
-        return self._resumed or bool(self._accepted)
 
     def left(self, parts: Sequence[Part]) -> list[Part]:
         """Return the parts without payloads that were consumed before, or that a batch has accepted."""
@@ -387,6 +385,7 @@ class Record:
 
     def accepted(self, batch: Batch) -> None:
         """Note that the model has learned from a batch."""
+        self.remembers = True
         self._accepted.add(batch)
 
     def asked(self, batch: Batch) -> None:
@@ -395,12 +394,12 @@ class Record:
         if batch.answered:
             batch.accepted  # noqa: B018  # looks at the answers
         else:
-            self._asked.append(batch)
+            self.unanswered.append(batch)
 
     def settle(self, most: int) -> None:
         """Look at the answers that have come, and wait until at most so many are missing."""
-        while self._asked and (len(self._asked) > most or self._asked[0].answered):
-            self._asked.popleft().accepted  # noqa: B018
+        while self.unanswered and (len(self.unanswered) > most or self.unanswered[0].answered):
+            self.unanswered.popleft().accepted  # noqa: B018
 
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
         """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
@@ -409,7 +408,8 @@ class Record:
         for (ring, slot, generation, rank), ours in zip(deliveries(batch), verdicts.tolist(), strict=True):
             if (ours or learned) and self._consumed.accept(ring, slot, generation, rank):
                 self.consumed_count += 1
-        self.lost += int((~verdicts & ~batch.in_question).sum())
+        if not verdicts.all():
+            self.lost += int((~verdicts & ~batch.in_question).sum())
 
     def given_back(self, batch: Batch) -> None:
         """Note that a batch was given back."""
