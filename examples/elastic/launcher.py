@@ -45,7 +45,7 @@ class Worker:
 
 
 async def launch(folder: Path, members: int) -> int:
-    rules = Rules(least=members, lease_s=2.0, poll_s=0.2, last_call_s=5.0, host_poll_least_s=0.1, most_rounds=10)
+    rules = Rules(least=members, lease_s=2.0, poll_s=0.2, last_call_s=5.0, most_rounds=10)
     worker: Worker | None = None
     with SQLiteStore(folder / "store.sqlite3") as store:
         async with Rendezvous(store, "elastic", rules, archive=Archive(folder / "closed.json")) as rendezvous:

@@ -245,7 +245,7 @@ def test_a_cancelled_wait_for_a_run_changes_nothing(name: str, before: bool) -> 
     arguments: dict[str, tuple[Any, ...]] = {"restart": ("because",), "close": (Reason.SUCCESS,)}
 
     async def once(at: int) -> bool:
-        rules = Rules(poll_s=0.02, last_call_s=0.0, host_poll_least_s=0.02)
+        rules = Rules(poll_s=0.02, last_call_s=0.0)
         async with Rendezvous(MemoryStore(), "run", rules) as member:
             if name != "join":
                 assert isinstance(await member.join(), Place)

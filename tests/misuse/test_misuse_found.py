@@ -162,7 +162,7 @@ def test_a_client_of_another_loop_refuses() -> None:
 
 def test_a_rank_that_came_after_a_join_was_cancelled_is_returned_by_the_next() -> None:
     async def body() -> None:
-        rules = Rules(poll_s=0.02, last_call_s=0.0, host_poll_least_s=0.02)
+        rules = Rules(poll_s=0.02, last_call_s=0.0)
         async with Rendezvous(MemoryStore(), "run", rules) as member:
             joining = asyncio.create_task(member.join())
             await until(lambda: member._joining)

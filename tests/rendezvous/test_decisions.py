@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.closing import Archive
-from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide, place
+from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide, place, position
 from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
@@ -129,6 +129,12 @@ def test_the_host_looks_more_rarely_at_larger_runs(members: int, seconds: float)
     assert Rules().host_poll_s(members) == seconds
 
 
+@pytest.mark.parametrize("where", ["pod1/\u00b2", "\u0663", "9" * 4000, "/", "a\udcff"])
+def test_every_position_can_be_compared(where: str) -> None:
+    ordered = sorted(["pod1/host10", where, "pod1/host2"], key=position)
+    assert ordered.index("pod1/host2") < ordered.index("pod1/host10")
+
+
 # --- a member -------------------------------------------------------------------------------------------
 
 
@@ -167,7 +173,8 @@ def test_exit_codes_are_those_of_the_reason_and_never_success_by_default() -> No
         {"poll_s": float("inf")},
         {"last_call_s": 600.0},
         {"most_rounds": 0},
-        {"host_poll_least_s": 9.0},
+        {"least": 1.5},
+        {"most_rounds": 2.0},
     ],
 )
 def test_rules_that_cannot_hold_are_refused(changed: dict[str, float]) -> None:

@@ -30,7 +30,6 @@ QUICK: dict[str, Any] = {
     "last_call_s": 0.5,
     "join_timeout_s": 30.0,
     "store_patience_s": 1.0,
-    "host_poll_least_s": 0.05,
 }
 
 # Joins again and again, and does what it is told in between. Ends with the run's exit code.

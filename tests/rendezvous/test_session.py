@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +16,13 @@ from transport.errors import (
     StaleRoundError,
     StoreUnavailableError,
     StoreUnsuitableError,
+    UsageError,
 )
+from transport.rendezvous.closing import Archive
 from transport.rendezvous.member_states import State
-from transport.rendezvous.records import Phase, Reason, Role, Status
+from transport.rendezvous.records import Closing, Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
+from transport.rendezvous.session import Session
 from transport.store.base import Change, Entry
 
 
@@ -339,3 +343,99 @@ def test_a_member_whose_seat_was_written_without_an_answer_knows_its_lease(tmp_p
             run.run(1)  # checks at each step that no two members have one rank
         assert member.state is State.AWAY
         assert sorted(ranks([host, spare])) == [0, 1]
+
+
+def test_a_rank_that_was_lost_does_not_come_back_in_any_call_to_the_store(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    late = members[1]
+    late.frozen = True
+    run.joined(1)
+    run.run(RULES.lease_s + 3)
+    assert run.round().number == 2
+    seen: list[State] = []
+    call = late.line.call
+
+    def observed(*arguments: Any) -> Any:
+        seen.append(late.session.view.state)
+        answer = call(*arguments)
+        seen.append(late.session.view.state)
+        return answer
+
+    late.line.call = observed  # type: ignore[method-assign]
+    late.frozen = False
+    run.run(2)
+    assert seen
+    assert State.ACTIVE not in seen
+
+
+def test_a_rank_that_somebody_saw_lost_is_given_up_though_its_lease_was_renewed(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    late = members[1]
+    late.skew_s += RULES.lease_s  # its clock is ahead of the store's: the lease there still runs
+    assert late.state is State.AWAY
+    late.skew_s -= RULES.lease_s
+    assert late.state is State.AWAY
+    run.run(2)
+    assert late.session.view.place is None
+    assert run.round().number == 2
+
+
+def test_a_member_is_not_active_while_the_end_of_its_run_is_written_down(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    seen = []
+    archive = run.archive
+    assert archive is not None
+    write = archive.write
+
+    def observed(closing: Closing) -> bool:
+        seen.append(members[1].session.view)
+        return write(closing)
+
+    archive.write = observed  # type: ignore[method-assign]
+    members[0].session.close(Reason.FAILURE)
+    run.run(2)
+    assert [(view.state, view.closing) for view in seen[1:2]] == [(State.ENDING, None)]
+    assert all(each.session.view.closing is not None for each in members)
+
+
+@pytest.mark.parametrize("where", ["x" * 5000, "pod1/\udcff"])
+def test_a_position_that_others_could_not_read_is_refused_where_it_is_given(run: SimulatedRun, where: str) -> None:
+    with pytest.raises(UsageError, match="Seat"):
+        Session(run.store, RUN, "m", RULES, where=where)
+    session = Session(run.store, RUN, "m", RULES)
+    with pytest.raises(UsageError, match="Seat"):
+        session.join(where)
+
+
+def test_a_seat_that_cannot_be_read_is_missing_and_ends_nobody(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    run.store.put(f"rendezvous/{RUN}/1/seat/1", b"\xff")
+    run.run(3)
+    assert run.round().number == 2
+    run.store.put(f"rendezvous/{RUN}/2/roster", b"[]")
+    members[0].session._hosting._roster = None  # as a host that has just taken over
+    run.run(RULES.lease_s + RULES.last_call_s)
+    assert all(each.session.view.error is None for each in members)
+    assert run.round().closing is None
+
+
+@pytest.mark.parametrize(
+    "spoil", [Path.mkdir, lambda path: path.write_bytes(b"\xff"), lambda path: path.write_text("{}")]
+)
+def test_an_archive_that_cannot_be_read_ends_the_member_that_begins_with_it_alone(
+    run: SimulatedRun, tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    spoil(tmp_path / "wrong")
+    alone = Session(run.store, RUN, "alone", RULES, archive=Archive(tmp_path / "wrong"))
+    alone.join()
+    assert isinstance(alone.view.error, StoreUnsuitableError)
+    assert "wrong" in str(alone.view.error)
+    members = run.joined(2)  # the others have an archive of their own
+    members[0].session._archive = Archive(tmp_path / "wrong")
+    run.run(RULES.last_call_s + 2)
+    assert ranks(members) == [0, 1]
+    assert members[0].session.close(Reason.SUCCESS).reason is Reason.SUCCESS

@@ -22,10 +22,10 @@ from typing import Any, Final, TypeVar
 
 from transport.errors import UsageError
 from transport.rendezvous.closing import Archive
+from transport.rendezvous.member_states import View
 from transport.rendezvous.records import Closing, Place, Reason, Status
 from transport.rendezvous.rendezvous import Rendezvous
 from transport.rendezvous.rules import Rules
-from transport.rendezvous.session import View
 from transport.runtime.loop_thread import LoopThread
 from transport.store.base import Store
 

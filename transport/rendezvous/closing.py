@@ -10,23 +10,25 @@ import msgspec
 
 from transport.errors import RunLostError, StaleRoundError, StoreUnsuitableError
 from transport.rendezvous.member_states import Member
-from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode, text
+from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round
 from transport.runtime.durable import write_whole
+from transport.runtime.error_text import error_text, reportable
 from transport.store.base import Store
 from transport.store.decision import Next, advance
+from transport.store.stored import decode, encode
 
 log = logging.getLogger(__name__)
 
 
 def closed(run: str, current: Round, reason: Reason, by: str, message: str) -> Round:
-    """The round's last value."""
+    """Return the round's last value."""
     closing = Closing(
         run=run,
         reason=reason,
         round=current.number,
         incarnation=current.incarnation,
         by=by,
-        message=text(message),
+        message=reportable(message),
     )
     return msgspec.structs.replace(current, phase=Phase.CLOSED, closing=closing)
 
@@ -76,15 +78,14 @@ class Archive:
         return f"<Archive {self.path}>"
 
     def read(self) -> Closing | None:
-        """The closing, if the file exists; of which run it says. Raises StoreUnsuitableError for something else."""
+        """Return the closing, of any run, if the file exists. Raises StoreUnsuitableError for anything else there."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=Closing)
+            return decode(Closing, str(self.path), self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
-            raise StoreUnsuitableError(
-                f"{self.path} is not an archive of a run: {error}; choose another file"
-            ) from error
+        except (OSError, StoreUnsuitableError) as error:
+            what = f"{self.path} is not an archive of a run, or cannot be read"
+            raise StoreUnsuitableError(f"{what}: {error_text(error)}; choose another file") from error
 
     def write(self, closing: Closing) -> bool:
         """Write and sync the closing to disk; False if its run has one there. OSError; StoreUnsuitableError."""
@@ -92,7 +93,7 @@ class Archive:
         if before is not None and before.run == closing.run:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        return write_whole(self.path, [msgspec.json.encode(closing)], replace=before is not None)
+        return write_whole(self.path, [encode(closing)], replace=before is not None)
 
 
 def write_archive(archive: Archive | None, closing: Closing) -> None:

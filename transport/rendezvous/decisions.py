@@ -28,7 +28,7 @@ from transport.rendezvous.rules import Rules
 
 
 class Snapshot(NamedTuple):
-    """The input of a decision.
+    """Input of a decision.
 
     Attributes:
         seats: seats of this round in the store, in any order.
@@ -78,7 +78,7 @@ Position: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]
 
 
 def decide(snapshot: Snapshot, rules: Rules) -> Act | None:
-    """The decision of the first rule that applies; None: wait and decide again later."""
+    """Return the decision of the first rule that applies; None: wait and decide again later."""
     for phase, rule in TABLE:
         if phase is snapshot.round.phase and (act := rule(snapshot, rules)) is not None:
             return act
@@ -157,7 +157,7 @@ def _growing(snapshot: Snapshot, rules: Rules) -> Act | None:
 
 
 def without(before: Sequence[Peer], now: Sequence[Seat], why: str) -> str:
-    """For the reason of a round: the members that had a rank and have none now, unless ``why`` names them."""
+    """Name the members that had a rank and have none now, unless ``why`` does, for the reason of a round."""
     here = {seat.member for seat in now}
     lost = [(rank, peer) for rank, peer in enumerate(before) if peer.member not in here]
     gone = [f"rank {rank} ({peer.member})" for rank, peer in lost if peer.member not in why]
@@ -184,7 +184,7 @@ TABLE: tuple[tuple[Phase, Rule], ...] = (
 
 # --- ranks --------------------------------------------------------------------------------------------------
 def one_seat_each(seats: Sequence[Seat]) -> list[Seat]:
-    """Seats in the order of slots; of a member with several only the last, since it lost the others."""
+    """Return seats in the order of slots; of a member with several only the last, since it lost the others."""
     last = {seat.member: seat for seat in sorted(seats, key=lambda seat: seat.slot)}
     return sorted(last.values(), key=lambda seat: seat.slot)
 
@@ -203,9 +203,9 @@ def place(seats: Sequence[Seat], most: int, before: Mapping[str, int]) -> Comple
 
 
 def position(where: str) -> Position:
-    """A path as a sort key: part by part, numbers by value, so that rack2 comes before rack10."""
+    """Return a path as a sort key: part by part, numbers by value, so that rack2 comes before rack10."""
     return tuple(
-        tuple((int(piece), "") if piece.isdigit() else (-1, piece) for piece in _DIGITS.split(part) if piece)
+        tuple((int(piece), "") if _DIGITS.fullmatch(piece) else (-1, piece) for piece in _DIGITS.split(part) if piece)
         for part in where.split("/")
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,23 +16,11 @@ from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
 from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide, without
 from transport.rendezvous.leased import Leased
-from transport.rendezvous.records import (
-    Closing,
-    Keys,
-    Peer,
-    Phase,
-    Place,
-    Role,
-    Roster,
-    Round,
-    Seat,
-    Status,
-    decode,
-    encode,
-)
+from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
 from transport.store.decision import Next, advance
+from transport.store.stored import decode, decode_each, encode
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +116,7 @@ class Hosting:
         return after.closing
 
     def _gate(self, current: Round, now: float) -> Snapshot:
-        """A snapshot of the members that joined; cheap while there are too few."""
+        """Return a snapshot of the members that joined; cheap while there are too few."""
         if self._watched != (current.number, current.term):
             self._watched, self._since = (current.number, current.term), now
         open_s = now - self._since
@@ -139,33 +127,34 @@ class Hosting:
         last = current.number - 1
         before = self._peers(last)
         # First the seats of this round: who takes one later has the seat of the round before, and is waited for.
-        here = self._store.scan(self._keys.seats(current.number))
-        there = self._store.get_many([self._keys.seat(last, peer.slot) for peer in before])
-        returning = frozenset(
-            peer.member for peer, entry in zip(before, there, strict=True) if self._returns(peer, entry, last)
-        )
-        return Snapshot(current, seats_of(here.values()), before, returning, open_s, self._waiting())
+        here = decode_each(Seat, self._store.scan(self._keys.seats(current.number)))
+        stay = {(seat.slot, seat.member) for seat in self._seats(last, before) if not self._has_finished(seat)}
+        returning = frozenset(peer.member for peer in before if (peer.slot, peer.member) in stay)
+        return Snapshot(current, list(here.values()), before, returning, open_s, self._waiting())
 
     def _everybody(self, current: Round) -> Snapshot:
-        """A snapshot of the members with a rank."""
+        """Return a snapshot of the members with a rank."""
         peers = self._peers(current.number)
-        entries = self._store.get_many([self._keys.seat(current.number, peer.slot) for peer in peers])
+        seats = self._seats(current.number, peers)
         waiting = self._waiting() if len(peers) < current.most else frozenset()
-        return Snapshot(current, seats_of(entries), peers, waiting=waiting)
+        return Snapshot(current, seats, peers, waiting=waiting)
+
+    def _seats(self, number: int, peers: Sequence[Peer]) -> list[Seat]:
+        """Return the seats that these members still have in a round. One that cannot be read is none."""
+        keys = [self._keys.seat(number, peer.slot) for peer in peers]
+        found = zip(keys, self._store.get_many(keys), strict=True)
+        seats = decode_each(Seat, ((key, entry) for key, entry in found if entry is not None))
+        return [seat for seat in seats.values() if seat.round == number]
+
+    def _has_finished(self, seat: Seat) -> bool:
+        """Return whether its member is done for good, and does not come back."""
+        return self._rules.done_stays and seat.status is Status.DONE
 
     def _waiting(self) -> frozenset[str]:
-        """Names of the spares; read after the round, so a decision that depends on them may be late, but not wrong."""
+        """Return the names of the spares; read after the round, so a decision by them may be late, but not wrong."""
         if not self._rules.grow:
             return frozenset()
         return frozenset(key.removeprefix(self._keys.waiting) for key in self._store.scan(self._keys.waiting))
-
-    def _returns(self, peer: Peer, entry: Entry | None, number: int) -> bool:
-        """Whether a member's seat of this round still stands, and the member may come back."""
-        if entry is None:
-            return False
-        seat = decode(Seat, "seat", entry.value)
-        done = self._rules.done_stays and seat.status is Status.DONE
-        return (seat.member, seat.round) == (peer.member, number) and not done
 
     def _peers(self, number: int) -> tuple[Peer, ...]:
         if number < 1:
@@ -173,12 +162,14 @@ class Hosting:
         if self._roster is None or self._roster.round != number:
             key = self._keys.roster(number)
             entry = self._store.get(key)
-            roster = Roster(round=number, peers=()) if entry is None else decode(Roster, key, entry.value)
-            self._roster = roster if roster.round == number else Roster(round=number, peers=())
+            roster = None if entry is None else decode_each(Roster, {key: entry}).get(key)
+            if roster is None or roster.round != number:
+                roster = Roster(round=number, peers=())
+            self._roster = roster
         return self._roster.peers
 
     def _after(self, act: Act, snapshot: Snapshot) -> tuple[Round, list[Change]]:
-        """The round after a decision, and the records that are written with it."""
+        """Return the round after a decision, and the records that are written with it."""
         current = snapshot.round
         match act:
             case Complete(active, standby):
@@ -215,8 +206,3 @@ def _number(key: str, entry: Entry | None) -> int:
     if not 0 <= taken <= _MOST_SLOTS:
         raise StoreUnsuitableError(f"the store has no valid slot counter under {key!r}; choose another run name")
     return taken
-
-
-def seats_of(entries: Iterable[Entry | None]) -> list[Seat]:
-    """The members that are there."""
-    return [decode(Seat, "seat", entry.value) for entry in entries if entry is not None]

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Set
 
 from transport.errors import StoreError
+from transport.rendezvous.records import Seat
 from transport.store.base import ABSENT, Store
 
 
@@ -17,9 +18,9 @@ class Leased:
         version: of the record while it stands, as far as this member knows; else ABSENT.
     """
 
-    def __init__(self, store: Store, key: str = "") -> None:
+    def __init__(self, store: Store, key: str, version: int = ABSENT) -> None:
         self.key = key
-        self.version = ABSENT
+        self.version = version
         self._store = store
 
     @property
@@ -28,7 +29,7 @@ class Leased:
         return self.version != ABSENT
 
     def renewed(self, kept: Set[str]) -> None:
-        """After a renewal of the leases, of which these keys were kept."""
+        """Note a renewal of leases that kept these keys."""
         if self.key not in kept:
             self.version = ABSENT
 
@@ -38,3 +39,31 @@ class Leased:
         if version != ABSENT:
             with contextlib.suppress(StoreError):
                 self._store.compare_and_set(self.key, None, version)
+
+
+class SeatLease(Leased):
+    """The record of one seat, and the one value by which its member has a rank: `runs`. False once is false for good.
+
+    Attributes:
+        seat: as it stands in the store.
+        until: end of the lease by the member's own clock, read before the store's, so never later than the lease's end.
+    """
+
+    def __init__(self, store: Store, key: str, version: int, seat: Seat, until: float) -> None:
+        super().__init__(store, key, version)
+        self.seat = seat
+        self.until = until
+        self._over = False
+
+    def runs(self, now: float) -> bool:
+        """Return whether the lease runs. Never waits; for any thread.
+
+        A thread may have seen the lease late while another renews it: its work has stopped, so the seat is given up.
+        """
+        if now >= self.until:
+            self._over = True
+        return not self._over
+
+    def end(self) -> None:
+        """End the member's rank, at once; the record is given up at the next step."""
+        self._over = True

@@ -4,16 +4,17 @@
      ▲               ▲                                                        │                 │          │
      │               └────────── round runs without it, seat lost ────────────┴─────────────────┼──────────┘
      └────────────────────── leave; and for ACTIVE: next gate open, left out, seat lost ────────┘
-    any ──closed, or lost──► ENDED
+    any ──over──► ENDING ──closed, or lost──► ENDED
 
 ACTIVE goes to AWAY, not to SPARE, because its work must be stopped first; it returns by `join`. STANDBY has no work and
-joins the next round by itself.
+joins the next round by itself. In ENDING the rank is gone, and the run's end is being written down, or looked for.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from typing import NamedTuple
 
 from transport.errors import InternalError
 from transport.rendezvous.records import Closing, Phase, Place, Role, Round
@@ -29,11 +30,12 @@ class State(enum.StrEnum):
     SEATED = "seated"  # waits until the round is complete
     STANDBY = "standby"
     ACTIVE = "active"
+    ENDING = "ending"  # the run is over; how, is not told before store and archive have it
     ENDED = "ended"
 
 
 class Event(enum.StrEnum):
-    """What a member learns."""
+    """News for a member."""
 
     JOIN = "join"
     LEAVE = "leave"
@@ -44,6 +46,7 @@ class Event(enum.StrEnum):
     PLACED_STANDBY = "placed standby"
     LEFT_OUT = "left out"  # a round runs in which it has no place
     SEAT_LOST = "seat lost"  # its lease ended
+    OVER = "over"
     CLOSED = "closed"
     LOST = "lost"  # the run's end cannot be learned any more
 
@@ -70,63 +73,94 @@ TABLE: dict[tuple[State, Event], State] = {
     **{(state, E.LEFT_OUT): S.SPARE for state in _WAITING},
     **{(state, E.SEAT_LOST): S.SPARE for state in _WAITING},
     **{(state, E.LEAVE): S.AWAY for state in (S.AWAY, *_WAITING, S.ACTIVE)},
-    **{(state, E.CLOSED): S.ENDED for state in (S.AWAY, *_WAITING, S.ACTIVE)},
-    **{(state, E.LOST): S.ENDED for state in (S.AWAY, *_WAITING, S.ACTIVE)},
+    **{(state, E.OVER): S.ENDING for state in (S.AWAY, *_WAITING, S.ACTIVE)},
+    **{(state, E.CLOSED): S.ENDED for state in (S.AWAY, *_WAITING, S.ACTIVE, S.ENDING)},
+    **{(state, E.LOST): S.ENDED for state in (S.AWAY, *_WAITING, S.ACTIVE, S.ENDING)},
+    **{(S.ENDING, event): S.ENDING for event in Event if event not in (E.CLOSED, E.LOST)},
     **{(S.ENDED, event): S.ENDED for event in Event},
 }
 
 
+class View(NamedTuple):
+    """State of a member and what belongs to it, replaced as a whole: no thread sees a state without its place.
+
+    Attributes:
+        place: None but in ACTIVE and STANDBY.
+        closing, error: the end of the run, or the reason for which it is unknown; None before ENDED.
+        why: reason for the round that was seen last.
+    """
+
+    state: State
+    place: Place | None = None
+    closing: Closing | None = None
+    error: Exception | None = None
+    why: str = ""
+
+
 class Member:
-    """The state and its data. Changed only by its methods; one thread."""
+    """The state and its data. Changed only by its methods, by one thread; any thread may read `view`."""
 
     def __init__(self) -> None:
-        self.state = State.AWAY
+        self.view = View(State.AWAY)
         self.round = 0  # Invariant: of the last slot taken, or asked for; 0 before the first
         self.slot: int | None = None  # Invariant: None unless a seat in `round` may stand in the store
-        self.place: Place | None = None  # Invariant: not None exactly in ACTIVE and STANDBY
-        self.closing: Closing | None = None  # Invariant: not None only in ENDED
         self.incarnation: str | None = None  # of the run, once it was seen
         self._story: deque[str] = deque(maxlen=20)
 
     def __repr__(self) -> str:
-        rank = f" rank {self.place.rank}" if self.place is not None and self.place.role is Role.ACTIVE else ""
+        place = self.view.place
+        rank = f" rank {place.rank}" if place is not None and place.role is Role.ACTIVE else ""
         return f"<Member {self.state} round {self.round} slot {self.slot}{rank}>"
 
-    def apply(self, event: Event) -> State:
+    @property
+    def state(self) -> State:
+        """State of the view."""
+        return self.view.state
+
+    def apply(
+        self,
+        event: Event,
+        place: Place | None = None,
+        closing: Closing | None = None,
+        error: Exception | None = None,
+    ) -> State:
         """Apply an event by the table. Raises InternalError, with the last steps, if there is no transition."""
         after = TABLE.get((self.state, event))
         self._story.append(f"{self.state} + {event} → {after}")
         if after is None:
             raise InternalError(f"no transition for this event; the last steps: {'; '.join(self._story)}")
-        self.state = after
         if event in (Event.LEAVE, Event.SEAT_LOST):
             self.slot = None
-        if after not in (State.ACTIVE, State.STANDBY):
-            self.place = None
+        kept = place or self.view.place if after in (State.ACTIVE, State.STANDBY) else None
+        if self.state is not State.ENDED:
+            self.view = View(after, kept, closing, error, self.view.why)
         return after
 
     # --- what it learns -----------------------------------------------------------------------------
-    def look(self, current: Round | None, place: Place | None) -> None:
-        """Apply one read of the store: the round, and the place of the slot that this member had then."""
-        if self.state is State.ENDED or (current is None and self.incarnation is None):
-            return
+    def look(self, current: Round | None, place: Place | None) -> bool:
+        """Apply one read of the store: the round, and the place of the slot that this member had then.
+
+        Returns False when the run is over: closed, gone from the store, or replaced there by another of its name.
+        """
+        if self.state is State.ENDED:
+            return False
+        if current is None and self.incarnation is None:
+            return True
         if current is None or self.incarnation not in (None, current.incarnation):
-            self.apply(Event.LOST)
-            return
+            self.apply(Event.OVER)
+            return False
         self.incarnation = current.incarnation
+        self.view = self.view._replace(why=current.why)
         event = self._event(current, place)
         if event is not None:
-            self.apply(event)
+            self.apply(event, place)
         if self.state is State.TAKING and current.phase is Phase.OPEN:
             self.round, self.slot = current.number, None
-        if event in (Event.PLACED_ACTIVE, Event.PLACED_STANDBY):
-            self.place = place
-        if event is Event.CLOSED:
-            self.closing = current.closing
+        return event is not Event.OVER
 
     def _event(self, current: Round, place: Place | None) -> Event | None:
         if current.phase is Phase.CLOSED:
-            return Event.CLOSED
+            return Event.OVER
         mine = self.slot is not None and self.round == current.number
         if current.phase is Phase.OPEN:
             return None if mine else Event.GATE_OPEN
@@ -137,22 +171,20 @@ class Member:
         return Event.PLACED_ACTIVE if place.role is Role.ACTIVE else Event.PLACED_STANDBY
 
     def took(self, slot: int) -> None:
-        """The slot is this member's."""
+        """Take this slot."""
         self.apply(Event.SLOT)
         self.slot = slot
 
-    def ended(self, closing: Closing | None) -> None:
-        """The run has ended; None: its closing cannot be found out."""
-        already = self.state is State.ENDED
-        self.apply(Event.CLOSED if closing is not None else Event.LOST)
-        if not already:
-            self.closing = closing
+    def end(self, closing: Closing | None, error: Exception | None) -> None:
+        """End with the run's closing, or with the reason for which it is unknown; the first end stays."""
+        self.apply(Event.LOST if closing is None else Event.CLOSED, closing=closing, error=error)
 
     def validate(self) -> None:
         """Assert every invariant."""
-        assert (self.place is not None) == (self.state in (State.ACTIVE, State.STANDBY))
-        assert self.closing is None or self.state is State.ENDED
+        state, place, closing, error, _ = self.view
+        assert (place is not None) == (state in (State.ACTIVE, State.STANDBY))
+        assert (closing is None and error is None) or state is State.ENDED
         assert self.slot is None or self.round > 0
-        assert self.state not in (State.SEATING, State.SEATED, State.ACTIVE, State.STANDBY) or self.slot is not None
-        if self.place is not None:
-            assert self.place.round == self.round
+        assert state not in (State.SEATING, State.SEATED, State.ACTIVE, State.STANDBY) or self.slot is not None
+        if place is not None:
+            assert place.round == self.round

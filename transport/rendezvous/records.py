@@ -17,22 +17,22 @@ older version. Values are JSON, so that an operator can read them; enums are sto
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from transport.errors import StoreUnsuitableError, UsageError
+from transport.errors import UsageError
 from transport.runtime.decoders import ready
+from transport.runtime.error_text import MOST_TEXT
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARACTERS)]
-MOST_TEXT_CHARACTERS = 4096
-Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT_CHARACTERS)]
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Phase(enum.StrEnum):
-    """Of a round."""
+    """State of a round."""
 
     OPEN = "open"  # members that come take a slot
     RUNNING = "running"  # members that come wait as hot spares
@@ -40,7 +40,7 @@ class Phase(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a run was closed."""
+    """Reason for which a run was closed."""
 
     SUCCESS = "success"
     FAILURE = "failure"
@@ -64,7 +64,7 @@ class Status(enum.StrEnum):
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. ``incarnation`` distinguishes it from a later run of the same name in an emptied store."""
+    """End of a run. ``incarnation`` distinguishes it from a later run of the same name in an emptied store."""
 
     run: Name
     reason: Reason
@@ -132,30 +132,6 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
 ready(Closing, Round, Seat, Place, Peer, Roster)
 
-Record = TypeVar("Record", bound=msgspec.Struct)
-
-
-def text(said: str) -> str:
-    """What a member says, as a record holds it: cut where it is longer than records have it.
-
-    Halves of surrogate pairs, which UTF-8 does not have and names of files may, are question marks.
-    """
-    return said[:MOST_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
-
-
-def encode(record: msgspec.Struct) -> bytes:
-    """The record as stored."""
-    return msgspec.json.encode(record)
-
-
-def decode(kind: type[Record], key: str, value: bytes) -> Record:
-    """The record under ``key``. Raises StoreUnsuitableError if the value is something else."""
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except msgspec.MsgspecError as error:
-        what = f"the store has no valid {kind.__name__} under {key!r}: {error}"
-        raise StoreUnsuitableError(f"{what}; choose another run name") from error
-
 
 def check_name(what: str, name: str) -> str:
     """Return ``name``, or raise UsageError when it cannot be part of a key."""
@@ -169,35 +145,35 @@ class Keys:
 
     def __init__(self, run: str) -> None:
         self.run = check_name("run", run)
-        self.all = f"rendezvous/{run.replace('%', '%25').replace('/', '%2F')}/"  # what all keys of the run begin with
+        self.all = f"rendezvous/{run.replace('%', '%25').replace('/', '%2F')}/"  # prefix of all keys of the run
         self.round = f"{self.all}round"
         self.host = f"{self.all}host"
 
     def of_round(self, number: int) -> str:
-        """What all keys of a round begin with."""
+        """Return the prefix of all keys of a round."""
         return f"{self.all}{number}/"
 
     @property
     def waiting(self) -> str:
-        """What the keys of all waiting spares begin with."""
+        """Prefix of the keys of all waiting spares."""
         return f"{self.all}waiting/"
 
     def slots(self, number: int) -> str:
-        """Counter of slots taken."""
+        """Return the key of the counter of slots taken."""
         return f"{self.all}{number}/slots"
 
     def seats(self, number: int) -> str:
-        """What the keys of all seats of a round begin with."""
+        """Return the prefix of the keys of all seats of a round."""
         return f"{self.all}{number}/seat/"
 
     def seat(self, number: int, slot: int) -> str:
-        """Seat."""
+        """Return the key of a seat."""
         return f"{self.seats(number)}{slot}"
 
     def place(self, number: int, slot: int) -> str:
-        """Place."""
+        """Return the key of a place."""
         return f"{self.all}{number}/place/{slot}"
 
     def roster(self, number: int) -> str:
-        """Roster."""
+        """Return the key of a roster."""
         return f"{self.all}{number}/roster"

@@ -26,10 +26,10 @@ from typing import Any, Self, TypeVar
 
 from transport.errors import ClosedError, RunLostError, StoreError, UsageError
 from transport.rendezvous.closing import Archive
-from transport.rendezvous.member_states import State
+from transport.rendezvous.member_states import State, View
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
-from transport.rendezvous.session import Session, View
+from transport.rendezvous.session import Session
 from transport.runtime import threads
 from transport.runtime.blocking_calls import in_thread
 from transport.runtime.event_loop import check_loop
@@ -138,7 +138,7 @@ class Rendezvous:
 
     async def over(self) -> Closing | None:
         """Wait until this member's round is over: the run's closing, or None: stop the work and join again."""
-        view = await self._until(lambda view: view.state is not State.ACTIVE)
+        view = await self._until(lambda view: view.state not in (State.ACTIVE, State.ENDING))
         return view.closing
 
     async def finish(self) -> Closing | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import msgspec
 
 from transport.errors import ConfigurationError
 from transport.rendezvous.records import Closing, Reason
 
 _MOST_BEAT_S = 3.0
+_MOST_HOST_POLLS = 5
 
 
 class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -18,13 +21,13 @@ class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     no_restart: int = 93  # the run failed, and starting it again would fail again
 
     def of(self, closing: Closing | None) -> int:
-        """The code of a closing; None: the end is unknown, which is a failure."""
+        """Return the code of a closing; None: the end is unknown, which is a failure."""
         codes = {Reason.SUCCESS: self.success, Reason.NO_RESTART: self.no_restart}
         return self.failure if closing is None else codes.get(closing.reason, self.failure)
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The same for all members. ``least`` and ``most`` are those of the member that opens the first round.
+    """Rules of a run, the same for all members; ``least`` and ``most`` are taken of the one that opens the first round.
 
     ConfigurationError for rules that contradict each other.
 
@@ -32,7 +35,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         least: members that a round needs.
         most: members that get a rank; further ones are standby. None: as ``least``.
         lease_s: a member that does not renew its lease for so many seconds is gone.
-        poll_s: longest time between two reads of the store.
+        poll_s: longest time between two reads of the store; the host reads all members as often, or, where they are
+            thousands, up to five times more rarely.
         join_timeout_s: the run fails if fewer than ``least`` members join a round in this time.
         last_call_s: how long a round waits for members of the previous one, and for more than ``least`` members. For a
             member of the previous one whose lease still runs it waits for ``lease_s`` at least.
@@ -41,8 +45,6 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         grow: a spare ends a round that has fewer than ``most`` members, so that the next one has it as well.
         settle_s: a later round than the first closes its gate when no member is missing that is known to be alive, and
             it has been open for so long. None: ``last_call_s`` counts in every round.
-        host_poll_least_s, host_poll_most_s: shortest and longest time between two looks of the host at all members; in
-            between it is longer the more members there are.
         done_stays: work that was reported as done stays done when its member ends. Such a member does not come back.
     """
 
@@ -57,8 +59,6 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     grow: bool = False
     settle_s: float | None = None
     done_stays: bool = False
-    host_poll_least_s: float = 1.0
-    host_poll_most_s: float = 5.0
     exit_codes: ExitCodes = ExitCodes()
 
     @property
@@ -72,13 +72,19 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return min(self.lease_s / 3, _MOST_BEAT_S)
 
     def host_poll_s(self, members: int) -> float:
-        """Seconds between the host's snapshots: longer in large runs, because a snapshot reads every member."""
-        return min(max(members / 2000, self.host_poll_least_s), self.host_poll_most_s)
+        """Return the seconds between the host's snapshots: up to five polls in a large run, as each reads everybody."""
+        return min(max(members / 2000, self.poll_s), _MOST_HOST_POLLS * self.poll_s)
 
     def __post_init__(self) -> None:
+        for name in ("least", "most", "most_rounds"):
+            if (number := getattr(self, name)) is not None:
+                try:
+                    msgspec.structs.force_setattr(self, name, operator.index(number))  # numpy's are no JSON
+                except TypeError:
+                    raise ConfigurationError(f"{name}={number!r}: give a whole number") from None
         if not 1 <= self.least <= self.places:
             raise ConfigurationError(f"least={self.least}, most={self.most}: give 1 <= least <= most")
-        for name in ("lease_s", "poll_s", "join_timeout_s", "store_patience_s", "host_poll_least_s"):
+        for name in ("lease_s", "poll_s", "join_timeout_s", "store_patience_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give seconds above 0")
         if not 0 <= self.last_call_s < self.join_timeout_s:
@@ -88,10 +94,6 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if self.settle_s is not None and not 0 <= self.settle_s <= self.last_call_s:
             raise ConfigurationError(
                 f"settle_s={self.settle_s}: give 0 <= settle_s <= last_call_s={self.last_call_s}, or None"
-            )
-        if self.host_poll_least_s > self.host_poll_most_s:
-            raise ConfigurationError(
-                f"host_poll_least_s={self.host_poll_least_s}: give at most host_poll_most_s={self.host_poll_most_s}"
             )
         if self.most_rounds is not None and self.most_rounds < 1:
             raise ConfigurationError(f"most_rounds={self.most_rounds}: give 1 or more, or None")

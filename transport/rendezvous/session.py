@@ -1,10 +1,13 @@
-"""A member and the store: one `step` reads the store, applies it to member_states.py, and acts on the result.
+"""Session: a member and the store. One `step` reads the store, applies it to member_states.py, and acts on the result.
 
 Synchronous, with an injected clock, so that one thread can run thousands of members and stop any of them between two
 calls to the store. `Rendezvous` is what programs use.
 
 Each step: read round, host and own place → take slot and seat if the round is open → renew due leases → act as host, or
 become host if there is none. A step may fail anywhere: the next one reads again.
+
+A member has a rank while its view is ACTIVE and its seat's lease runs. Whatever ends the rank changes one of these
+before the next call to the store, which may wait: another member may have the rank by the time it returns.
 
 A lease is renewed only after a look, and counts from before that look. So when a round has been open for ``lease_s``,
 each member that has not seen it open considers its seat of the round before as gone.
@@ -19,43 +22,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
 from transport.rendezvous.closing import Archive, close_run, write_archive
 from transport.rendezvous.hosting import Hosting
-from transport.rendezvous.leased import Leased
-from transport.rendezvous.member_states import Event, Member, State
-from transport.rendezvous.records import (
-    Closing,
-    Keys,
-    Place,
-    Reason,
-    Roster,
-    Round,
-    Seat,
-    Status,
-    check_name,
-    decode,
-    encode,
-    text,
-)
+from transport.rendezvous.leased import Leased, SeatLease
+from transport.rendezvous.member_states import Event, Member, State, View
+from transport.rendezvous.records import Closing, Keys, Place, Reason, Roster, Round, Seat, Status, check_name
 from transport.rendezvous.rules import Rules
+from transport.runtime.error_text import reportable
 from transport.store.base import ABSENT, Store
+from transport.store.stored import decode, encode
 
 log = logging.getLogger(__name__)
-
-
-class View(NamedTuple):
-    """The state of a session at one moment. ``why``: the reason for the round that was seen last."""
-
-    state: State
-    place: Place | None
-    closing: Closing | None
-    error: Exception | None
-    why: str = ""
 
 
 class Session:
@@ -84,39 +65,36 @@ class Session:
         self.name = check_name("member", member)
         self.keys = Keys(run)
         self.version = ABSENT  # of the round as last seen; `watch` begins there
-        self.error: Exception | None = None
         self._store = store
-        self._address = address
-        self._where = where
-        self._why = ""
+        self._address, self._where = "", where
+        self._use_address(address)
         self._archive = archive
         self._clock = clock
         self._lock = threading.RLock()
         self._member = Member()
         self._hosting = Hosting(store, self.keys, self.name, rules)
         self._waiting = Leased(store, self.keys.waiting + self.name)  # tells the host of a spare
-        self._seated = Leased(store)  # the record of the seat
-        self._seat: Seat | None = None  # Invariant: as it stands in the store, while _seated stands
-        self._seat_until = 0.0  # by our clock, read before the store's, so that it is never later than the lease's end
+        self._seated: SeatLease | None = None
         self._wanted = Status.HERE
         self._wanted_message = ""
-        self._surrendered = False
         self._beaten_at = self._used_at = clock()
         self._seated_at: float | None = None  # when the gate's wait began
-        self._view = View(State.AWAY, None, None, None)
 
     def __repr__(self) -> str:
         return f"<Session {self.name} of {self.keys.run}: {self._member!r}{' host' if self.is_host else ''}>"
 
     @property
     def view(self) -> View:
-        """As of the last step; away as soon as the seat's lease has ended. Never waits."""
-        view = self._view
-        if view.state is State.ACTIVE and self.seat_ended:
-            # The thread may be blocked in the store; the host may already give this place to another member.
-            self._surrendered = True
+        """The member's view; AWAY as soon as the seat's lease has ended. Never waits."""
+        view = self._member.view
+        if view.state is State.ACTIVE and view.place is not None and not self._runs(view.place):
             return view._replace(state=State.AWAY, place=None)
         return view
+
+    def _runs(self, place: Place) -> bool:
+        """Return whether the lease of this place's seat runs. A thread may see a seat of the next round already."""
+        seated = self._seated
+        return seated is not None and seated.seat.round == place.round and seated.runs(self._clock())
 
     @property
     def ended(self) -> bool:
@@ -127,11 +105,6 @@ class Session:
     def is_host(self) -> bool:
         """Whether this member is host, as far as it knows."""
         return self._hosting.held.stands
-
-    @property
-    def seat_ended(self) -> bool:
-        """Whether the seat's lease has ended, as no renewal was confirmed in time. Never waits."""
-        return self._seated.stands and self._clock() >= self._seat_until
 
     @property
     def silent_s(self) -> float:
@@ -154,7 +127,8 @@ class Session:
     def join(self, address: str | None = None) -> None:
         """Ask for a place in the next round. ``address`` replaces the address that others reach this member by."""
         with self._lock:
-            self._address = self._address if address is None else address
+            if address is not None:
+                self._use_address(address)
             self._give_up()
             if self._member.state is State.ACTIVE:
                 raise UsageError(
@@ -163,29 +137,33 @@ class Session:
             self._member.apply(Event.JOIN)
         self.step()
 
+    def _use_address(self, address: str) -> None:
+        """Use this address from now on, or raise UsageError when others could not read it in a seat."""
+        encode(Seat(round=0, slot=0, member=self.name, address=address, where=self._where))
+        self._address = address
+
     def say(self, status: Status, message: str = "") -> None:
         """Report that this round's work is done, or ask for a new round. Does nothing without a rank."""
-        said = text(message)
+        said = reportable(message)
         with self._lock:
             if self._member.state is State.ACTIVE:
                 self._wanted, self._wanted_message = status, said
         self.step()
 
     def surrender(self) -> None:
-        """Give up the seat at the next step, even if its lease was renewed meanwhile. Never waits."""
-        self._surrendered = True
+        """End the rank now, and give up the seat at the next step. Never waits."""
+        if self._seated is not None:
+            self._seated.end()
 
     def leave(self) -> None:
         """Give up the seat and the host's lease, so that no member waits for their end."""
         with self._lock:
-            if self._member.state is not State.ENDED:
+            if not self.ended:
                 self._member.apply(Event.LEAVE)
-                self._show()
-            seat, self._seat = self._seat, None
+            seated, self._seated = self._seated, None
             self._waiting.give_up()
-            if not self._stays(seat):
-                self._seated.give_up()
-            self._seated.version = ABSENT
+            if seated is not None and not self._stays(seated.seat):
+                seated.give_up()
             closing = self._hosting.hand_over(self._clock())
             if closing is not None:
                 write_archive(self._archive, closing)
@@ -199,19 +177,19 @@ class Session:
             StoreError: the store failed; whether the run is closed is unknown until a later read.
         """
         with self._lock:
-            if self._member.state is not State.ENDED:
+            if not self.ended:
                 self._settle(close_run(self._store, self.keys, reason, self.name, message, member=self._member))
-                self._show()
-            if self._member.closing is None:
-                raise self.error or RunLostError(
+            view = self._member.view
+            if view.closing is None:
+                raise view.error or RunLostError(
                     f"the end of run {self.keys.run} is unknown: neither store nor archive has it"
                 )
-            return self._member.closing
+            return view.closing
 
     def roster(self) -> Roster:
         """All members with a rank in this member's round."""
         with self._lock:
-            place = self._member.place
+            place = self._member.view.place
             entry = self._store.get(self.keys.roster(place.round)) if place is not None else None
             if entry is None:
                 raise StaleRoundError(f"{self.name} has no place in a running round")
@@ -219,9 +197,9 @@ class Session:
 
     # --- the step -------------------------------------------------------------------------------------
     def step(self) -> None:
-        """Read and act once. A permanent error is stored in `error`; a temporary one is retried at the next step."""
+        """Read and act once. A permanent error is kept in the view; a temporary one is retried at the next step."""
         with self._lock:
-            if self._member.state is State.ENDED:
+            if self.ended:
                 return
             try:
                 self._give_up()
@@ -230,65 +208,54 @@ class Session:
             except StoreError as error:
                 self._failed(error)
             except (JoinTimeoutError, RunLostError) as error:
-                self._end(None, error)
+                self._member.end(None, error)
             self._member.validate()
-            self._show()
-
-    def _show(self) -> None:
-        """What other threads see: one assignment, so that no state is seen without its place."""
-        self._view = View(self._member.state, self._member.place, self._member.closing, self.error, self._why)
 
     def _failed(self, error: StoreError) -> None:
-        now = self._clock()
-        if self.seat_ended:
-            self._seat_lost()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(StoreError):
             closing = self._archived()
             if closing is not None and self._member.incarnation in (None, closing.incarnation):
-                self._end(closing, None)
+                self._member.end(closing, None)
                 return
+        silent_s = self._clock() - self._used_at
         if not error.retryable:
-            self._end(None, error)
-        elif now - self._used_at >= self.rules.store_patience_s:
-            silent = f"{now - self._used_at:.0f} s"
-            lost = RunLostError(f"store unavailable for {silent} (run {self.keys.run}): {error}")
+            self._member.end(None, error)
+        elif silent_s >= self.rules.store_patience_s:
+            lost = RunLostError(f"store unavailable for {silent_s:.0f} s (run {self.keys.run}): {error}")
             lost.__cause__ = error
-            self._end(None, lost)
+            self._member.end(None, lost)
 
     def _archived(self) -> Closing | None:
         closing = None if self._archive is None else self._archive.read()
         return closing if closing is not None and closing.run == self.keys.run else None
-
-    def _end(self, closing: Closing | None, error: Exception | None) -> None:
-        self._member.ended(closing)
-        self.error = error
 
     def _beat(self, looked_at: float) -> None:
         """Renew what is due; ``looked_at``: our clock before the look of this step."""
         if looked_at - self._beaten_at < self.rules.beat_s:
             return
         kept_up = [self._hosting.held, self._waiting]
-        seated = self._seated.stands and not self._stays(self._seat)
-        if seated:
-            kept_up.append(self._seated)
+        seated = self._seated
+        if seated is not None and not self._stays(seated.seat):
+            kept_up.append(seated)
         leases = {each.key: each.version for each in kept_up if each.stands}
         kept = self._store.renew(leases, self.rules.lease_s) if leases else set()
         self._beaten_at = looked_at
         for each in kept_up:
             each.renewed(kept)
-        if seated and self._seated.stands:
-            self._seat_until = looked_at + self.rules.lease_s
-        elif seated:
+        if seated is not None and not seated.stands:
             self._seat_lost()
+        elif seated in kept_up:
+            seated.until = looked_at + self.rules.lease_s
 
     def _give_up(self) -> None:
-        if self._surrendered and self._seated.stands and not self._stays(self._seat):
-            self._seated.give_up()
+        """Give up a seat whose lease has ended by this member's clock, or that it has surrendered."""
+        seated = self._seated
+        if seated is not None and not self._stays(seated.seat) and not seated.runs(self._clock()):
             self._seat_lost()
-        self._surrendered = False
+            seated.give_up()
 
     def _show_waiting(self) -> None:
-        """Tell the host that a newcomer waits, or no longer, only where the rules let a newcomer end a round."""
+        """Tell the host that a newcomer waits, or no longer does; only where the rules let a newcomer end a round."""
         if self._member.state is not State.SPARE:
             self._waiting.give_up()
         elif self.rules.grow and not self._waiting.stands:
@@ -296,7 +263,7 @@ class Session:
 
     def _seat_lost(self) -> None:
         log.info("%s lost its seat in round %d: the lease ended", self.name, self._member.round)
-        self._seat, self._seated.version = None, ABSENT
+        self._seated = None
         self._member.apply(Event.SEAT_LOST)
 
     def _look_and_act(self) -> None:
@@ -305,13 +272,9 @@ class Session:
         current, hosted = self._look()
         if current is None and not self.ended:
             current, hosted = self._found(self._clock())
-        if self.ended:
-            self._settle(member.closing)
-            return
-        if current is None:
+        if current is None or self.ended:
             return
         now = self._clock()
-        self._why = current.why
         self._show_waiting()
         if member.state is State.TAKING:
             # The counter gives 1 first. A slot that is lost between these calls stays a hole.
@@ -331,7 +294,7 @@ class Session:
                 self._settle(closing)
 
     def _look(self) -> tuple[Round | None, bool]:
-        """The round in the store, and whether a member holds the host's lease, in one snapshot."""
+        """Read the round, and whether a member holds the host's lease, in one snapshot; end where the run is over."""
         member = self._member
         keys = [self.keys.round, self.keys.host]
         if member.slot is not None:
@@ -345,14 +308,16 @@ class Session:
             place = None  # of an earlier round or member
         self.version = ABSENT if round_entry is None else round_entry.version
         self._hosting.saw(current, host_entry)
-        member.look(current, place)
+        if not member.look(current, place):
+            ours = current is not None and current.incarnation == member.incarnation
+            self._settle(current.closing if current is not None and ours else None)
         return current, host_entry is not None
 
     def _found(self, now: float) -> tuple[Round | None, bool]:
         """The run is not in the store: create it, unless the archive has its end. Then read again."""
         closing = self._archived()
         if closing is not None:
-            self._end(closing, None)
+            self._member.end(closing, None)
             return None, False
         self._hosting.found(secrets.token_hex(8), now)
         return self._look()
@@ -364,35 +329,32 @@ class Session:
         begun = self._clock()
         key = self.keys.seat(seat.round, seat.slot)
         version = self._store.put(key, encode(seat), lease_s=self.rules.lease_s)
-        self._seat, self._seat_until = seat, begun + self.rules.lease_s
-        self._seated.key, self._seated.version = key, version
+        self._seated = SeatLease(self._store, key, version, seat, begun + self.rules.lease_s)
         self._wanted, self._wanted_message = Status.HERE, ""
-        self._surrendered = False
         self._seated_at = begun
         member.apply(Event.SEAT)
 
     def _say(self, looked_at: float) -> None:
         """Write the requested status to the seat in the store; the lease counts from the look, as for `_beat`."""
-        seat = self._seat
-        if seat is None or self._member.state is not State.ACTIVE or seat.status is self._wanted:
+        seated = self._seated
+        if seated is None or self._member.state is not State.ACTIVE or seated.seat.status is self._wanted:
             return
-        said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message)
-        key = self.keys.seat(seat.round, seat.slot)
+        said = msgspec.structs.replace(seated.seat, status=self._wanted, message=self._wanted_message)
         lease_s = None if self._stays(said) else self.rules.lease_s
-        version = self._store.compare_and_set(key, encode(said), self._seated.version, lease_s=lease_s)
+        version = self._store.compare_and_set(seated.key, encode(said), seated.version, lease_s=lease_s)
         if version is None:
             # The answer to an earlier try may have been lost; what stands there decides.
-            entry = self._store.get(key)
-            if entry is None or decode(Seat, key, entry.value) != said:
+            entry = self._store.get(seated.key)
+            if entry is None or decode(Seat, seated.key, entry.value) != said:
                 self._seat_lost()
                 return
             version = entry.version
-        until = math.inf if lease_s is None else looked_at + lease_s
-        self._seat, self._seat_until, self._seated.version = said, until, version
+        seated.seat, seated.version = said, version
+        seated.until = math.inf if lease_s is None else looked_at + lease_s
 
-    def _stays(self, seat: Seat | None) -> bool:
-        """Whether the seat has no lease, since what it reports stays true when its member ends."""
-        return self.rules.done_stays and seat is not None and seat.status is Status.DONE
+    def _stays(self, seat: Seat) -> bool:
+        """Return whether the seat has no lease, since its report stays true when its member ends."""
+        return self.rules.done_stays and seat.status is Status.DONE
 
     def _check_wait(self, now: float) -> None:
         """Time limit for an open round. Usually the host closes the run; this is for runs whose hosts fail in turn."""
@@ -407,13 +369,15 @@ class Session:
             )
 
     def _settle(self, closing: Closing | None) -> None:
-        """The run has ended. Store and archive have the closing before any waiting call returns it."""
-        if closing is None:
-            self._end(None, RunLostError(f"run {self.keys.run} is no longer in the store; its end is unknown"))
-            with contextlib.suppress(OSError, StoreError):
+        """End with the run: first the rank; store and archive have the closing before any waiting call returns it."""
+        self._member.apply(Event.OVER)
+        error = None
+        if closing is not None:
+            write_archive(self._archive, closing)
+        else:
+            with contextlib.suppress(StoreError):
                 closing = self._archived()
-            if closing is not None and closing.incarnation == self._member.incarnation:
-                self._member.closing, self.error = closing, None
-            return
-        write_archive(self._archive, closing)
-        self._end(closing, None)
+            if closing is None or closing.incarnation != self._member.incarnation:
+                closing = None
+                error = RunLostError(f"run {self.keys.run} is no longer in the store; its end is unknown")
+        self._member.end(closing, error)
