@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import Child
+from made_up_card import card, with_card
 from two_hosts import why_not
 
 from transport import config
@@ -22,28 +23,9 @@ from transport.doctor.finding import Check
 from transport.doctor.report import settings, ucx_settings
 from transport.errors import RingError
 from transport.wire import library as ucx
+from transport.wire import verbs
 
 GIB = 1 << 30
-
-
-def card(
-    root: Path, device: str, port: int, *, state: str = "4: ACTIVE", sent_words: int = 0, layer: str = "InfiniBand"
-) -> Path:
-    """A port as the kernel shows one."""
-    path = root / device / "ports" / str(port)
-    (path / "counters").mkdir(parents=True, exist_ok=True)
-    files = {
-        "state": state,
-        "rate": "400 Gb/sec (4X NDR)",
-        "link_layer": layer,
-        "counters/port_xmit_data": str(sent_words),
-        "counters/port_rcv_data": "0",
-        "counters/symbol_error": "0",
-        "counters/link_downed": "2",
-    }
-    for name, text in files.items():
-        (path / name).write_text(text + "\n")
-    return path
 
 
 def statuses(checks: list[Check]) -> dict[str, str]:
@@ -116,21 +98,23 @@ def test_ports_are_read_from_sysfs(tmp_path: Path) -> None:
 def test_ports_and_permissions_are_findings_of_their_own(tmp_path: Path) -> None:
     root, devices = tmp_path / "sys", tmp_path / "dev"
     card(root, "mlx5_0", 1)
-    card(root, "mlx5_1", 1, state="1: DOWN", layer="Ethernet")
+    down = card(root, "mlx5_1", 1, state="1: DOWN", layer="Ethernet")
+    (down / "gid_attrs" / "ndevs").mkdir(parents=True)
+    (down / "gid_attrs" / "ndevs" / "0").write_text("bond0\n")
     devices.mkdir()
-    found = list(infiniband.checks(asked=True, root=root, devices=devices))
+    found = list(infiniband.checks(asked=True, root=root, devices=devices, provided=lambda: ["mlx5_0"]))
     assert statuses(found) == {
         "infiniband mlx5_0:1": "ok",
         "infiniband mlx5_1:1": "warn",
         "infiniband permissions": "fail",
+        "infiniband providers": "fail",
     }
-    assert "ip link set" in found[1].remedy
+    assert "ip link set dev bond0 up" in found[1].remedy
+    assert "mlx5_1" in found[3].detail
     assert every_bad_one_has_a_remedy(found)
     (devices / "uverbs0").touch()
-    assert set(statuses(list(infiniband.checks(asked=True, root=root, devices=devices))).values()) == {
-        "ok",
-        "warn",
-    }
+    mended = infiniband.checks(asked=True, root=root, devices=devices, provided=lambda: ["mlx5_0", "mlx5_1"])
+    assert set(statuses(list(mended)).values()) == {"ok", "warn"}
 
 
 def test_rdma_takes_an_active_port_that_ucx_lists_and_no_interface_of_it(tmp_path: Path) -> None:
@@ -146,35 +130,23 @@ def test_rdma_takes_an_active_port_that_ucx_lists_and_no_interface_of_it(tmp_pat
     assert not list(tmp_path.glob("*/device/net"))
 
 
-# A made-up card where the kernel shows one, and nothing else of the machine changed.
-_WITH_CARD = """
-set -e
-mount -t tmpfs tmpfs "$1" && mkdir "$1/net" && cp -a /sys/class/net/. "$1/net/" && cp -r "$2" "$1/infiniband"
-mount --bind "$1" /sys/class
-shift 2
-exec "$@"
-"""
+def there(cards: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The command on this host with other cards."""
+    command = with_card(cards, [sys.executable, "-m", "transport", *words])
+    return subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True)
 
 
 @pytest.mark.ucx
 @pytest.mark.skipif(bool(why_not()), reason="a made-up card needs root and mount namespaces")
-def test_where_a_port_is_active_the_lack_of_infiniband_in_the_loaded_ucx_comes_first(tmp_path: Path) -> None:
-    if "verbs" in library.plugins(ucx.library_path()):
-        pytest.skip("this UCX has InfiniBand")
-    card(tmp_path / "sys", "mlx5_0", 1)
-    (tmp_path / "class").mkdir()
-
-    def there(*words: str) -> subprocess.CompletedProcess[str]:
-        within = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _WITH_CARD, "sh"]
-        folders = [str(tmp_path / "class"), str(tmp_path / "sys")]
-        command = [*within, *folders, sys.executable, "-m", "transport", *words]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    doctor = there("doctor", "--no-transfer", "--ring", "1MiB", "--json", "-")
+def test_where_a_port_is_active_the_lack_of_verbs_in_the_loaded_ucx_comes_first(tmp_path: Path) -> None:
+    card(tmp_path, "mlx5_0")
+    preferred = {verbs.CHOICE: "false"}  # the wheel's
+    doctor = there(tmp_path, "doctor", "--no-transfer", "--ring", "1MiB", "--json", "-", env=preferred)
     first = json.loads(doctor.stdout)["checks"][0]
     assert (doctor.returncode, first["name"], first["status"]) == (1, "infiniband plug-in", "fail")
     assert "mlx5_0:1" in first["detail"]
-    fetch = there("bench", "fetch", "127.0.0.1:1", "--wire", "rdma")
+    assert first["remedy"].startswith(f"unset {verbs.CHOICE}")
+    fetch = there(tmp_path, "bench", "fetch", "127.0.0.1:1", "--wire", "rdma", env=preferred)
     assert fetch.returncode == 2
     assert "does not list mlx5_0:1" in fetch.stderr
 
@@ -198,14 +170,26 @@ def test_counters_tell_which_rails_carried_a_transfer(
     tmp_path: Path, words: tuple[int, int], status: str, said: str
 ) -> None:
     for number in (0, 1):
-        card(tmp_path, f"mlx5_{number}", 1, sent_words=1000)
+        card(tmp_path, f"mlx5_{number}", sent_words=1000)
     before = infiniband.ports(tmp_path)
     for number, sent in enumerate(words):
-        card(tmp_path, f"mlx5_{number}", 1, sent_words=1000 + sent)
-    carried = infiniband.traffic(before, infiniband.ports(tmp_path))
-    assert carried == {"mlx5_0:1": 4 * words[0], "mlx5_1:1": 4 * words[1]}
-    check = infiniband.rails(carried, 2_000_000, 2)
+        card(tmp_path, f"mlx5_{number}", sent_words=1000 + sent)
+    after = infiniband.ports(tmp_path)
+    assert infiniband.traffic(before, after) == {"mlx5_0:1": 4 * words[0], "mlx5_1:1": 4 * words[1]}
+    check = infiniband.rails(before, after, 2_000_000)
     assert (check.status, said in check.detail) == (status, True)
+
+
+@pytest.mark.parametrize(("packets", "status"), [(500, "ok"), (10, "warn")])
+def test_a_device_that_counts_packets_alone_is_judged_by_them(tmp_path: Path, packets: int, status: str) -> None:
+    """soft-RoCE has no folder counters."""
+    port = card(tmp_path, "rxe0", layer="Ethernet")
+    shutil.rmtree(port / "counters")
+    (port / "hw_counters").mkdir()
+    before = infiniband.ports(tmp_path)
+    (port / "hw_counters" / "sent_pkts").write_text(f"{packets}\n")
+    check = infiniband.rails(before, infiniband.ports(tmp_path), 2_000_000)
+    assert (check.status, f"rxe0:1 {packets} packets" in check.detail) == (status, True)
 
 
 # --- UCX ---------------------------------------------------------------------------------------------------
@@ -260,6 +244,7 @@ def test_the_command_transfers_by_every_wire(
 
 WHICH = """
 from transport.wire import library as ucx
+from transport.wire import verbs
 print(ucx.library_path())
 """
 
@@ -292,7 +277,7 @@ def test_shared_memory_that_is_slower_than_tcp_is_a_warning(shm_s: float, warned
 
 
 def test_without_ucx_no_transfer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_plugins", lambda: None)
+    monkeypatch.setattr(report, "_ucx", lambda: (False, None))
     checks = list(report.examine(config.load(), ring_bytes=1, connections=1, ports=(), transfer=True))
     assert not [check.name for check in checks if check.name.startswith(("transfer", "listener", "ring"))]
 

@@ -26,6 +26,7 @@ ADAPTERS_FILE = ROOT / "constraints-adapters.txt"
 EXTRAS = ("redis", "metrics", "s3", "demo", "bench", "test", "lint", "site")
 PYTHONS = ("3.11.0", "3.12.0", "3.13.0")
 VARIANTS = (("cu12", "gpu"), ("cu13", "gpu13"))
+ALONE = ("verbs", "verbs13")  # without what they require: their libraries alone are used, and they ask for torch
 OF_THE_VARIANT = ("cuda-",)
 NO_WHEELS = "antlr4-python3-runtime"  # of hydra-core; pure Python
 HEAD = """\
@@ -95,6 +96,7 @@ def for_every_python(chosen: dict[str, str]) -> dict[str, str]:
                 tempfile.gettempdir(),
             )  # pip wants a target, and leaves it
             chosen = chosen | resolved(wanted((*variant, *EXTRAS)), chosen, *options)
+        chosen = chosen | resolved(of_extras(ALONE), chosen, "--no-deps", *options)
     return chosen
 
 

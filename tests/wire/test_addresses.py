@@ -12,14 +12,30 @@ from transport.wire.addresses import advertised, default_route_interface, interf
 HEADER = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
 
-def devices(root: Path, **interfaces: list[str]) -> Path:
-    """A tree like /sys/class/infiniband."""
-    root.mkdir(exist_ok=True)
-    for device, names in interfaces.items():
-        (root / device / "ports" / "1").mkdir(parents=True)
-        for name in names:
-            (root / device / "device" / "net" / name).mkdir(parents=True)
-    return root
+def port(root: Path, device: str, number: int = 1, state: str = "4: ACTIVE") -> Path:
+    """A port below a tree like /sys/class/infiniband."""
+    path = root / device / "ports" / str(number)
+    path.mkdir(parents=True)
+    (path / "state").write_text(state + "\n")
+    return path
+
+
+def of_addresses(path: Path, *interfaces: str) -> None:
+    """The interfaces of a port's addresses; the kernel refuses to read what stands for none."""
+    folder = path / "gid_attrs" / "ndevs"
+    folder.mkdir(parents=True)
+    for number, name in enumerate(interfaces):
+        (folder / str(number)).write_text(name + "\n")
+    (folder / str(len(interfaces))).symlink_to("nowhere")
+
+
+def beside(root: Path, device: str, **ports: int | None) -> None:
+    """Interfaces of the same adapter, with the number of their port less one; None: the driver does not say."""
+    for name, number in ports.items():
+        folder = root / device / "device" / "net" / name
+        folder.mkdir(parents=True)
+        if number is not None:
+            (folder / "dev_port").write_text(f"{number}\n")
 
 
 def routes(path: Path, *rows: tuple[str, str, int]) -> Path:
@@ -37,7 +53,7 @@ def routes(path: Path, *rows: tuple[str, str, int]) -> Path:
 
 def test_a_host_without_rdma_has_no_such_interface(tmp_path: Path) -> None:
     assert rdma_interfaces(tmp_path / "missing") == []
-    assert rdma_interfaces(devices(tmp_path / "empty")) == []
+    assert rdma_interfaces(tmp_path) == []
 
 
 # --- the default route -------------------------------------------------------------------------------
@@ -100,6 +116,23 @@ def test_this_host_advertises_at_least_one_ipv4_address() -> None:
     assert all(len(address.split(".")) == 4 for address in found)
 
 
-def test_rdma_interfaces_of_all_devices_are_found_sorted(tmp_path: Path) -> None:
-    root = devices(tmp_path / "infiniband", mlx5_1=["ib1"], mlx5_0=["ib0", "eth4"])
-    assert rdma_interfaces(root) == ["eth4", "ib0", "ib1"]
+def test_a_virtual_device_a_bond_and_a_vlan_are_found_by_the_ports_addresses(tmp_path: Path) -> None:
+    of_addresses(port(tmp_path, "rxe0"), "eth0", "eth0")
+    of_addresses(port(tmp_path, "mlx5_bond_0"), "bond0", "bond0.7")
+    beside(tmp_path, "mlx5_bond_0", eth4=0, eth5=1)
+    assert rdma_interfaces(tmp_path) == ["bond0", "bond0.7", "eth0", "eth4"]
+
+
+def test_ip_over_infiniband_is_found_beside_its_port(tmp_path: Path) -> None:
+    of_addresses(port(tmp_path, "mlx4_0", 1))
+    of_addresses(port(tmp_path, "mlx4_0", 2, "1: DOWN"))
+    of_addresses(port(tmp_path, "mlx5_0"))
+    beside(tmp_path, "mlx4_0", ib0=0, ib1=1)
+    beside(tmp_path, "mlx5_0", ib2=None)
+    assert rdma_interfaces(tmp_path) == ["ib0", "ib2"]
+
+
+def test_a_port_that_is_down_has_no_interface_that_tickets_name(tmp_path: Path) -> None:
+    of_addresses(port(tmp_path, "rxe0", state="1: DOWN"), "eth0")
+    beside(tmp_path, "rxe0", eth0=0)
+    assert rdma_interfaces(tmp_path) == []

@@ -6,7 +6,7 @@ The root can be another folder, so that all of it is tested on machines without 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,12 +14,15 @@ import msgspec
 
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import UsageError
+from transport.wire.addresses import interfaces_of
 from transport.wire.library import transports_here
+from transport.wire.verbs import PROVIDERS, Lack, provided_devices
 from transport.wires import settings_for
 
 SYSFS: Final = Path("/sys/class/infiniband")
 DEVICES: Final = Path("/dev/infiniband")
 _WORD: Final = 4  # the ports' data counters count 32-bit words
+_PACKET: Final = 4096  # bytes of payload in a packet at most, where a device counts packets alone (soft-RoCE)
 _BUSY_SHARE: Final = 0.05  # of a transfer's bytes: a port that carried less took no part in it
 
 
@@ -33,6 +36,7 @@ class PortView(msgspec.Struct, frozen=True, kw_only=True):
     rate: str
     sent_bytes: int
     received_bytes: int
+    packets: int | None  # sent and received, where the device counts no bytes
     errors: int  # link errors, symbols and packets dropped
 
     @property
@@ -47,7 +51,7 @@ def ports(root: Path = SYSFS) -> list[PortView]:
 
 
 def _port(path: Path) -> PortView:
-    counters = path / "counters"
+    counters, hardware = path / "counters", path / "hw_counters"
     errors = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_xmit_discards")
     return PortView(
         device=path.parts[-3],
@@ -57,6 +61,7 @@ def _port(path: Path) -> PortView:
         rate=_text(path / "rate") or "unknown",
         sent_bytes=_WORD * _number(counters / "port_xmit_data"),
         received_bytes=_WORD * _number(counters / "port_rcv_data"),
+        packets=None if counters.is_dir() else sum(_number(hardware / name) for name in ("sent_pkts", "rcvd_pkts")),
         errors=sum(_number(counters / name) for name in errors),
     )
 
@@ -84,27 +89,30 @@ def require() -> None:
         raise UsageError(f"--wire rdma: {why}")
 
 
-def lacking(*, verbs: bool, root: Path = SYSFS) -> Iterator[Check]:
+def lacking(lack: Lack | None, root: Path = SYSFS) -> Iterator[Check]:
     """A fault of the installed UCX, on hosts whose ports it could use: before all else, since it costs the most.
 
     Args:
-        verbs: the loaded UCX has its InfiniBand plug-in.
+        lack: why the loaded UCX cannot use RDMA devices.
     """
     active = [port.name for port in ports(root) if port.state == "ACTIVE"]
-    if active and not verbs:
-        yield fail(
-            "infiniband plug-in",
-            f"ACTIVE: {', '.join(active)}; but the loaded UCX has no libuct_ib (no build of PyPI has): payloads "
-            "would go over tcp",
-            "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/INFINIBAND.md",
-        )
+    if active and lack:
+        detail = f"ACTIVE: {', '.join(active)}; but {lack.why}: payloads would go over tcp"
+        yield fail("infiniband plug-in", detail, lack.remedy)
 
 
-def checks(*, asked: bool, root: Path = SYSFS, devices: Path = DEVICES) -> Iterator[Check]:
+def checks(
+    *,
+    asked: bool,
+    root: Path = SYSFS,
+    devices: Path = DEVICES,
+    provided: Callable[[], Collection[str]] = provided_devices,
+) -> Iterator[Check]:
     """What can be said before anything is sent.
 
     Args:
         asked: the configuration names the wire rdma.
+        provided: devices for which libibverbs has a provider, as `provided_devices` gives them.
     """
     found = ports(root)
     if not found:
@@ -119,17 +127,25 @@ def checks(*, asked: bool, root: Path = SYSFS, devices: Path = DEVICES) -> Itera
             yield ok("infiniband", f"{detail}; tcp and shared memory are used")
         return
     for port in found:
-        yield _state(port)
+        yield _state(port, interfaces_of(root / port.device / "ports" / str(port.port)))
     yield _permissions(devices)
+    yield _providers({port.device for port in found} - set(provided()))
 
 
-def _state(port: PortView) -> Check:
+def _providers(without: set[str]) -> Check:
+    if without:
+        detail = f"libibverbs has no provider for {', '.join(sorted(without))}, so UCX does not see it"
+        return fail("infiniband providers", detail, PROVIDERS)
+    return ok("infiniband providers", "libibverbs has one for each device")
+
+
+def _state(port: PortView, interfaces: Collection[str]) -> Check:
     name = f"infiniband {port.name}"
     detail = f"{port.state}, {port.link_layer}, {port.rate}, {port.errors} errors"
     if port.state != "ACTIVE":
         remedy = f"ibstat {port.device} {port.port}; check cable and subnet manager (systemctl status opensm)"
         if port.link_layer == "Ethernet":
-            remedy = f"ip link set dev $(ls {SYSFS}/{port.device}/device/net) up; check cable and switch"
+            remedy = f"ip link set dev {' '.join(sorted(interfaces)) or '…'} up; check cable and switch"
         return warn(name, detail, remedy)
     return ok(name, detail)
 
@@ -154,14 +170,22 @@ def traffic(before: list[PortView], after: list[PortView]) -> dict[str, int]:
     return {port.name: port.sent_bytes + port.received_bytes - earlier.get(port.name, 0) for port in after}
 
 
-def rails(carried: Mapping[str, int], transfer_bytes: int, active: int) -> Check:
-    """Which ports carried a transfer of so many bytes, by their counters; ``active``: ports that are up."""
-    busy = {name: size for name, size in carried.items() if size >= _BUSY_SHARE * transfer_bytes}
-    shown = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(carried.items())) or "no ports"
+def rails(before: list[PortView], after: list[PortView], transfer_bytes: int) -> Check:
+    """Which ports carried a transfer of so many bytes, by their counters."""
+    carried = traffic(before, after)
+    earlier = {port.name: port.packets or 0 for port in before}
+    packets = {port.name: port.packets - earlier.get(port.name, 0) for port in after if port.packets is not None}
+    sizes = carried | {name: number * _PACKET for name, number in packets.items()}
+    busy = [name for name, size in sizes.items() if size >= _BUSY_SHARE * transfer_bytes]
+    active = sum(port.state == "ACTIVE" for port in after)
+    shown = ", ".join(
+        f"{name} {packets[name]} packets" if name in packets else f"{name} {size / 1e6:.1f} MB"
+        for name, size in sorted(carried.items())
+    )
     if not busy:
         return warn(
             "rails",
-            f"{transfer_bytes / 1e6:.1f} MB were read, but not over an InfiniBand port ({shown})",
+            f"{transfer_bytes / 1e6:.1f} MB were read, but not over an InfiniBand port ({shown or 'no ports'})",
             "transport bench fetch HOST:PORT --wire rdma, from another host; a transfer within one host may stay on it",
         )
     if len(busy) < active:

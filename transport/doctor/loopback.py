@@ -14,11 +14,11 @@ from transport.client.blocking import BlockingClient
 from transport.config import Configuration
 from transport.doctor import infiniband
 from transport.doctor.finding import Check, fail, ok, warn
-from transport.errors import TransportError
+from transport.errors import TransportError, WireNotAllowedError
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
 from transport.server.server import UCXXServer
-from transport.wires import Wire
+from transport.wires import Wire, user_settings
 
 _BYTES: Final = 4 << 20
 _READS: Final = 8
@@ -81,7 +81,9 @@ def _transfers(
         except TransportError as error:
             said = f"{type(error).__name__}: {error}"
             first = failed.setdefault(said, wire)
-            yield fail(f"transfer by {wire}", said if first == wire else f"as by {first}, above", _REMEDIES[wire])
+            overruled = isinstance(error, WireNotAllowedError) and "TLS" in user_settings()
+            remedy = "unset UCX_TLS" if overruled else _REMEDIES[wire]
+            yield fail(f"transfer by {wire}", said if first == wire else f"as by {first}, above", remedy)
             continue
         best[wire] = min(seconds)
         yield ok(
@@ -90,9 +92,7 @@ def _transfers(
             + (" (a view, nothing is copied)" if wire == "mapped" else f", {_BYTES / best[wire] / 1e9:.2f} GB/s"),
         )
         if wire == "rdma":
-            after = infiniband.ports()
-            active = sum(port.state == "ACTIVE" for port in after)
-            yield infiniband.rails(infiniband.traffic(before, after), len(seconds) * _BYTES, active)
+            yield infiniband.rails(before, infiniband.ports(), len(seconds) * _BYTES)
     if best.get("shm", 0.0) > _SLOWER * best.get("tcp", math.inf):
         yield warn(
             "shm against tcp",

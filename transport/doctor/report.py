@@ -12,6 +12,7 @@ from transport.doctor import cuda, host, infiniband, library, loopback, network
 from transport.doctor.finding import Check, ok
 from transport.errors import MissingDependencyError
 from transport.runtime.progress import Progress, silent
+from transport.wire.verbs import Lack
 from transport.wires import settings_for, user_settings
 
 _LIBRARY, _TRANSFERS = 2, 7  # places of these groups
@@ -47,10 +48,9 @@ def examine(
     """
     configuration = loaded.configuration
     rdma = "rdma" in configuration.wires or bool(infiniband.ports())
-    plugins = _plugins()
-    verbs = "verbs" in (plugins or ())
+    usable, lack = _ucx()
     groups: list[Iterable[Check]] = [
-        infiniband.lacking(verbs=verbs) if plugins is not None else (),
+        infiniband.lacking(lack),
         (check for check in (settings(loaded), ucx_settings())),
         library.checks(gpu=cuda.present()),
         infiniband.checks(asked="rdma" in configuration.wires),
@@ -59,8 +59,8 @@ def examine(
         cuda.checks(),
     ]
     total = len(groups)
-    if transfer and plugins is not None:
-        wires = loopback.wires(rdma=rdma and verbs)
+    if transfer and usable:
+        wires = loopback.wires(rdma=rdma and lack is None)
         before, total = total, total + 1 + len(wires)  # a listener, and a transfer by each
         groups.append(loopback.checks(configuration, wires, lambda done: progress(before + done, total, 0)))
     bad = False
@@ -74,14 +74,14 @@ def examine(
     progress(total, total, 0)
 
 
-def _plugins() -> set[str] | None:
-    """None without UCX: then no transfer is tried, which would fail for the same reason."""
+def _ucx() -> tuple[bool, Lack | None]:
+    """Whether UCX can be loaded, without which no transfer is tried; and why it has no verbs."""
     from transport.wire import library as ucx
 
     try:
-        return library.plugins(ucx.library_path())
+        return True, ucx.lack_of_verbs()
     except MissingDependencyError:
-        return None
+        return False, None
 
 
 def settings(loaded: Loaded) -> Check:

@@ -11,6 +11,8 @@ from typing import Final
 PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "cu12": ("ucxx-cu12>=0.52,<0.53",),
     "cu13": ("ucxx-cu13>=0.52,<0.53",),
+    "verbs": ("nixl-cu12>=1.5,<1.6",),
+    "verbs13": ("nixl-cu13>=1.5,<1.6",),
     "gpu": ("cupy-cuda12x>=13.3",),
     "gpu13": ("cupy-cuda13x>=13.6",),
     "redis": ("redis[hiredis]>=5.0",),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def interface_address(interface: str) -> str | None:
@@ -38,9 +39,32 @@ def address_towards(host: str, port: int) -> str | None:
     return None if own == other or is_loopback(other) else str(own)
 
 
-def rdma_interfaces(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """Network interfaces that belong to InfiniBand or RoCE devices."""
-    return sorted({path.name for path in root.glob("*/device/net/*")})
+def active_ports(root: Path = RDMA_DEVICES) -> list[Path]:
+    """Return the folder of each InfiniBand or RoCE port that is up."""
+    return [path for path in sorted(root.glob("*/ports/*")) if _read(path / "state").endswith(": ACTIVE")]
+
+
+def rdma_interfaces(root: Path = RDMA_DEVICES) -> list[str]:
+    """Return the network interfaces of the ports that are up."""
+    return sorted({name for port in active_ports(root) for name in interfaces_of(port)})
+
+
+def interfaces_of(port: Path) -> set[str]:
+    """Return the network interfaces of a port, given its folder in sysfs.
+
+    A RoCE port's addresses name theirs, also where these are bonds, VLANs, or the device is virtual. Those of IPoIB are
+    beside the device, with the number of their port less one.
+    """
+    named = {_read(path) for path in (port / "gid_attrs" / "ndevs").glob("*")}
+    beside = (port.parents[1] / "device" / "net").glob("*")
+    return named - {""} | {path.name for path in beside if (_read(path / "dev_port") or "0") == str(int(port.name) - 1)}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the kernel refuses to read what is not set
+        return ""
 
 
 def default_route_interface(table: Path = Path("/proc/net/route")) -> str | None:

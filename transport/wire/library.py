@@ -27,6 +27,7 @@ from transport.errors import (
 )
 from transport.runtime.forks import unforked
 from transport.runtime.installing import install
+from transport.wire import verbs
 from transport.wires import settings_to_load, user_settings
 
 
@@ -50,6 +51,7 @@ def _loaded() -> ModuleType:
         os.environ.setdefault(f"UCX_{name}", value)
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # lost peers are raised here as errors; UCXX need not print them
+    _chosen()
     try:
         import ucxx._lib.libucxx as low
     except ImportError as error:
@@ -65,6 +67,11 @@ def _loaded() -> ModuleType:
             del os.environ[name]
     module: ModuleType = low
     return module
+
+
+@cache
+def _chosen() -> verbs.Lack | None:
+    return verbs.load()
 
 
 @cache
@@ -89,11 +96,16 @@ def version() -> str:
 def library_path() -> Path | None:
     """The file of the loaded libucp; None if it cannot be determined."""
     library()
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        path = line.partition("/")[1] + line.partition("/")[2]
-        if Path(path).name.startswith("libucp.so"):
-            return Path(path)
-    return None
+    return verbs.loaded_library()
+
+
+def lack_of_verbs() -> verbs.Lack | None:
+    """Return why the loaded UCX has no plug-in for RDMA devices, and what to type; None where it has one."""
+    path, lack = library_path(), _chosen()
+    if lack is None or path is None:
+        return lack
+    plugins = Path(os.environ.get("UCX_MODULE_DIR") or path.parent / "ucx")
+    return None if any(plugins.glob("libuct_ib.so*")) else lack
 
 
 def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
@@ -35,7 +36,7 @@ from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
 from transport.wire.probing import probe
 from transport.wire.ucx import Worker
-from transport.wires import Wire, settings_for
+from transport.wires import Wire, settings_for, user_settings
 
 log = logging.getLogger(__name__)
 
@@ -265,8 +266,11 @@ class Links:
                 chosen = ", ".join("/".join(each) for each in link.transports())
             finally:
                 self.break_off(link)
+            asked = (
+                f"; UCX_TLS={os.environ.get('UCX_TLS')} takes precedence: unset it" if "TLS" in user_settings() else ""
+            )
             raise WireNotAllowedError(
-                f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
+                f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires)}{asked}"
             )
 
     async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
