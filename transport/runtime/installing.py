@@ -39,6 +39,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def install(what: str) -> str:
+def install(what: str, *options: str) -> str:
     """The command that installs what the extra ``what`` would, or another package of the list."""
-    return " ".join(["pip install", *(f"'{each}'" if set(each) & set("<>[") else each for each in PACKAGES[what])])
+    packages = (f"'{each}'" if set(each) & set("<>[") else each for each in PACKAGES[what])
+    return " ".join(["pip install", *options, *packages])

@@ -62,9 +62,10 @@ def load() -> Lack | None:
         return Lack(f"{there} was loaded before this package was used", "import ucxx after the first client or server")
     variants = sorted(_EXTRAS, key=lambda variant: _installed(f"ucxx-{variant}") is None)
     wheel = next(filter(None, (_installed(f"nixl-{variant}") for variant in variants)), None)
+    installation = install(_EXTRAS[variants[0]], "--no-deps")  # its libraries alone are used; it asks for torch
     if wheel is None:
-        return Lack("the UCX of ucxx's wheels has no verbs, and nixl's is not installed", install(_EXTRAS[variants[0]]))
-    return _load(wheel, install(_EXTRAS[variants[0]]))
+        return Lack("the UCX of ucxx's wheels has no verbs, and nixl's is not installed", installation)
+    return _load(wheel, installation)
 
 
 def provided_devices() -> set[str]:
