@@ -14,7 +14,14 @@ import pytest
 from helpers import Child, until
 
 from transport import BlockingClient, Schema, SharedRingBuffer
-from transport.errors import ClosedError, QueueUnavailableError, SchemaError, UsageError, WeightsChecksumError
+from transport.errors import (
+    ClosedError,
+    MemberFailedError,
+    QueueUnavailableError,
+    SchemaError,
+    UsageError,
+    WeightsChecksumError,
+)
 from transport.queue import open_queue
 from transport.ring.attachment import remove_dead
 from transport.weights import Offers, ReferenceWorker, Taker, offer
@@ -75,6 +82,9 @@ def place() -> Iterator[str]:
     prefix = f"offers-test-{secrets.token_hex(4)}-"
     yield f"rings:{prefix}"
     remove_dead(f"notices-{prefix}")  # of a process that was killed
+
+
+SCHEMA_NAMES = {"a", "b", "none"}
 
 
 def weights_of(version: int) -> dict[str, Any]:
@@ -194,6 +204,33 @@ def test_a_version_is_tried_again_where_taking_it_was_interrupted(offered: Any) 
     assert (taker.version, taker.missed) == (-1, 0)
     assert taker.follow(queue, client)
     assert taker.version == 1
+
+
+class Loses(ReferenceWorker):
+    """Its stage of version 2 loses a tensor, and of version 3 returns an error."""
+
+    def stage(self, weights: Any, version: int) -> Any:
+        if version == 3:
+            return MemoryError("no room for a second version")
+        found = super().stage(weights, version)
+        return {name: array for name, array in found.items() if version != 2 or name != "b"}
+
+
+def test_what_a_taker_stages_is_proven_as_a_replica_proves_it(offered: Any) -> None:
+    queue, offers, client = offered
+    worker = Loses("own")
+    taker = Taker(worker)
+    for version, error in ((1, None), (2, WeightsChecksumError), (3, MemberFailedError), (4, None)):
+        offers.publish(weights_of(version), version)
+        if error is MemberFailedError:
+            with pytest.raises(error):
+                taker.follow(queue, client)
+        else:
+            assert taker.follow(queue, client) is (error is None)
+        served = version if error is None else 1
+        assert taker.version == served
+        np.testing.assert_array_equal(worker.weights["a"], weights_of(served)["a"])
+        assert worker.weights.keys() == SCHEMA_NAMES
 
 
 def test_the_version_on_offer_stays_while_no_other_can_be_announced(

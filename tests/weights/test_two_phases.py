@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous
+from helpers import asynchronous, until
 from weights_engines import engines
 from weights_members import Source, checksum_of, version_of
 
@@ -195,26 +195,95 @@ def going_on(worker: Slow) -> Iterator[None]:
 @asynchronous
 async def test_a_load_that_outlasts_its_limit_changes_nothing_that_is_admitted_later() -> None:
     worker, quick = Slow(), ReferenceWorker()
-    async with group(worker, quick, limits=Limits(load=0.3)) as (manager, replicas, _):
+    async with group(worker, quick) as (manager, replicas, _):
         await manager.update(1)
+        manager._limits = Limits(pause=0.3, load=0.3, prove=0.3, resume=0.3)
         with going_on(worker):
             with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
                 await manager.update(2)
             assert manager.admitted == {"replica 1": 2}
             assert await replicas[0].prove() is None
-            with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish load"):
+            with pytest.raises(WeightsTimeoutError, match="replica 0 did not finish pause"):
                 await manager.update(3)  # the first load is still under way
             assert manager.admitted == {"replica 1": 3}
             assert not worker.generating
-        loading = replicas[0]._loading
-        assert loading is not None
-        await asyncio.wait([loading])
+        await until(lambda: not replicas[0]._calls.busy)
         assert await replicas[0].prove() is None
         manager._limits = Limits()
         await manager.update(4)
         assert manager.admitted == {"replica 0": 4, "replica 1": 4}
         assert worker.served_checksum() == checksum_of(4)
         assert worker.most == 1
+
+
+class Waits(ReferenceWorker):
+    """A worker of which one method waits, when it is told to; no method may run beside another."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__("in_place")
+        self.waits, self.begun, self.go_on = False, threading.Event(), threading.Event()
+        self.running = threading.Lock()
+        self.side_by_side: list[str] = []
+
+        def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def alone(*arguments: Any) -> Any:
+                if not self.running.acquire(blocking=False):
+                    self.side_by_side.append(name)
+                    return None
+                try:
+                    if name == method and self.waits:
+                        self.begun.set()
+                        assert self.go_on.wait(60)
+                    return call(*arguments)
+                finally:
+                    self.running.release()
+
+            return alone
+
+        for name in ("abort", "release_kv_cache", "stage", "load", "served_checksum", "resume_kv_cache"):
+            setattr(self, name, wrapped(name, getattr(self, name)))
+        self.resume_generation = wrapped("resume_generation", self.resume_generation)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("method", ["abort", "release_kv_cache", "resume_kv_cache", "resume_generation", "load"])
+@asynchronous
+async def test_a_call_that_outlasts_its_limit_runs_beside_no_other_and_a_replica_that_takes_traffic_generates(
+    method: str,
+) -> None:
+    worker, quick = Waits(method), ReferenceWorker()
+    async with group(worker, quick) as (manager, replicas, _):
+        await manager.update(1)
+        worker.waits = True
+        for version in (2, 3):
+            manager._limits = Limits(pause=0.3, load=0.3, prove=0.3, resume=0.3)
+            with pytest.raises(WeightsTimeoutError):
+                await manager.update(version)
+            assert "replica 0" not in manager.admitted, "it is not known to generate"
+        assert worker.begun.is_set()
+        worker.waits = False
+        worker.go_on.set()
+        await until(lambda: not replicas[0]._calls.busy)
+        manager._limits = Limits()
+        await manager.update(4)
+        assert manager.admitted == {"replica 0": 4, "replica 1": 4}
+        assert (worker.generating, worker.cache) == (True, True)
+        assert worker.served_checksum() == checksum_of(4)
+        assert worker.side_by_side == []
+
+
+@asynchronous
+async def test_a_pause_that_ends_late_is_followed_by_the_resume() -> None:
+    worker = Waits("abort")
+    async with group(worker) as (manager, _, _):
+        await manager.update(1)
+        worker.waits = True
+        manager._limits = Limits(pause=0.3)
+        manager._on_step = lambda step, _: worker.go_on.set() if step is Step.PROVE else None
+        with pytest.raises(WeightsTimeoutError):
+            await manager.update(2)
+        assert manager.admitted == {"replica 0": 1}
+        assert (worker.generating, worker.cache) == (True, True)
+        assert worker.served_checksum() == checksum_of(1)
 
 
 @asynchronous
@@ -423,12 +492,12 @@ class Late(ReferenceWorker):
 @asynchronous
 async def test_a_worker_that_is_late_is_asked_for_nothing_else_and_its_two_memories_stay_two() -> None:
     worker = Late()
-    async with group(worker, limits=Limits(load=0.3)) as (manager, _, _):
+    async with group(worker, limits=Limits(load=0.3, resume=0.3)) as (manager, _, _):
         await manager.update(1)
         with pytest.raises(WeightsTimeoutError, match="did not finish load"):
             await manager.update(2)
         manager._limits = Limits()
-        manager._on_step = lambda step, _: worker.go_on.set() if step is Step.LOAD else None
+        manager._on_step = lambda step, _: worker.go_on.set() if step is Step.PAUSE else None
         await manager.update(3)
         assert manager.admitted == {"replica 0": 3}
         manager._limits = Limits(transfer=1)

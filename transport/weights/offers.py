@@ -13,15 +13,13 @@ version in a ring of your own, with a notice that goes another way.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import inspect
 import logging
 import operator
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -42,11 +40,15 @@ from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue.base import Notice, TicketQueue
 from transport.runtime.decoders import hiding
+from transport.runtime.error_text import error_text
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.weights.plan.steps import Proof
+from transport.weights.version_switch import VersionSwitch, WorkerState
 from transport.weights.versions.layout import weights_checksum
-from transport.weights.worker import RolloutWorker, check
+from transport.weights.worker import RolloutWorker
+from transport.weights.worker_calls import DirectCalls, finished
 
 log = logging.getLogger(__name__)
 
@@ -168,20 +170,29 @@ class Taker:
         version: that the worker begins with; -1: none.
 
     Attributes:
-        version: the version that the worker serves, proven when it was loaded; -1: none, or unknown weights, because
-            a load failed and the version before could not be loaded again.
         missed: how many versions `follow` has seen announced and could not have.
         pause_s: how long `follow` took last to read, prove and load a version.
     """
 
     def __init__(self, worker: RolloutWorker, version: int = -1) -> None:
         self.worker = worker
-        self.version = version
         self.missed = 0
         self.pause_s = 0.0
         self._begun_with = version
         self._seen: Notice | None = None  # taken or missed last
-        self._held: tuple[Offer, dict[str, Any]] | None = None  # the version that was taken last
+        self._held: _Taken | None = None  # the version that was taken last
+        self._switch: VersionSwitch[_Taken] = VersionSwitch("taker", worker, _weights_of, DirectCalls())
+
+    @property
+    def version(self) -> int:
+        """The version that the worker serves, proven when it was loaded.
+
+        -1: none, or unknown weights, because a load failed and the version before could not be loaded again.
+        """
+        if self._switch.state is WorkerState.UNTOUCHED:
+            return self._begun_with
+        served = self._switch.version
+        return -1 if served is None else served.proof.version
 
     @property
     def announced(self) -> int:
@@ -254,10 +265,7 @@ class Taker:
             raise ProtocolError(f"not an offer of a version ({len(notice)} bytes): {error}") from error
         payload = client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout, ack=ack)
         try:
-            # the slot is for the next version; what a client with ``device=`` has read is in no slot any more
-            weights = {
-                name: np.array(array) if isinstance(array, np.ndarray) else array for name, array in payload.items()
-            }
+            weights = {name: _copied(array) for name, array in payload.items()}  # the slot is for the next version
             if ack is None:
                 payload.ack()
         finally:
@@ -267,36 +275,35 @@ class Taker:
             raise WeightsChecksumError(
                 f"v{found.version}: checksum mismatch: received {arrived:016x}, expected {found.checksum:016x}"
             )
+        taken = _Taken(Proof(found.version, found.checksum), found.checksum, weights)
         try:
-            self._load(found, weights)
+            finished(self._switch.stage(taken))
+            finished(self._switch.load(taken))
         except BaseException as error:
-            if self._held is not None:
-                try:
-                    self._load(*self._held)
-                except Exception as second:
-                    error.add_note(f"the version before was not restored: {type(second).__name__}: {second}")
+            try:
+                finished(self._switch.go_back(lambda: self._held))
+            except Exception as second:
+                error.add_note(f"the version before was not restored: {error_text(second)}")
             raise
-        self._held = found, weights
+        self._switch.keep()
+        self._held = taken
         return found.version
 
-    def _load(self, found: Offer, weights: dict[str, Any]) -> None:
-        """Load and prove a version; while this runs, and if it fails, `version` is -1."""
-        self.version = -1
-        staged = _awaited(self.worker.stage(weights, found.version))
-        check(_awaited(self.worker.load(staged, found.version)), "load")
-        served = _awaited(self.worker.served_checksum())
-        if served not in (None, found.checksum):
-            raise WeightsChecksumError(
-                f"v{found.version}: checksum mismatch after loading: the worker would serve {served or 0:016x}, "
-                f"expected {found.checksum:016x}"
-            )
-        self.version = found.version
+
+class _Taken(NamedTuple):
+    proof: Proof
+    checksum: int
+    weights: dict[str, Any]
 
 
-def _awaited(result: Any) -> Any:
-    """What a worker's method returned, once it is there."""
+async def _weights_of(taken: _Taken) -> dict[str, Any]:
+    return taken.weights
 
-    async def wait() -> Any:
-        return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+def _copied(array: Any) -> Any:
+    """Return an array in memory of its own, read-only."""
+    if not isinstance(array, np.ndarray):
+        return array  # in device memory, which is no slot's
+    copied = np.array(array)
+    copied.flags.writeable = False  # it is loaded again where a later version fails
+    return copied

@@ -31,7 +31,7 @@ from transport.weights.plan.steps import (
     verdicts,
 )
 from transport.weights.sharding.roles import build_topology
-from transport.weights.worker import check
+from transport.weights.worker_calls import check
 
 log = logging.getLogger(__name__)
 

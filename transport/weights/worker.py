@@ -7,25 +7,24 @@
         def resume_kv_cache(self): self.llm.wake_up(tags=["kv_cache"])
         def resume_generation(self): self.llm.resume()
 
-Each may be a coroutine function; others run in a thread. Raise, or return an exception, to report a failure.
+Each may be a coroutine function; others run in a thread. One runs after the other, each to its end, even where an
+update does not wait for it any more. Raise, or return an exception, to report a failure.
 """
 
 from __future__ import annotations
 
 import abc
-import asyncio
-import inspect
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from transport.errors import MemberFailedError, UsageError, WeightsChecksumError
-from transport.runtime.error_text import error_text
+from transport.errors import UsageError
 from transport.weights.plan.steps import Metadata, Proof
 from transport.weights.transfer.threads import in_thread
+from transport.weights.version_switch import VersionSwitch
 from transport.weights.versions.layout import weights_checksum
+from transport.weights.worker_calls import QueuedCalls, check
 
 if TYPE_CHECKING:
     from transport.weights.engine import WeightsEngine
@@ -47,8 +46,8 @@ class RolloutWorker(abc.ABC):
 
         A worker with memory for two versions copies them here, so that its `load` only switches. ``weights`` is a
         read-only mapping. What it returns in its place is hashed before the pause, and read-only from then on. It may
-        be called and no `load` follow. It never runs beside a `load` or another `stage`: after one that is late it is
-        called in the pause, and so it is with ``device=`` of the engine, when the cache has left room.
+        be called and no `load` follow. Where another call is late, it is called in the pause, and so it is with
+        ``device=`` of the engine, when the cache has left room.
         """
         return weights
 
@@ -158,23 +157,25 @@ class Replica:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
+        self._calls = QueuedCalls()
+        self._switch: VersionSwitch[ShardHeld] = VersionSwitch(self.name, worker, self._arrays, self._calls)
         self._landed: ShardHeld | None = None  # in this update
-        self._staged: tuple[ShardHeld, Any] | None = None  # what the worker's `stage` returned for it
-        self._served: ShardHeld | None = None  # by the load that ended last; None: nothing, or unknown weights
-        self._loading: asyncio.Task[None] | None = None  # begun last; it may outlast its caller
-        self._with_worker = asyncio.Lock()  # held by its `stage` and `load`, each to its end
 
     # --- the worker's part -------------------------------------------------------------------------------------
     async def pause(self) -> None:
         """Stop generating, and free the cache."""
-        await call(self.worker.abort)
-        await call(self.worker.release_kv_cache)
+        await self._each(self.worker.abort, self.worker.release_kv_cache)
 
     async def resume(self, generate: bool) -> None:
         """Have a cache again, and generate, if its weights are known."""
-        await call(self.worker.resume_kv_cache)
-        if generate:
-            await call(self.worker.resume_generation)
+        await self._each(self.worker.resume_kv_cache, *[self.worker.resume_generation] * generate)
+
+    async def _each(self, *methods: Callable[[], Any]) -> None:
+        async def work() -> None:
+            for method in methods:
+                check(await self._calls.answer(method), getattr(method, "__name__", "a call"))
+
+        await self._calls.turn(work)
 
     # --- the engine's part -------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
@@ -191,98 +192,56 @@ class Replica:
             self._landed = await self.engine.receive(version)
         finally:
             if self.engine.in_place and (self._landed is not None or self.engine.spoilt):
-                self._served = None
+                self._switch.changed()
         assert self._landed is not None
         # A device has room for a second version when the cache is gone; a worker that is late has none for a third.
-        if not self.engine.on_device and not self._with_worker.locked():
-            async with self._with_worker:
-                self._staged = self._landed, await self._stage(self._landed)
+        if not self.engine.on_device and not self._calls.busy:
+            await self._switch.stage(self._landed)
         return self._landed.proof
 
     async def load(self) -> Proof | None:
-        """Load what has landed, and `prove` it."""
+        """Load what has landed, prove it, and serve it."""
         if self._landed is None:
             raise UsageError(f"{self.name}: call land() before load()")
-        await self._load(self._landed)
-        return await self.prove()
+        await self._switch.load(self._landed)
+        self._switch.keep()
+        return self._landed.proof
 
     async def restore(self) -> Proof | None:
         """Serve the version before again, if there is one, and `prove` it. In place it is gone: nothing is proven."""
-        landed, self._landed, self._staged = self._landed, None, None
-        if landed is None:
-            return await self.prove()
-        if self._loading is not None and not self._loading.done():
-            await asyncio.wait([self._loading])  # it reads what is released here
-        touched = self._served is None or self._served is landed
-        self.engine.revert()
-        if touched or self.engine.in_place:
-            self._served = None
-            if self.engine.held is not None and not self.engine.in_place:
-                await self._load(self.engine.held)
+        landed, self._landed = self._landed, None
+        if landed is not None:
+            await self._switch.go_back(self._before)
         return await self.prove()
+
+    def _before(self) -> ShardHeld | None:
+        self.engine.revert()
+        return None if self.engine.in_place else self.engine.held
 
     async def finalize(self) -> None:
         """Leave the group; what has landed and was not loaded is dropped."""
-        landed, self._landed, self._staged = self._landed, None, None
+        landed, self._landed = self._landed, None
+        self._switch.drop()
         try:
-            if landed is not None and self._served is not landed:
+            if landed is not None and self._switch.version is not landed:
                 self.engine.revert()
         finally:
             await self.engine.finalize()
 
-    async def _load(self, held: ShardHeld) -> None:
-        """Loads run one after the other, each to its end. One that outlasts its caller proves nothing."""
-        self._served = None
-        self._loading = task = asyncio.ensure_future(self._loaded(held))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_retrieved)
-            raise
-        self._served = held if self._loading is task else None
-
-    async def _loaded(self, held: ShardHeld) -> None:
-        async with self._with_worker:
-            if self._loading is not asyncio.current_task():
-                raise MemberFailedError(f"{self.name}: the load of {held.proof} gave way to a later one")
-            staged, self._staged = self._staged, None
-            weights = staged[1] if staged is not None and staged[0] is held else await self._stage(held)
-            await call(self.worker.load, weights, held.proof.version)
-
-    async def _stage(self, held: ShardHeld) -> Any:
-        """What the worker's `load` gets: the version's arrays, or what it made of them, which is proven then."""
-        given = MappingProxyType(dict(self.engine.arrays(held)))  # read-only: if it comes back, it is unchanged
+    async def _arrays(self, held: ShardHeld) -> dict[str, Any]:
+        arrays = dict(self.engine.arrays(held))
         if self.engine.on_device:
             await in_thread(held.settle)  # the worker's threads and streams are its own
-        staged = await _answer(self.worker.stage, given, held.proof.version)
-        if staged is given:
-            return dict(given)  # which a worker may hand to another process
-        found = await in_thread(_closed_checksum, staged)
-        if found != held.checksum:
-            raise WeightsChecksumError(
-                f"{self.name}: checksum mismatch after staging {held.proof}: {found:016x}; its stage changed "
-                "or lost tensors"
-            )
-        return staged
+        return arrays
 
     async def prove(self) -> Proof | None:
-        """The version that is served. None: unknown. Raises WeightsChecksumError if the worker serves something else.
+        """Prove the version that is served. None: unknown. WeightsChecksumError if the worker serves something else.
 
         What the worker serves is hashed, unless it serves the memory that was hashed when the version landed
         (`RolloutWorker.serves_given`).
         """
-        served = self._served
-        if served is None:
-            return None
-        if not self.worker.serves_given:
-            found = await call(self.worker.served_checksum)
-            if found is not None and found != served.checksum:
-                self._served = None
-                raise WeightsChecksumError(
-                    f"{self.name}: checksum mismatch after loading {served.proof}: it would serve {found:016x}; its "
-                    "load changed or lost tensors"
-                )
-        return served.proof
+        version = await self._switch.prove()
+        return None if version is None else version.proof
 
 
 class Source(Protocol):
@@ -309,46 +268,3 @@ class Trainer:
     async def send_weights(self, version: int) -> Proof | None:
         """Send what the source gives."""
         return await self.engine.send_weights(self.source.weights(version), version)
-
-
-async def call(method: Any, *arguments: Any) -> Any:
-    """Call a worker's method, and await what it returns if that is awaitable; other methods run in a thread.
-
-    Raises its errors, and MemberFailedError for an error it returns.
-    """
-    result = await _answer(method, *arguments)
-    check(result, getattr(method, "__name__", "a call"))
-    return result
-
-
-async def _answer(method: Any, *arguments: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        result = await method(*arguments)
-    else:
-        result = await in_thread(method, *arguments)
-    while inspect.isawaitable(result):
-        result = await result
-    return result
-
-
-def _closed_checksum(weights: Mapping[str, Any]) -> int:
-    """`weights_checksum` of arrays that do not change any more."""
-    for array in weights.values():
-        if isinstance(array, np.ndarray):
-            array.flags.writeable = False
-    return weights_checksum(weights)
-
-
-def _retrieved(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()  # so that asyncio does not log it
-
-
-def check(result: object, what: str) -> None:
-    """Raise MemberFailedError for a returned error, because some engines return their errors."""
-    if isinstance(result, BaseException):
-        raise MemberFailedError(f"{what} returned {error_text(result)}") from result
-    if isinstance(result, Mapping) and (result.get("error") or result.get("success") is False):
-        raise MemberFailedError(f"{what} returned {dict(result)!r:.200}")
-    if result is False:
-        raise MemberFailedError(f"{what} returned False")
