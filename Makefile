@@ -126,6 +126,13 @@ FRESH ?= bookworm
 fresh: ## README's commands as a new user in a Debian of its own, with what README names alone; as root, with debootstrap
 	@$(PYTHON) tests/support/fresh.py --suite $(FRESH) $(if $(filter 1,$(TRY_AGAIN)),"make demo" "make test TRY_AGAIN=1")
 
+# KVM where it runs Debian's kernel, else emulation, which takes ten times as long. What was made stays in build/verbs.
+.PHONY: verbs
+verbs: ## the tests over RDMA in two virtual machines with software RoCE; SHORT=1: few of them; as root, with debootstrap
+	@command -v qemu-system-x86_64 >/dev/null || { echo "installing qemu …" && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends qemu-system-x86 openssh-client debootstrap >/dev/null; }
+	@$(PYTHON) tests/support/verbs $(if $(filter 1,$(SHORT)),--short)
+
 # Tests of Redis start servers of their own; without the program they skip, and say so in red.
 .PHONY: redis
 redis:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
+import patience  # noqa: F401  # the first import of the package
 import pytest
 from fake_cupy import fake_cupy
 from frameworks import Frameworks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers import NETWORK_WIRE
 from ring_queues import FoundHarness, RingConformance
 
 pytestmark = pytest.mark.ucx
@@ -31,4 +32,4 @@ class TestConformanceElsewhere(RingConformance):
 
     @pytest.fixture
     def harness(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[FoundHarness]:
-        yield from harness_over("tcp", monkeypatch)
+        yield from harness_over(NETWORK_WIRE, monkeypatch)

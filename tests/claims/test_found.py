@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of, some
-from helpers import Child, eventually, free
+from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
 from packers import SCHEMA, Packer, Worker, collected, fetch, write
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
@@ -29,7 +29,7 @@ from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
 pytestmark = pytest.mark.ucx
-both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 
 ANNOUNCER = """
 import sys
@@ -99,7 +99,7 @@ def test_rings_that_appear_and_vanish_are_followed(prefix: str, wire: str, over:
 def test_what_came_for_an_older_policy_is_discarded_when_it_is_claimed(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
         for version in range(4):
             ring.write_many([{"data": np.zeros(10)}], policy_version=version)
@@ -118,7 +118,7 @@ def test_closing_ends_waits_and_gives_everything_back(prefix: str, wire: str, ov
         for _ in range(5):
             ring.write_raw(b"held")
         held = some(queue, 2)
-        if wire == "tcp":
+        if wire == NETWORK_WIRE:
             eventually(lambda: ring.native.depth(0)["claimed"] > 2, "some have come beyond the claims")
         assert len(held) == 2
         queue.close()
@@ -221,7 +221,7 @@ def test_payloads_of_different_schemas_in_one_take(prefix: str, monkeypatch: pyt
     worker, packer = Worker(), Packer()
     with ring_of(prefix) as ring, open_queue(f"rings:{prefix}") as queue:
         try:
-            packer.setup_ucxx_packer(queue=queue, wire={"tcp"})
+            packer.setup_ucxx_packer(queue=queue, wire=NETWORK)
             ring.write({"a": np.arange(3)})
             ring.write({"b": np.ones((2, 2)), "c": np.zeros(1, np.int8)})
             claims = some(queue, 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import NETWORK
 
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.claims.places import OnThisHost
@@ -63,7 +64,7 @@ def test_a_ring_of_another_schema_is_refused_before_anything_is_claimed() -> Non
         place = ("127.0.0.1", server.ports[0])
 
         async def connect(schemas: list[Schema]) -> int:
-            async with UCXXClient(schemas=schemas, wire={"tcp"}) as client:
+            async with UCXXClient(schemas=schemas, wire=NETWORK) as client:
                 taken = await (await client.claims.open(place)).take(1)
                 return int(taken.rows["attempts"][0])
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from found_rings import LONG_S, TRAINER, fill, opened, ring_of, some
-from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
+from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually, free, listener_pids, parent_of
 from queue_waits import in_thread
 from silent_server import silent_server
 from supervised import bound
@@ -43,7 +43,7 @@ class Gone(OnThisHost):
         return {"gone": RingAddress(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
     with ring_of(prefix) as ring, opened(prefix) as slow, opened(prefix) as other:
         fill(ring, 32)
@@ -56,7 +56,7 @@ def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
 def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with ring_of(prefix) as ring, opened(prefix) as queue:
         fill(ring, 1)
         with Child(TRAINER.replace('print(len(claims)', 'queue.claim(1, 0.2, consumer="child"); print(len(claims)'),
@@ -72,7 +72,7 @@ def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
 def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     started, begun, closing = NetworkSource._started, threading.Event(), threading.Event()
 
     async def later(self: NetworkSource, *arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def test_closing_while_a_first_claim_makes_its_connections_leaves_none(
 def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
     prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with ring_of(prefix) as ring, opened(prefix) as queue:
         fill(ring, 1)
         assert queue.ack_many(some(queue, 1))
@@ -214,7 +214,7 @@ def test_a_port_that_has_another_ring_by_now_is_followed_only_where_it_is_the_ad
 def test_claims_of_several_rings_that_do_not_answer_are_given_back_at_once(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with contextlib.ExitStack() as stack:
         rings = [stack.enter_context(ring_of(prefix, mode="process")) for _ in range(3)]
         queue = stack.enter_context(opened(prefix))

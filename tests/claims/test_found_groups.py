@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import Child, eventually, free
+from helpers import NETWORK_WIRE, Child, eventually, free
 from packers import Packer, Worker, collected
 
 from transport.packer.options import RingOptions, ServerOptions
@@ -20,7 +20,7 @@ from transport.settings import Settings
 from transport.store import SQLiteStore, Store
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
-both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 LONG_S = 30.0
 
 

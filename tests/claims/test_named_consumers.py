@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
+from helpers import NETWORK, NETWORK_WIRE, eventually
 from packers import collected, fetch
 
 from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
@@ -75,7 +75,7 @@ def test_what_came_from_elsewhere_is_not_lost_where_a_ring_here_has_no_such_name
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path: Path) -> None:
     name = f"named-{tmp_path.name[-8:]}-{wire}"
     with (
@@ -126,7 +126,7 @@ def test_a_rollout_writes_for_its_named_consumers() -> None:
 def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     name = f"named-{tmp_path.name[-8:]}-some"
     with (
         SharedRingBuffer.create(SCHEMA, prefix=name, slots=8, consumers=["train"]) as knows,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from found_rings import here_and_elsewhere, ring_of, some
-from helpers import eventually
+from helpers import NETWORK, eventually
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims.mapped import RingsOfHost
@@ -35,7 +35,7 @@ def ring(prefix: str) -> Iterator[SharedRingBuffer]:
 
 @pytest.fixture
 def queue(prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FoundRings]:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with FoundRings(OnThisHost(prefix)) as opened:
         yield opened
 
@@ -68,7 +68,7 @@ def test_an_end_that_is_repeated_has_the_same_answer_and_another_one_is_refused(
 def test_a_wrong_secret_is_the_callers_error_whether_it_claims_or_takes(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with (
         SharedRingBuffer.create(prefix=prefix, slots=2, slot_bytes=64) as ring,
         UCXXServer(ring, mode="thread", secret=b"the secret of the run"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers import eventually, free
+from helpers import NETWORK, eventually, free
 from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
@@ -36,7 +36,7 @@ def served() -> Iterator[tuple[SharedRingBuffer, FoundRings]]:
 
 
 def test_what_a_demand_brought_becomes_a_padded_batch_and_is_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with served() as (ring, queue):
         ring.write_many([{"tokens": np.arange(length, dtype=np.int32)} for length in (3, 5)])
         brought = queue.take(2, LONG_S)
@@ -50,7 +50,7 @@ def test_what_a_demand_brought_becomes_a_padded_batch_and_is_consumed(monkeypatc
 
 
 def test_a_padded_batch_that_is_dropped_gives_its_payloads_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with served() as (ring, queue):
         ring.write_many([{"tokens": np.zeros(3, np.int32)}])
         first = queue.take(1, LONG_S)
@@ -64,7 +64,7 @@ def test_a_padded_batch_that_is_dropped_gives_its_payloads_back(monkeypatch: pyt
 def test_a_padded_batch_whose_ring_went_out_of_reach_is_consumed_when_it_asks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_WIRES", ",".join(NETWORK))
     with SharedRingBuffer.create(slots=8, schema=SCHEMA) as ring:
         ring.write_many([{"tokens": np.zeros(3, np.int32)}])
         with contextlib.ExitStack() as later, UCXXServer(ring, mode="thread") as server:

@@ -15,7 +15,7 @@ import pytest
 from helpers import asynchronous, settings_with, until
 from scripted_listener import ScriptedListener
 from scripted_peer import BUSY, LARGE, Peer, Stage, ack, read
-from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, tcp
+from takes import LONG_S, SLOTS, addresses, contents, depth, ended, link_of, remote
 
 from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer
 from transport.claims.batch import End, TakenBatch, Verdict
@@ -44,7 +44,7 @@ async def test_what_is_ready_comes_with_one_answer_oldest_first_and_is_consumed_
     written = [b"", b"a", b"b" * 64, b"c" * 65, b"d" * 5000]
     tickets = [ring.write_raw(data) for data in written]
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             [address] = addresses(ring)
             batch = await client.take(address, 20)
             assert contents(batch) == written
@@ -68,7 +68,7 @@ async def test_payloads_of_every_size_come_in_order_in_one_answer() -> None:
         for turned in (written, written[::-1], written[1:] + written[:1], written[2:] + written[:2], [b"", b""]):
             for data in turned:
                 ring.write_raw(data)
-            async with tcp() as client:
+            async with remote() as client:
                 [address] = addresses(ring)
                 batch = await client.take(address, len(sizes))
                 assert contents(batch) == turned
@@ -80,7 +80,7 @@ async def test_no_more_is_taken_than_was_asked_for_and_what_is_too_large_comes_a
     for size in (100, 200, 5000, 100):
         ring.write_raw(bytes([size % 251]) * size)
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             [address] = addresses(ring)
             sizes = []
             for _ in range(4):
@@ -97,7 +97,7 @@ async def test_bytes_that_are_not_those_written_are_given_back(ring: SharedRingB
     good, bad = ring.write_raw(b"good" * 10), ring.write_raw(b"bad!" * 10)
     ring.native.payload(bad.slot)[:4] = b"torn"
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             batch = await client.take(addresses(ring)[0], 8)
             assert [payload.ticket for payload in batch] == [good]
             await until(lambda: depth(ring) == (1, 1), "the torn one is given back")
@@ -110,7 +110,7 @@ async def test_bytes_that_are_not_those_written_are_given_back(ring: SharedRingB
 @asynchronous
 async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"one")
-    async with tcp(settings=settings_with(claim_lease_s=0.5, claim_renew_s=0.1)) as client:
+    async with remote(settings=settings_with(claim_lease_s=0.5, claim_renew_s=0.1)) as client:
         with UCXXServer(ring, mode="thread"):
             batch = await client.take(addresses(ring)[0], 1, wait_s=LONG_S)
             assert (await batch.consume()).tolist() == [True]
@@ -124,7 +124,7 @@ async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(r
 async def test_cancelled_demands_lose_nothing_and_take_nothing(ring: SharedRingBuffer) -> None:
     with UCXXServer(ring, mode="thread"):
         [address] = addresses(ring)
-        async with tcp() as client:
+        async with remote() as client:
             await client.take(address, 1)
             for number in range(30):
                 doomed = asyncio.create_task(client.take(address, 8, wait_s=LONG_S))
@@ -146,7 +146,7 @@ async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(rin
     async with Stage(ring) as stage:
         address, service = f"127.0.0.1:{stage.port}", stage.listener._service
         assert service is not None
-        async with tcp() as client:
+        async with remote() as client:
             held = await client.take(address, 1)
             assert len(held) == 1
             waiting = asyncio.create_task(client.take(address, 1, wait_s=LONG_S))
@@ -161,7 +161,7 @@ async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(rin
 
 @asynchronous
 async def test_a_connection_is_not_idle_while_a_demand_of_its_waits(ring: SharedRingBuffer) -> None:
-    async with Stage(ring, listener_idle_eviction_s=120) as stage, tcp() as client:
+    async with Stage(ring, listener_idle_eviction_s=120) as stage, remote() as client:
         service = stage.listener._service
         assert service is not None
         waiting = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
@@ -173,7 +173,7 @@ async def test_a_connection_is_not_idle_while_a_demand_of_its_waits(ring: Shared
 
 @asynchronous
 async def test_a_listener_that_stops_tells_those_who_wait(ring: SharedRingBuffer) -> None:
-    async with Stage(ring) as stage, tcp() as client:
+    async with Stage(ring) as stage, remote() as client:
         waiting = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
         service = stage.listener._service
         assert service is not None
@@ -187,7 +187,7 @@ async def test_a_listener_that_stops_tells_those_who_wait(ring: SharedRingBuffer
 async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: SharedRingBuffer) -> None:
     with UCXXServer(ring, mode="thread"):
         [address] = addresses(ring)
-        async with tcp() as client:
+        async with remote() as client:
             await client.take(address, 1)
             demands = [asyncio.create_task(client.take(address, 1, wait_s=LONG_S)) for _ in range(5)]
             done, waiting = await asyncio.wait(demands, return_when=asyncio.FIRST_COMPLETED)
@@ -236,7 +236,7 @@ async def test_a_connection_that_receives_no_answers_does_not_keep_payloads_from
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transport.server.listener._MOST_UNSENT", 0)
-    async with Stage(ring) as stage, tcp() as other:
+    async with Stage(ring) as stage, remote() as other:
         service = stage.listener._service
         assert service is not None
         full = await stage.connected()
@@ -301,7 +301,7 @@ async def test_a_connection_that_is_spent_keeps_its_claims_until_they_end(
 ) -> None:
     monkeypatch.setattr("transport.claims.connection._SPENT", 1)
     settings = settings_with(claim_lease_s=0.5, claim_renew_s=0.1)
-    async with Stage(ring) as stage, tcp(settings=settings) as client:
+    async with Stage(ring) as stage, remote(settings=settings) as client:
         batches = []
         for number in range(3):
             ring.write_raw(bytes([number]))
@@ -325,7 +325,7 @@ async def test_demands_ask_another_connection_once_one_is_spent_and_end_both(
         came.append(batch)
         asyncio.get_running_loop().call_soon(lambda: demands.given(batch.claims, 1))
 
-    async with Stage(ring) as stage, tcp() as client:
+    async with Stage(ring) as stage, remote() as client:
         places = {"ring": RingAddress(("127.0.0.1",), (stage.port,), ring.ring_id)}
         demands = Demands(client.claims, lambda: places, arrived, lambda *_: None, rank=0, most_attempts=0)
         demands.want(1, 1, None)
@@ -342,7 +342,7 @@ async def test_a_holder_that_lives_is_not_reported_as_late(
 ) -> None:
     ring.write_raw(b"for long")
     settings = settings_with(claim_lease_s=0.5, claim_renew_s=0.1)
-    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, tcp(settings=settings) as client:
+    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, remote(settings=settings) as client:
         batch = await client.take(f"127.0.0.1:{stage.port}", 1)
         with caplog.at_level(logging.WARNING, logger="transport.server"):
             await asyncio.sleep(1.2)  # the time that passes is what is tested
@@ -353,7 +353,7 @@ async def test_a_holder_that_lives_is_not_reported_as_late(
 @asynchronous
 async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads_again(ring: SharedRingBuffer) -> None:
     first = ring.write_raw(b"claimed by the silent peer")
-    async with Stage(ring, heartbeat_s=0.1) as stage, tcp() as other:
+    async with Stage(ring, heartbeat_s=0.1) as stage, remote() as other:
         peer = await stage.peer()
         assert (await peer.greet(lease_ms=500)).code == 0
         await peer.settled()
@@ -449,7 +449,7 @@ async def test_an_answer_of_several_payloads_that_breaks_does_not_count_and_the_
 @asynchronous
 async def test_a_client_that_closes_while_it_connects_says_so(ring: SharedRingBuffer) -> None:
     async with Stage(ring) as stage:
-        client = tcp()
+        client = remote()
         opening = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -484,7 +484,7 @@ def end(number: int, ticket: Ticket, *, texts: bytes = b"", **fields: Any) -> by
 async def test_a_connection_whose_demand_brought_nothing_is_freed_when_it_ends(
     ring: SharedRingBuffer,
 ) -> None:
-    async with Stage(ring) as stage, tcp() as client:
+    async with Stage(ring) as stage, remote() as client:
         nothing = await client.take(f"127.0.0.1:{stage.port}", 1)
         assert len(nothing) == 0
         connection = weakref.ref(nothing.claims.connection)
@@ -504,7 +504,7 @@ async def test_a_delivery_that_ends_unused_is_counted_and_logged_as_the_ring_its
     ring: SharedRingBuffer, how: Ended
 ) -> None:
     ring.write_raw(b"of no use")
-    async with Stage(ring) as stage, tcp() as client:
+    async with Stage(ring) as stage, remote() as client:
         batch = await taken(client, stage, 1)
         assert await ended(batch, Verdict[how.name], "it has no\nreward", "trainer 7") == [True]
         assert await ended(batch, Verdict[how.name], "again", "trainer 7") == [True]
@@ -581,7 +581,7 @@ async def test_an_end_that_contradicts_itself_closes_that_connection_only(
 async def test_a_listener_that_goes_on_in_the_way_of_the_handshake_loses_its_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with ScriptedListener() as listener, tcp() as client:
+    async with ScriptedListener() as listener, remote() as client:
         taking = asyncio.create_task(client.take(f"127.0.0.1:{listener.port}", 1, wait_s=LONG_S))
         side = await listener.accepted()
         await side.welcome()
@@ -599,7 +599,7 @@ async def test_a_listener_that_goes_on_in_the_way_of_the_handshake_loses_its_cli
 async def test_arguments_that_cannot_be_are_refused_before_anything_is_asked(ring: SharedRingBuffer) -> None:
     with UCXXServer(ring, mode="thread"):
         [address] = addresses(ring)
-        async with tcp() as client:
+        async with remote() as client:
             for wrong in (
                 {"n": 0},
                 {"n": 257},
@@ -649,7 +649,7 @@ async def test_a_malformed_demand_ends_its_connection_and_takes_nothing(
 @asynchronous
 async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"somebody else's")
-    async with Stage(ring) as stage, tcp() as client:
+    async with Stage(ring) as stage, remote() as client:
         batch = await client.take(f"127.0.0.1:{stage.port}", 1)
         row = batch.rows[0]
         peer = await stage.connected()
@@ -674,7 +674,7 @@ async def test_tensors_are_views_of_the_answer() -> None:
     with SharedRingBuffer.create(schema, slots=4, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
         arrays = [np.arange(length, dtype=np.float32) for length in (3, 100, 1)]
         ring.write_many([{"data": array} for array in arrays])
-        async with tcp(schemas=[schema]) as client:
+        async with remote(schemas=[schema]) as client:
             batch = await client.take(addresses(ring)[0], 10)
             for payload, array in zip(batch, arrays, strict=True):
                 [found] = payload.arrays().values()
@@ -702,7 +702,7 @@ async def test_an_end_while_the_payload_is_being_sent_frees_the_slot_afterwards(
 @asynchronous
 async def test_a_claim_of_another_connection_cannot_be_ended(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"another's")
-    async with Stage(ring) as stage, tcp() as client, tcp() as stranger:
+    async with Stage(ring) as stage, remote() as client, remote() as stranger:
         batch = await taken(client, stage, 1)
         ring.write_raw(b"its own")
         other = link_of(await taken(stranger, stage, 1))

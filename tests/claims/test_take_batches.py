@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous, until
+from helpers import NETWORK, asynchronous, until
 from takes import depth
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
@@ -43,8 +43,8 @@ def address(ring: SharedRingBuffer) -> str:
     return f"127.0.0.1:{ring.native.ports()[0]}"
 
 
-def tcp(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire={"tcp"}, **{"schemas": [SCHEMA], **arguments})
+def remote(**arguments: Any) -> UCXXClient:
+    return UCXXClient(wire=NETWORK, **{"schemas": [SCHEMA], **arguments})
 
 
 async def given_back(ring: SharedRingBuffer, ready: int) -> None:
@@ -82,7 +82,7 @@ async def test_a_batch_over_the_wire_is_the_one_from_the_mapped_ring(ring: Share
                 "tickets": mapped.tickets,
                 "columns": [mapped.slots, mapped.generations, mapped.ranks, mapped.sizes, mapped.policy_versions],
             }
-        async with tcp() as client, await client.take_batch(address(ring), 20, layout=layout) as batch:
+        async with remote() as client, await client.take_batch(address(ring), 20, layout=layout) as batch:
             assert len(batch) == 12
             assert [each["n"] for each in batch.metadata] == list(range(12))
             assert batch.tickets == wanted["tickets"]
@@ -111,7 +111,7 @@ async def test_a_blocking_client_takes_the_same_and_waits(ring: SharedRingBuffer
     ring.write_many([payload(1), payload(3)])
 
     def take() -> None:
-        with BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
+        with BlockingClient(wire=NETWORK, schemas=[SCHEMA]) as client:
             with client.take_batch(address(ring), 4, layout="packed") as batch:
                 assert batch["tokens"].tolist() == [1, 3, 4, 5]
                 assert batch.renew() == 2
@@ -133,7 +133,7 @@ async def test_payloads_that_came_alone_stand_in_the_batch_as_the_others_do() ->
     large = np.random.default_rng(0).integers(0, 256, 700_001, np.uint8)
     with SharedRingBuffer.create(schema, slots=4) as ring, UCXXServer(ring, mode="thread"):
         ring.write_many([{"data": large, "n": 1}, {"data": large[:5], "n": 2}])
-        async with tcp(schemas=[schema]) as client:
+        async with remote(schemas=[schema]) as client:
             for layout, wanted in (("packed", [1]), ("list", [1]), ("packed", [2])):
                 batch = await client.take_batch(address(ring), 2, most_bytes=1000, layout=layout)
                 assert [int(each["n"]) for each in batch] == wanted
@@ -159,7 +159,7 @@ async def test_answers_of_several_rings_and_mapped_claims_make_one_batch(ring: S
         ring.write_many([payload(1), payload(2)])
         other.write_many([payload(5)])
         mapped.write_many([payload(7)])
-        async with tcp() as client:
+        async with remote() as client:
             parts = [TakenPart(await client.take(address(each), 4)) for each in (ring, other)]
             local = mapped.native.claim_batch(4, 0.0)
             async with in_place([parts[0], local, parts[1]], Shape(layout="packed"), SCHEMA) as batch:
@@ -183,7 +183,7 @@ async def test_one_payload_with_wrong_bytes_goes_back_and_the_others_come(ring: 
     ring.write_many([payload(1), payload(2), payload(3)])
     spoil(ring, 1)
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             batch = await client.take_batch(address(ring), 3, layout=layout, max_deliveries=2)
             assert [int(each["reward"]) for each in batch] == [1, 3]
             assert batch.dropped == 1
@@ -201,7 +201,7 @@ async def test_payloads_of_another_schema_are_refused_and_given_back() -> None:
     with SharedRingBuffer.create(slots=8, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
         ring.write({"x": np.zeros(3, np.int8)})
         ring.write({"y": np.zeros(3, np.int8)})
-        async with tcp(schemas=[other]) as client:
+        async with remote(schemas=[other]) as client:
             with pytest.raises(SchemaError, match="given back: `take` gives payloads of any schema"):
                 await client.take_batch(address(ring), 8, layout="packed")
             await given_back(ring, 2)
@@ -225,7 +225,7 @@ async def test_a_batch_that_cannot_be_made_leaves_its_payloads_to_be_taken(
 ) -> None:
     ring.write_many([payload(4)])
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             with pytest.raises(error, match=message) as kept:  # and with it the frames that had the claims
                 await client.take_batch(address(ring), **{"n": 2, **arguments})
             await given_back(ring, 1)
@@ -237,7 +237,7 @@ async def test_a_batch_that_cannot_be_made_leaves_its_payloads_to_be_taken(
 async def test_a_client_with_no_schema_or_several_says_which_is_to_be_given(ring: SharedRingBuffer) -> None:
     with UCXXServer(ring, mode="thread"):
         for known in ([], [SCHEMA, Schema.of(x=("int8",))]):
-            async with tcp(schemas=known) as client:
+            async with remote(schemas=known) as client:
                 with pytest.raises(SchemaError, match=f"was given {len(known)}"):
                     await client.take_batch(address(ring), 1)
                 assert len(await client.take_batch(address(ring), 1, schema=SCHEMA)) == 0
@@ -250,7 +250,7 @@ async def test_a_client_with_no_schema_or_several_says_which_is_to_be_given(ring
 async def test_a_batch_that_nobody_holds_any_more_gives_its_payloads_back(ring: SharedRingBuffer) -> None:
     ring.write_many([payload(2), payload(3)])
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             batch = await client.take_batch(address(ring), 1, layout="packed")
             kept = batch["tokens"]
             del batch
@@ -266,7 +266,7 @@ async def test_a_batch_that_nobody_holds_any_more_gives_its_payloads_back(ring: 
 async def test_a_lost_connection_ends_the_claims_and_the_arrays_stay(ring: SharedRingBuffer) -> None:
     ring.write_many([payload(4)])
     with UCXXServer(ring, mode="thread"):
-        client = tcp()
+        client = remote()
         batches = [await client.take_batch(address(ring), 1, layout="packed")]
         await client.close()
         await given_back(ring, 1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
-from takes import LONG_S, SLOTS, addresses, broken_between, ended, link_of, tcp
+from takes import LONG_S, SLOTS, addresses, broken_between, ended, link_of, remote
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.claims.batch import TakenBatch, Verdict
@@ -41,7 +41,7 @@ async def taken(ring: SharedRingBuffer, count: int = 1, *, ports: int = 2, **arg
         ring.write_raw(b"a payload")
     with UCXXServer(ring, ports=(0,) * ports):
         found = addresses(ring)
-        async with tcp(**arguments) as client:
+        async with remote(**arguments) as client:
             yield Taken(client, await client.take(found[0], count), found[0], found[-1])
 
 
@@ -126,7 +126,7 @@ async def test_a_consume_that_is_cancelled_has_the_same_answer_when_it_is_asked_
     for _ in range(3):
         ring.write_raw(b"trained on")
     with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
+        async with remote() as client:
             batch = await client.take(addresses(ring)[0], 3)
             for turns in range(3):
                 doomed = asyncio.create_task(batch.consume([turns]))
@@ -146,7 +146,7 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
         ring.write_raw(b"its answer is lost")
     monkeypatch.setattr(Outcomes, "patience_s", 0.5)
     with UCXXServer(ring, mode="thread") as server:
-        async with tcp() as client:
+        async with remote() as client:
             address = addresses(ring)[0]
             batch = await client.take(address, 2)
             broken_between(
@@ -173,7 +173,7 @@ async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes
         contextlib.ExitStack() as later,
         UCXXServer(ring, mode="thread") as server,
     ):
-        async with tcp() as client:
+        async with remote() as client:
             address = addresses(ring)[0]
             batch = await client.take(address, 1)
             port = int(address.rpartition(":")[2])
@@ -194,7 +194,7 @@ async def test_a_port_that_has_another_ring_by_now_does_not_keep_the_others_from
         UCXXServer(another, mode="thread") as moved,
         UCXXServer(ring, mode="thread"),
     ):
-        async with tcp() as client:
+        async with remote() as client:
             batch = await client.take(addresses(ring)[0], 1)
             link = link_of(batch)
             host, port = link.link.port
@@ -253,7 +253,7 @@ async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_kee
             ring.write_raw(b"one")
         [address] = addresses(ring)
         [stopped] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
-        async with tcp(settings=settings_with(read_timeout_s=1.0)) as client:
+        async with remote(settings=settings_with(read_timeout_s=1.0)) as client:
             first, second = await client.take(address, MOST_UNANSWERED), await client.take(address, 1)
             link = link_of(second)
             os.kill(stopped, signal.SIGSTOP)

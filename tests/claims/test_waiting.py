@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from found_rings import TRAINER, fill, opened, ring_of, some
-from helpers import Child, dead_port, eventually
+from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
 from packers import Packer
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
@@ -27,7 +27,7 @@ from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
 pytestmark = pytest.mark.ucx
-both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 ROLLOUTS = Schema.of(tokens=("int32", UpTo(64)), reward=("float32",))
 TRAINERS = Schema.of(tokens=("int64", UpTo(64)), reward=("float32",))
 KEEPS_A_RING = """
@@ -121,7 +121,7 @@ def test_a_trainer_with_another_schema_at_an_address_hears_the_same_and_top_show
     with ring_of("rings-", schema=ROLLOUTS) as ring:
         [port] = ring.native.ports()
         with open_queue(f"rings://127.0.0.1:{port}") as queue, Packer() as trainer:
-            trainer.setup_ucxx_packer(queue=queue, schemas=[TRAINERS], wire="tcp")
+            trainer.setup_ucxx_packer(queue=queue, schemas=[TRAINERS], wire=NETWORK)
 
             def heard() -> bool:
                 assert trainer.claim_tickets(1, 0.05) == []

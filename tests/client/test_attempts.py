@@ -7,7 +7,7 @@ import math
 
 import msgspec
 import pytest
-from helpers import dead_port, noise, serving, settings_with
+from helpers import NETWORK, dead_port, noise, serving, settings_with
 
 from transport import BlockingClient
 from transport.client.retry import Deadline
@@ -36,7 +36,7 @@ def test_a_read_makes_its_attempts_and_no_more(
             for _ in range(2)
         ]
         settings = msgspec.structs.replace(QUICK, attempts_per_read=reads)
-        with caplog.at_level(logging.INFO), BlockingClient(wire={"tcp"}, settings=settings) as client:
+        with caplog.at_level(logging.INFO), BlockingClient(wire=NETWORK, settings=settings) as client:
             if together:
                 failures = [outcome.error for outcome in client.read_many(tickets)]
             else:
@@ -53,7 +53,7 @@ def test_a_read_makes_its_attempts_and_no_more(
 
 
 def test_after_the_deadline_not_even_a_first_attempt_is_made() -> None:
-    with serving() as (ring, _), BlockingClient(wire={"tcp"}, settings=QUICK, ack="manual") as client:
+    with serving() as (ring, _), BlockingClient(wire=NETWORK, settings=QUICK, ack="manual") as client:
         ticket = ring.write_raw(noise(100))
         client.read(ticket)  # from then on a connection is idle: an attempt does not wait for one
         with pytest.raises(DeadlineExceededError):
@@ -72,7 +72,7 @@ def test_a_deadline_that_passes_during_a_pause_does_not_hide_what_failed(
         ticket = msgspec.structs.replace(ring.write_raw(noise(100)), host="elsewhere", ports=(dead,))
         with (
             caplog.at_level(logging.INFO),
-            BlockingClient(wire={"tcp"}, settings=QUICK) as client,
+            BlockingClient(wire=NETWORK, settings=QUICK) as client,
             pytest.raises(DeadlineExceededError) as caught,
         ):
             client.read(ticket, timeout=30.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Child, eventually, free, noise, serving
+from helpers import NETWORK, Child, eventually, free, noise, serving
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.client.blocking import BlockingClient
@@ -32,7 +32,7 @@ def ring(served: tuple[SharedRingBuffer, UCXXServer]) -> SharedRingBuffer:
 
 @pytest.fixture
 def client(ring: SharedRingBuffer) -> Iterator[BlockingClient]:
-    with BlockingClient(wire={"tcp"}, ack="manual") as made:
+    with BlockingClient(wire=NETWORK, ack="manual") as made:
         yield made
 
 
@@ -122,7 +122,7 @@ def test_threads_share_a_client(ring: SharedRingBuffer, client: BlockingClient) 
 
 def test_close_ends_the_thread_may_be_repeated_and_nothing_works_afterwards(ring: SharedRingBuffer) -> None:
     before = threading.active_count()
-    client = BlockingClient(wire={"tcp"})
+    client = BlockingClient(wire=NETWORK)
     ticket = ring.write_raw(b"x")
     kept = client.read(ticket)["data"]
     unfinished = client.read_many([ring.write_raw(noise(10, seed)) for seed in range(3)])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import noise, serving
+from helpers import NETWORK_WIRE, noise, serving
 
 from transport import BlockingClient, UCXXClient
 from transport.errors import UsageError
@@ -81,7 +81,7 @@ def test_a_client_in_a_plain_with_names_the_one_for_it_and_is_closed() -> None:
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 def test_an_outcome_has_the_index_of_its_ticket(wire: str) -> None:
     with serving(slots=16, slot_bytes=70_000) as (ring, _), BlockingClient(wire={wire}, ack="manual") as client:  # type: ignore[arg-type]
         tickets = [ring.write_raw(noise(size, seed)) for seed, size in enumerate((100, 60_000, 50, 70_000, 10, 20))]

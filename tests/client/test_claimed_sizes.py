@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from helpers import asynchronous
+from helpers import NETWORK_WIRE, asynchronous
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import BufferUnsuitableError, LengthMismatchError, TransportError
@@ -18,7 +18,7 @@ from transport.schema import MAX_BYTES, Schema, UpTo
 pytestmark = pytest.mark.ucx
 
 SCHEMA = Schema.of(x=("uint8", UpTo(MAX_BYTES)))
-every_wire = pytest.mark.parametrize("wire", ["mapped", "tcp"])
+every_wire = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 
 
 def enlarged(ticket: Ticket, size: int = MAX_BYTES) -> Ticket:
@@ -103,7 +103,7 @@ def test_device_memory_that_is_not_to_be_had_is_an_error_of_ours(cupy: Any, monk
 
     with SharedRingBuffer.create(slots=2, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
         tickets = [ring.write({"x": at}) for at in range(2)]
-        for wire in ("mapped", "tcp"):
+        for wire in ("mapped", NETWORK_WIRE):
             with BlockingClient(device="cupy", wire={wire}, ack="manual") as client:
                 with monkeypatch.context() as patched:
                     patched.setattr(cupy, "empty", short)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import (
+    NETWORK,
     asynchronous,
     every_wire,
     free,
@@ -303,7 +304,7 @@ async def test_read_many_gives_each_ticket_its_payload_or_its_error(wire: Any) -
 async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -> None:
     with serving(secret=b"right") as (ring, _):
         tickets = [ring.write_raw(noise(10, number)) for number in range(4)]
-        async with UCXXClient(wire={"tcp"}, secret=b"wrong") as client:
+        async with UCXXClient(wire=NETWORK, secret=b"wrong") as client:
             outcomes = [outcome async for outcome in client.read_many(tickets)]
         assert sorted(outcome.ticket.slot for outcome in outcomes) == sorted(ticket.slot for ticket in tickets)
         assert all(isinstance(outcome.error, AuthenticationError) for outcome in outcomes)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers import (
+    NETWORK,
     Child,
     asynchronous,
     cut_connections,
@@ -105,7 +106,7 @@ async def test_changed_bytes_are_read_again_and_then_reported(wire: Any, size: i
 async def test_an_unreachable_port_is_named_and_its_quarantine_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as (ring, _), dead_port() as port:
         ticket = msgspec.structs.replace(ring.write_raw(noise(10)), ports=(port,))
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             with caplog.at_level("INFO", "transport.client.connections.links"):
                 for _ in range(2):
                     with pytest.raises(RetriesExhaustedError) as caught:
@@ -120,7 +121,7 @@ async def test_an_unreachable_port_is_named_and_its_quarantine_is_logged_once(ca
 @asynchronous
 async def test_a_ticket_without_ports_is_unreachable() -> None:
     with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             with pytest.raises(UnreachableError, match="start a UCXXServer"):
                 await client.read(ring.write_raw(b"x"))
 
@@ -128,7 +129,7 @@ async def test_a_ticket_without_ports_is_unreachable() -> None:
 @asynchronous
 async def test_a_broken_port_is_avoided_while_another_one_serves() -> None:
     with serving() as (ring, server), dead_port() as port:
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             for seed in range(10):
                 ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=(port, *server.ports))
                 assert np.array_equal((await client.read(ticket))["data"], noise(10_000, seed))
@@ -142,7 +143,7 @@ async def test_a_port_that_is_back_is_used_again_when_its_quarantine_is_over() -
     with serving() as (ring, server), contextlib.ExitStack() as stack:
         with dead_port() as port:
             tickets = (msgspec.structs.replace(ring.write_raw(b"x"), ports=(port, *server.ports)) for _ in range(1000))
-            client = UCXXClient(wire={"tcp"}, settings=brief)
+            client = UCXXClient(wire=NETWORK, settings=brief)
             while not client.statistics().retries:
                 await client.read(next(tickets))
         again = UCXXServer(ring, (port,), addresses=("127.0.0.1",), mode="thread")
@@ -173,7 +174,7 @@ async def test_an_acknowledgement_lost_with_its_connection_is_sent_again(wire: A
 @asynchronous
 async def test_closing_ends_reads_under_way() -> None:
     with serving() as (ring, server):
-        client = UCXXClient(wire={"tcp"})
+        client = UCXXClient(wire=NETWORK)
         await client.read(ring.write_raw(noise(10)))
         with stalled(server):
             reading = asyncio.create_task(client.read(ring.write_raw(noise(10, 1))))
@@ -284,7 +285,7 @@ async def test_a_ticket_of_a_ring_that_nobody_serves_any_more_is_lost() -> None:
 async def test_both_sides_must_have_the_same_secret_or_both_none(servers: Any, clients: Any, reason: Any) -> None:
     with serving(secret=servers) as (ring, _):
         ticket = ring.write_raw(noise(10))
-        async with UCXXClient(wire={"tcp"}, secret=clients) as client:
+        async with UCXXClient(wire=NETWORK, secret=clients) as client:
             if reason is None:
                 assert np.array_equal((await client.read(ticket))["data"], noise(10))
             else:

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from helpers import descriptors, eventually, noise, serving
+from helpers import NETWORK, descriptors, eventually, noise, serving
 
 from transport import UCXXClient
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ucx
 @pytest.mark.parametrize("steps", [1, 2, 5])  # after the first one, closing is still to begin
 def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(steps: int) -> None:
     async def leave() -> Any:
-        client = UCXXClient(wire={"tcp"}, ack="manual")
+        client = UCXXClient(wire=NETWORK, ack="manual")
         payload = await client.read(ticket)
         payload.ack()
         closing = asyncio.create_task(client.close())

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import asynchronous, every_wire, free, noise, over_ucx, serving, settings_with, states, until
+from helpers import NETWORK, asynchronous, every_wire, free, noise, over_ucx, serving, settings_with, states, until
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, _ring
 from transport.client.connections.connection import Want
@@ -87,7 +87,7 @@ async def test_a_staging_buffer_is_lent_until_the_copy_out_of_it_has_run(wire: A
 @asynchronous
 async def test_a_failed_read_gives_its_staging_buffer_back(cupy: Any) -> None:
     with serving(slots=2, slot_bytes=64 << 10) as (ring, _):
-        async with UCXXClient(wire={"tcp"}, settings=settings_with(staging_bytes=64 << 10)) as client:
+        async with UCXXClient(wire=NETWORK, settings=settings_with(staging_bytes=64 << 10)) as client:
             ticket = ring.write({"x": noise(60_000)})
             ring.native.payload(ticket.slot)[7:8] = b"!"
             out = cupy.empty(60_000, np.uint8)
@@ -102,7 +102,7 @@ async def test_a_failed_read_gives_its_staging_buffer_back(cupy: Any) -> None:
 @asynchronous
 async def test_direct_is_staged_where_ucx_knows_no_device_memory(cupy: Any) -> None:
     with serving(slots=1, slot_bytes=64 << 10) as (ring, _):
-        async with UCXXClient(wire={"tcp"}, device_receive="direct") as client:
+        async with UCXXClient(wire=NETWORK, device_receive="direct") as client:
             assert not client._links.device_memory()
             out = cupy.empty(60_000, np.uint8)
             await client.read(ring.write({"x": noise(60_000)}), out=out)
@@ -115,12 +115,12 @@ async def test_direct_is_staged_where_ucx_knows_no_device_memory(cupy: Any) -> N
 async def test_direct_is_staged_where_the_listener_joins_large_payloads_to_its_answers(cupy: Any) -> None:
     size = 300 << 10
     with serving(slots=2, slot_bytes=1 << 20, settings=settings_with(inline_limit=1 << 20)) as (ring, _):
-        async with UCXXClient(wire={"tcp"}, device_receive="direct") as client:
+        async with UCXXClient(wire=NETWORK, device_receive="direct") as client:
             client._links.device_memory = lambda: True  # type: ignore[method-assign]  # as with RDMA
             out = cupy.empty(size, np.uint8)
             payload = await client.read(ring.write({"x": noise(size)}), out=out)
             assert payload.data is out
-            home = UCXXClient(wire={"tcp"}, device_receive="direct", device="cupy")
+            home = UCXXClient(wire=NETWORK, device_receive="direct", device="cupy")
             async with home:
                 home._links.device_memory = lambda: True  # type: ignore[method-assign]
                 outcomes = [each async for each in home.read_many([ring.write({"x": noise(size)})])]
@@ -375,7 +375,7 @@ async def test_memory_named_by_its_address_is_received_into_and_verified_by_its_
 @asynchronous
 async def test_the_engine_refuses_memory_that_it_would_have_to_touch(cupy: Any) -> None:
     with serving(slots=2, slot_bytes=1 << 20) as (ring, _):
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             tickets = {size: ring.write({"x": noise(size)}) for size in (100, 300_000)}
             await client.read(tickets[100])
             link = client._links.try_checkout(client._links.ports(tickets[100])[0], tickets[100].ring)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frame_codec import Answer
-from helpers import asynchronous
+from helpers import NETWORK, NETWORK_WIRE, asynchronous
 from scripted_listener import INLINE, ScriptedListener
 from scripted_listener import ticket as ticket_of
 
@@ -57,7 +57,7 @@ def test_a_ticket_lists_its_fields_with_their_sizes() -> None:
             ticket.fields()
 
 
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 @pytest.mark.parametrize("schema", [SCHEMA, None], ids=["fixed", "open"])
 @pytest.mark.parametrize("fields", [("reward", "tokens"), ("messages", "prompt"), ("image", "image")])
 def test_the_fields_that_were_asked_for_and_no_others(
@@ -79,17 +79,17 @@ def test_the_fields_that_were_asked_for_and_no_others(
                 np.testing.assert_array_equal(payload[name], values[name])
         with pytest.raises(KeyError):
             payload["other"]
-        if wire == "tcp":
+        if wire == NETWORK_WIRE:
             wanted = sum(each.nbytes for each in ticket.fields(SCHEMA) if each.name in fields)
-            assert client.statistics().bytes_by_wire == {"tcp": wanted}
-            assert ring.statistics().bytes_tcp == wanted
+            assert client.statistics().bytes_by_wire == {NETWORK_WIRE: wanted}
+            assert getattr(ring.statistics(), f"bytes_{NETWORK_WIRE}") == wanted
         assert payload.ack()
         payload.release()
 
 
 def test_a_part_acknowledges_the_whole_payload_and_frees_its_slot() -> None:
     with SharedRingBuffer.create(SCHEMA, slots=1) as ring, served(ring):
-        for wire in ("mapped", "tcp"):
+        for wire in ("mapped", NETWORK_WIRE):
             with BlockingClient(schemas=[SCHEMA], wire={wire}) as client:
                 ticket = ring.write(sample())
                 assert client.read(ticket, fields=("reward",))["reward"] == 2.5
@@ -103,7 +103,7 @@ def test_more_fields_than_a_message_has_records() -> None:
     with (
         SharedRingBuffer.create(schema, slots=1) as ring,
         served(ring),
-        BlockingClient(schemas=[schema], wire={"tcp"}) as client,
+        BlockingClient(schemas=[schema], wire=NETWORK) as client,
     ):
         ticket = ring.write({name: np.full(3, at) for at, name in enumerate(schema.names)})
         payload = client.read(ticket, fields=schema.names[::2] + schema.names[1:9:2])
@@ -115,7 +115,7 @@ def test_a_part_without_bytes_still_says_whether_the_payload_is_there() -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=1) as ring,
         served(ring),
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}, ack="manual") as client,
+        BlockingClient(schemas=[SCHEMA], wire=NETWORK, ack="manual") as client,
     ):
         ticket = ring.write(sample(0))
         assert client.read(ticket, fields=("tokens",))["tokens"].shape == (0,)
@@ -124,7 +124,7 @@ def test_a_part_without_bytes_still_says_whether_the_payload_is_there() -> None:
             client.read(ticket, fields=("tokens",))
 
 
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
 def test_what_cannot_be_asked_for_is_named(wire: Any) -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=1) as ring,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers import eventually
+from helpers import NETWORK, eventually
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
 from transport.schema import TensorSpec
@@ -42,7 +42,7 @@ def check(values: object, number: int) -> None:
 
 
 def test_all_payloads_of_many_fields_are_taken_and_held_at_once(address: str) -> None:
-    with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:
+    with BlockingClient(schemas=[SCHEMA], wire=NETWORK) as client:
         batch = client.take(address, PAYLOADS, wait_s=5, fields=NAMES)
         assert len(batch) == PAYLOADS
         for number, payload in enumerate(batch):
@@ -55,7 +55,7 @@ def test_fields_are_taken_of_payloads_that_would_come_joined_or_apart(most_bytes
     with (
         SharedRingBuffer.create(SCHEMA, slots=4) as ring,
         UCXXServer(ring, mode="thread") as server,
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
+        BlockingClient(schemas=[SCHEMA], wire=NETWORK) as client,
     ):
         values = {name: np.full(16, at, np.float32) for at, name in enumerate((*NAMES, "other"))}
         for _ in range(2):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import NETWORK, NETWORK_WIRE
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.errors import SchemaError, UsageError
@@ -68,14 +69,14 @@ def test_a_batch_over_a_wire_moves_only_these_fields(layout: Any) -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=16) as ring,
         UCXXServer(ring, mode="thread") as server,
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
+        BlockingClient(schemas=[SCHEMA], wire=NETWORK) as client,
     ):
         tickets = ring.write_many([sample(n) for n in NUMBERS])
         wanted = sum(each.nbytes for t in tickets for each in t.fields(SCHEMA) if each.name in PART)
         with client.take_batch(f"127.0.0.1:{server.ports[0]}", 16, wait_s=5, layout=layout, fields=PART) as batch:
             check(batch, layout)
             assert batch.consume().all()
-        assert ring.statistics().bytes_tcp == wanted
+        assert getattr(ring.statistics(), f"bytes_{NETWORK_WIRE}") == wanted
         assert ring.statistics().free == 16
 
 
@@ -84,7 +85,7 @@ def test_taken_payloads_have_these_fields(schema: Schema | None) -> None:
     with (
         SharedRingBuffer.create(schema, slots=16, slot_bytes=None if schema else 1 << 15) as ring,
         UCXXServer(ring, mode="thread") as server,
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
+        BlockingClient(schemas=[SCHEMA], wire=NETWORK) as client,
     ):
         ring.write_many([sample(n) for n in NUMBERS])
         batch = client.take(f"127.0.0.1:{server.ports[0]}", 16, wait_s=5, fields=("prompt", "mask"))
@@ -98,8 +99,8 @@ def test_what_is_unknown_gives_all_payloads_back() -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=4) as ring,
         UCXXServer(ring, mode="thread") as server,
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
-        BlockingClient(wire={"tcp"}) as stranger,
+        BlockingClient(schemas=[SCHEMA], wire=NETWORK) as client,
+        BlockingClient(wire=NETWORK) as stranger,
     ):
         address = f"127.0.0.1:{server.ports[0]}"
         ring.write(sample(3))

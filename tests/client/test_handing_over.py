@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous, every_wire, noise, serving, states, until
+from helpers import NETWORK_WIRE, asynchronous, every_wire, noise, serving, states, until
 
 from transport import SharedRingBuffer, Ticket, UCXXClient
 from transport.client.blocking import BlockingClient
@@ -118,7 +118,9 @@ async def test_what_nobody_was_handed_is_not_consumed(
 
 
 # --- without a loop --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("wire", "how"), [("mapped", "close"), ("tcp", "throw"), ("tcp", "closed client")])
+@pytest.mark.parametrize(
+    ("wire", "how"), [("mapped", "close"), (NETWORK_WIRE, "throw"), (NETWORK_WIRE, "closed client")]
+)
 def test_what_a_thread_was_not_handed_is_not_consumed(wire: Any, how: str) -> None:
     with serving(slots=COUNT, slot_bytes=LARGE) as (ring, _):
         tickets = written(ring, SMALL)
@@ -139,7 +141,9 @@ def test_what_a_thread_was_not_handed_is_not_consumed(wire: Any, how: str) -> No
         assert ring.statistics().consumes == 1
 
 
-@pytest.mark.parametrize(("wire", "call"), [("mapped", "read_many"), ("tcp", "read"), ("tcp", "read_many")])
+@pytest.mark.parametrize(
+    ("wire", "call"), [("mapped", "read_many"), (NETWORK_WIRE, "read"), (NETWORK_WIRE, "read_many")]
+)
 def test_a_call_that_is_interrupted_when_its_payload_is_here_consumes_nothing(
     wire: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

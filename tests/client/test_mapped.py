@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from helpers import Child, asynchronous, free, noise, segment_file, serving, until
+from helpers import NETWORK, NETWORK_WIRE, Child, asynchronous, free, noise, segment_file, serving, until
 from mapped_views import look, states, view
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient
@@ -72,13 +72,13 @@ async def test_readers_that_would_take_a_listeners_place_read_over_the_wire() ->
         async with contextlib.AsyncExitStack() as clients:
             wires = []
             for rank in range(16):
-                client = await clients.enter_async_context(UCXXClient(wire={"mapped", "tcp"}))
+                client = await clients.enter_async_context(UCXXClient(wire={"mapped", *NETWORK}))
                 with await client.read(ticket, rank=rank) as payload:
                     assert np.array_equal(payload["data"], noise(1000))
                     wires.append(payload.wire)
                 del payload
             most = 16 - 2 - len(server.ports)
-            assert wires == ["mapped"] * most + ["tcp"] * (16 - most)
+            assert wires == ["mapped"] * most + [NETWORK_WIRE] * (16 - most)
             # a killed listener's place is found again, also while its predecessor is not yet cleared away
             for _ in range(2):
                 stack.enter_context(SharedRingBuffer.attach(ring.name, role="listener"))

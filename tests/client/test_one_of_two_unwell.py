@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers import (
+    NETWORK,
     asynchronous,
     free,
     noise,
@@ -58,7 +59,7 @@ def two_servers(first: SharedRingBuffer) -> Iterator[tuple[UCXXServer, UCXXServe
 @asynchronous
 async def test_a_callers_hurry_says_nothing_against_the_port(connected: bool) -> None:
     with serving() as (ring, server):
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             if connected:
                 await client.read(ring.write_raw(noise(20_000)))
             tickets = [ring.write_raw(noise(20_000, seed)) for seed in (1, 2)]
@@ -83,7 +84,7 @@ async def test_more_reads_than_the_pool_has_places_wait_for_a_place_however_long
     size = 300_000
     with serving(slots=12, slot_bytes=size) as (ring, server), serving() as (silent_ring, silent):
         tickets = [ring.write_raw(noise(size, seed)) for seed in range(12)]
-        async with UCXXClient(wire={"tcp"}, settings=one_place) as client:
+        async with UCXXClient(wire=NETWORK, settings=one_place) as client:
             await client.state(tickets[0])
             port = ("127.0.0.1", server.ports[0])
             taken = await client._links.checkout(port, ring.ring_id)
@@ -111,7 +112,7 @@ async def test_acknowledgements_reach_their_ring_although_another_one_cannot_be_
     monkeypatch.setattr("transport.client.connections.links._CLOSE_TIMEOUT_S", 0.05)
     patient = settings_with(read_timeout_s=200.0, connect_timeout_s=200.0, handshake_timeout_s=200.0, ack_delay_s=0.01)
     with serving() as (lost, server), serving() as (well, _), socket.socket() as silent:
-        async with UCXXClient(wire={"tcp"}, settings=patient, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, settings=patient, ack="manual") as client:
             payloads = [await client.read(ring.write_raw(noise(20_000))) for ring in (lost, well)]
             port = server.ports[0]
             server.close()
@@ -133,7 +134,7 @@ async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring, two_servers(ring) as (_, other):
         stopped = ring.native.ports()[1]
         ticket = ring.write_raw(noise(10))
-        async with UCXXClient(wire={"tcp"}, settings=QUICK_TO_DOUBT) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK_TO_DOUBT) as client:
             with stalled(other):
                 if ask == "discard":  # which asks for the state first
                     assert await client.discard(ticket)
@@ -150,7 +151,7 @@ async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -
 async def test_a_question_that_nobody_answers_ends_in_an_error_of_ours(ask: Any) -> None:
     with serving() as (ring, server):
         ticket = ring.write_raw(noise(10))
-        async with UCXXClient(wire={"tcp"}, settings=settings_with(read_timeout_s=1.0, attempts_per_read=1)) as client:
+        async with UCXXClient(wire=NETWORK, settings=settings_with(read_timeout_s=1.0, attempts_per_read=1)) as client:
             await client.read(ring.write_raw(noise(10)))
             with stalled(server):
                 with pytest.raises(DeadlineExceededError):
@@ -171,7 +172,7 @@ async def test_a_port_that_serves_another_ring_is_not_asked_again(first: int, kn
         ports = (*stranger.ports, *server.ports)
         if known:
             ring.native.set_ports(ports)
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             client._links.routes._rotation = first
             for seed in range(10):
                 ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=ports)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import Child, asynchronous, eventually, listener_pids, noise, settings_with, states, until
+from helpers import NETWORK, Child, asynchronous, eventually, listener_pids, noise, settings_with, states, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.errors import DeadlineExceededError
@@ -62,7 +62,7 @@ def test_a_client_that_stops_in_the_middle_of_a_payload_is_left_and_another_one_
         eventually(lambda: states(ring) == (1, 0), "the listener has left it")
 
         async def reading() -> None:
-            async with UCXXClient(wire={"tcp"}) as client:
+            async with UCXXClient(wire=NETWORK) as client:
                 assert bytes((await client.read(ticket)).data) == data.tobytes()
 
         run(reading())
@@ -84,7 +84,7 @@ async def test_a_read_from_a_stopped_listener_ends_with_its_deadline_and_its_mem
         UCXXServer(ring, addresses=("127.0.0.1",), settings=IMPATIENT, log_level="ERROR") as server,
     ):
         pid = listener_pids(ring)[server.ports[0]]
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             await client.read(ring.write_raw(noise(100)))
             ticket = ring.write_raw(noise(SIZE))
             out = bytearray(SIZE)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import dead_port
+from helpers import NETWORK, NETWORK_WIRE, dead_port
 
 from transport import BlockingClient, Settings, SharedRingBuffer, StaleSlotError, UCXXServer
 from transport.client.trace import Trace, events, key_of, merge
@@ -23,13 +23,13 @@ def test_a_read_over_a_wire_has_its_phases(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     with SharedRingBuffer.create(slots=2, slot_bytes=16 << 20) as ring, UCXXServer(ring, mode="thread"):
         ticket = ring.write_raw(bytes(16 << 20))
-        with Trace(path, "reader") as trace, BlockingClient(wire={"tcp"}, trace=trace) as client:
+        with Trace(path, "reader") as trace, BlockingClient(wire=NETWORK, trace=trace) as client:
             client.read(ticket).release()
     found = {name: (key, about) for name, key, about in phases(path)}
     assert set(found) == {"connect", "transfer", "verify", "acknowledge", "read"}
     assert {key for key, _ in found.values()} == {key_of(ticket)}
-    assert found["read"][1] == {"outcome": "tcp", "rank": 0, "bytes": 16 << 20}
-    assert found["transfer"][1]["wire"] == "tcp"
+    assert found["read"][1] == {"outcome": NETWORK_WIRE, "rank": 0, "bytes": 16 << 20}
+    assert found["transfer"][1]["wire"] == NETWORK_WIRE
     begun = {each["name"]: each["ts"] for each in events(path) if each["ph"] == "b"}
     ended = {each["name"]: each["ts"] for each in events(path) if each["ph"] == "e"}
     assert begun["read"] <= begun["connect"] <= ended["connect"] <= begun["transfer"] <= ended["transfer"]
@@ -46,7 +46,7 @@ def test_failures_and_pauses_are_shown(tmp_path: Path) -> None:
         ticket = ring.write({"a": 1})
         with (
             Trace(path, "reader") as trace,
-            BlockingClient(wire={"tcp"}, settings=settings, trace=trace) as client,
+            BlockingClient(wire=NETWORK, settings=settings, trace=trace) as client,
             pytest.raises(RetriesExhaustedError),
         ):
             client.read(ticket)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from helpers import asynchronous, serving
+from helpers import NETWORK, asynchronous, serving
 
 from transport import Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.client.blocking import BlockingClient
@@ -37,7 +37,7 @@ CALLS: list[tuple[Call, str]] = [
 async def test_calls() -> None:
     with serving(slots=2) as (ring, _):
         ticket = ring.write_raw(b"x")
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             for call, give in CALLS:
                 with pytest.raises(UsageError, match=give):
                     await call(client, ticket)

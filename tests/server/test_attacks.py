@@ -13,7 +13,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, Child, asynchronous, descriptors, eventually, listener_pids, noise, settings_with, until
+from helpers import (
+    NETWORK,
+    PATIENCE_S,
+    Child,
+    asynchronous,
+    descriptors,
+    eventually,
+    listener_pids,
+    noise,
+    settings_with,
+    until,
+)
 from supervised import read_all
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
@@ -95,7 +106,7 @@ async def test_what_nobody_asked_for_does_not_fill_a_listeners_memory(
     with attacked(secret=secret) as (ring, port):
         pid = listener_pids(ring)[port]
         before, most = memory(pid), 0
-        async with UCXXClient(wire={"tcp"}, settings=QUICK, secret=secret) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK, secret=secret) as client:
             with Attack(kind, port, enough) as attack:
                 waiting = asyncio.get_running_loop().run_in_executor(None, attack.line)
                 for seed in range(1000):
@@ -121,7 +132,7 @@ async def test_readers_lose_nothing_while_a_port_is_attacked_and_afterwards_it_s
     """UCX may abort the listener, which is then back on its port; it may also just stand it."""
     most = 0
     with attacked() as (ring, port), contextlib.ExitStack() as stack:
-        async with UCXXClient(wire={"tcp"}, settings=QUICK, secret=SECRET) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK, secret=SECRET) as client:
             attacks = [stack.enter_context(Attack(kind, port, count)) for kind, count in AT_ONCE.items()]
             for round_ in range(20):
                 await reads(client, ring, 8, 100 * round_)
@@ -133,7 +144,7 @@ async def test_readers_lose_nothing_while_a_port_is_attacked_and_afterwards_it_s
         assert most < 2 * MOST_GROWTH
         # through that port alone
         ticket = msgspec.structs.replace(ring.write_raw(noise(100), timeout_s=PATIENCE_S), ports=(port,))
-        async with UCXXClient(wire={"tcp"}, settings=QUICK, secret=SECRET) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK, secret=SECRET) as client:
             assert bytes((await client.read(ticket)).data) == noise(100).tobytes()
 
 
@@ -191,7 +202,7 @@ def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers()
             (port,) = server.ports
             (pid,) = listener_pids(ring).values()
             limit(pid, LIMIT)
-            with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as trainer:
+            with BlockingClient(schemas=[SCHEMA], wire=NETWORK) as trainer:
                 held = trainer.take(f"127.0.0.1:{port}", 2)
                 crowd = strangers(port, LIMIT + 100)
                 try:
@@ -204,7 +215,7 @@ def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers()
                     for each in crowd:
                         each.close()
                 assert len(trainer.take(f"127.0.0.1:{port}", 2, wait_s=10.0)) == 2
-            with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as later:  # the port is open again
+            with BlockingClient(schemas=[SCHEMA], wire=NETWORK) as later:  # the port is open again
                 assert later.warm(f"127.0.0.1:{port}") > 0
             assert list(listener_pids(ring).values()) == [pid]
 

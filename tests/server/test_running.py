@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
+from helpers import NETWORK, eventually
 
 from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
 from transport.runtime.forks import unforked
@@ -146,7 +146,7 @@ def test_a_drain_goes_on_when_the_supervisor_was_told_to_end_with_its_writer() -
         assert stopped.wait(10)
         drained = pool.submit(server.close, 30.0)
         eventually(lambda: any(owner.alive and owner.port for owner in ring.native.owners()), "a new listener")
-        with BlockingClient(wire={"tcp"}) as client:
+        with BlockingClient(wire=NETWORK) as client:
             assert bytes(client.read(ticket, timeout=25.0).data) == b"unread"
         drained.result()
         assert ring.statistics().ready == 0

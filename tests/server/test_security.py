@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Child, asynchronous, eventually, proven, segment_file
+from helpers import NETWORK, Child, asynchronous, eventually, proven, segment_file
 from scripted_peer import Peer, Stage
 
 import transport
@@ -108,10 +108,10 @@ async def test_the_secret_is_on_no_command_line_in_no_environment_in_no_ticket_a
         UCXXServer(ring, addresses=("127.0.0.1",), secret=SECRET, log_level="DEBUG") as server,
     ):
         ticket = ring.write_raw(b"x")
-        async with UCXXClient(wire={"tcp"}, secret=b"another") as stranger:
+        async with UCXXClient(wire=NETWORK, secret=b"another") as stranger:
             with pytest.raises(AuthenticationError) as refused:
                 await stranger.read(ticket)
-        async with UCXXClient(wire={"tcp"}, secret=SECRET) as client:
+        async with UCXXClient(wire=NETWORK, secret=SECRET) as client:
             assert bytes((await client.read(ticket)).data) == b"x"
             texts = [repr(client), repr(server), repr(ring), str(refused.value), caplog.text]
         texts += [ticket.to_text(), repr(ticket), str(ticket.to_json())]

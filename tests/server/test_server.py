@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers import Child, eventually, listener_pids, noise
+from helpers import NETWORK, Child, eventually, listener_pids, noise
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
@@ -38,7 +38,7 @@ def read(ticket: Ticket, **options: Any) -> bytes:
     """The payload's bytes, over TCP."""
 
     async def reading() -> bytes:
-        async with UCXXClient(wire={"tcp"}, **options) as client:
+        async with UCXXClient(wire=NETWORK, **options) as client:
             return bytes((await client.read(ticket)).data)
 
     return run(reading())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import descriptors, ended, eventually, listener_pids, noise, settings_with, until
+from helpers import NETWORK, descriptors, ended, eventually, listener_pids, noise, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.testing import run
@@ -88,7 +88,7 @@ def said(port: int, what: bytes) -> socket.socket:
 
 def reads(ring: SharedRingBuffer, count: int) -> None:
     async def reading() -> None:
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             for seed in range(count):
                 payload = await client.read(ring.write_raw(noise(20_000, seed)))
                 assert bytes(payload.data) == noise(20_000, seed).tobytes()
@@ -156,7 +156,7 @@ def test_a_client_that_is_connected_for_long_is_no_stranger(mode: Any) -> None:
     with served(mode) as (ring, port, _):
 
         async def reading() -> None:
-            async with UCXXClient(wire={"tcp"}) as client:
+            async with UCXXClient(wire=NETWORK) as client:
                 await client.read(ring.write_raw(b"first"))
                 with said(port, b"") as stranger:
                     eventually(lambda: ended(stranger))  # the time that a stranger has is over

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers import asynchronous, dead_port, eventually, listener_pids, parent_of, until
+from helpers import NETWORK, asynchronous, dead_port, eventually, listener_pids, parent_of, until
 from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -40,7 +40,7 @@ async def test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one
     with served() as (ring, server):
         before = listener_pids(ring)
         victim = server.ports[0]
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
             await read_all(client, write(ring, 10))
             os.kill(before[victim], signal.SIGKILL)
             await read_all(client, write(ring, 30))
@@ -48,7 +48,7 @@ async def test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one
             await until(lambda: ring.statistics().free == ring.slot_count)
         assert set(server.ports) == before.keys()
         assert listener_pids(ring)[server.ports[1]] == before[server.ports[1]]
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
             await read_all(client, [msgspec.structs.replace(ticket, ports=(victim,)) for ticket in write(ring, 1)])
 
 
@@ -56,7 +56,7 @@ async def test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one
 async def test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinned_is_read_again() -> None:
     with served() as (ring, server):
         before = listener_pids(ring)
-        async with UCXXClient(wire={"tcp"}, settings=QUICK, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK, ack="manual") as client:
             tickets = write(ring, 4)
             held = [await client.read(ticket) for ticket in tickets]
             assert ring.statistics().reading == 4
@@ -189,7 +189,7 @@ async def test_a_port_that_another_program_takes_meanwhile_does_not_cost_the_hea
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await until(lambda: bound(thief, victim) and victim not in listener_pids(ring))
         thief.listen()
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
             while len(listener_pids(ring)) < 2:
                 await read_all(client, write(ring, 5))
                 assert listener_pids(ring)[healthy] == before[healthy]
@@ -197,7 +197,7 @@ async def test_a_port_that_another_program_takes_meanwhile_does_not_cost_the_hea
         (other,) = listener_pids(ring).keys() - {healthy}
         assert other != victim
         await until(lambda: set(server.ports) == {healthy, other})
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
             await read_all(client, [msgspec.structs.replace(ticket, ports=(other,)) for ticket in write(ring, 3)])
         assert listener_pids(ring)[healthy] == before[healthy]
     assert watch.error is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from frozen import frozen
-from helpers import SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
+from helpers import NETWORK, SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
 from supervised import QUICK, bound, read_all
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
@@ -99,7 +99,7 @@ def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(
         writer.listeners |= listener_pids(ring)
 
         async def reading() -> None:
-            async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
                 await read_all(client, writer.tickets)
 
         run(reading())
@@ -183,7 +183,7 @@ def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_
     eventually(lambda: not is_running(listener))
 
     async def reading() -> None:
-        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+        async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
             await read_all(client, writer.tickets)
 
     run(reading())
@@ -250,7 +250,7 @@ def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_
         assert port not in second.listeners
 
         async def reading() -> None:
-            async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            async with UCXXClient(wire=NETWORK, settings=QUICK) as client:
                 new_ports = second.tickets[0].ports
                 await read_all(client, [msgspec.structs.replace(each, ports=new_ports) for each in first.tickets])
                 await read_all(client, second.tickets)

@@ -137,13 +137,14 @@ def mirror() -> list[str]:
 
 
 class Debian:
-    """A new root directory: a copy of the base, with this machine's way to packages."""
+    """A root directory, a new one as a copy of the base, with this machine's way to packages."""
 
     def __init__(self, suite: str, root: Path) -> None:
         self.root = root
-        root.mkdir(parents=True, exist_ok=True)
-        root.chmod(0o755)  # the root directory of unprivileged users, too
-        subprocess.run(["cp", "--archive", "--reflink=auto", f"{base(suite)}/.", str(root)], check=True)
+        if not (root / "etc" / "debian_version").exists():
+            root.mkdir(parents=True, exist_ok=True)
+            root.chmod(0o755)  # the root directory of unprivileged users, too
+            subprocess.run(["cp", "--archive", "--reflink=auto", f"{base(suite)}/.", str(root)], check=True)
         self._packages = CACHE / f"{suite}.packages"
         (self._packages / "partial").mkdir(parents=True, exist_ok=True)
         own = {path: text.replace("{suite}", suite) for path, text in sources()}

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from detour import Detour
-from helpers import Child, eventually, parent_of
+from helpers import NETWORK, Child, Elsewhere, eventually, parent_of
+from patience import PATIENCE
 from redis_server import WHY_NOT, RedisServer, redis_server
 from told import MARKED, PROGRAM
 
@@ -23,14 +24,14 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
 
 QUICK = {
-    "watchdog_s": 1.5, "heartbeat_s": 0.3, "read_timeout_s": 1.0, "attempts_per_read": 10, "port_quarantine_s": 0.2,
-    "port_quarantine_most_s": 0.4, "linger_s": 60.0, "backoff_most_s": 0.5,
+    "watchdog_s": 1.5 * PATIENCE, "heartbeat_s": 0.3, "read_timeout_s": 1.0 * PATIENCE, "attempts_per_read": 10,
+    "port_quarantine_s": 0.2, "port_quarantine_most_s": 0.4, "linger_s": 60.0, "backoff_most_s": 0.5,
 }  # fmt: skip
 SHORT_LEASE = {"claim_lease_s": 1.5, "claim_renew_s": 0.3}  # of a trainer that is to fail
 
 
 class Place:
-    """Where the tickets of a run are: "mapped" or "tcp", which are its rings, or "redis"."""
+    """Where the tickets of a run are: "mapped" or "tcp" (NETWORK), which are its rings, or "redis"."""
 
     def __init__(self, kind: str, url: str, prefix: str, server: RedisServer | None) -> None:
         self.kind = kind
@@ -41,8 +42,8 @@ class Place:
 
     def environment(self, **settings: float) -> dict[str, str]:
         """Of the run's processes."""
-        wire = {"TRANSPORT_WIRES": "mapped" if self.kind == "mapped" else "tcp"}
-        return wire | {f"TRANSPORT_{name.upper()}": str(value) for name, value in {**QUICK, **settings}.items()}
+        wires = {"TRANSPORT_WIRES": "mapped" if self.kind == "mapped" else ",".join(NETWORK)}
+        return wires | {f"TRANSPORT_{name.upper()}": str(value) for name, value in {**QUICK, **settings}.items()}
 
     def open(self) -> TicketQueue:
         """The queue, for looking and for claims of the test's own."""
@@ -66,12 +67,17 @@ class Told(Child):
     """A trainer or a writer of told.py."""
 
     def __init__(
-        self, kind: str, place: Place, environment: Mapping[str, str] | None = None, /, **arguments: object
+        self,
+        kind: str,
+        place: Place,
+        environment: Mapping[str, str] | None = None,
+        /,
+        host: Elsewhere | None = None,
+        **arguments: object,
     ) -> None:
         self._kind = kind
-        super().__init__(
-            PROGRAM, kind, json.dumps({"url": place.url} | arguments), env=dict(environment or place.environment())
-        )
+        environment = dict(environment or place.environment())
+        super().__init__(PROGRAM, kind, json.dumps({"url": place.url} | arguments), env=environment, host=host)
         try:
             self.pid, self.wire_version = self.answer()
         except BaseException:

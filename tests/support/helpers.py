@@ -16,23 +16,29 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.testing import run
 from transport.wire import authentication, frames
+from transport.wires import Wire, named_wires
 
-PATIENCE_S = 100.0  # a watchdog, shorter than that of the whole test, so that it can say what it waited for
+PATIENCE_S = 100.0 * PATIENCE  # a watchdog, shorter than that of the whole test, so that it can say what it waited for
 SHM = Path("/dev/shm")
 
-every_wire = pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
-over_ucx = pytest.mark.parametrize("wire", ["tcp", "shm"])
+# What clients of the tests may use, and what carries their payloads then. `make verbs` gives "rdma" and "rdma,tcp".
+NETWORK: frozenset[Wire] = named_wires(os.environ.get("TEST_WIRES", "tcp").split(","))  # type: ignore[arg-type]
+NETWORK_WIRE: Wire = "rdma" if "rdma" in NETWORK else "tcp"
+
+every_wire = pytest.mark.parametrize("wire", [NETWORK_WIRE, "shm", "mapped"])
+over_ucx = pytest.mark.parametrize("wire", [NETWORK_WIRE, "shm"])
 
 
 def settings_with(**changed: Any) -> Settings:
@@ -222,22 +228,37 @@ def dead_port() -> Iterator[int]:
 
 
 # --- other processes -------------------------------------------------------------------------------
+class Elsewhere(Protocol):
+    """A host on which processes of the tests run."""
+
+    def command(self, *words: str) -> list[str]:
+        """The command that runs ``words`` there."""
+        ...
+
+
 class Child:
     """A Python process that runs ``code``; it reports and is told things by lines of text."""
 
     def __init__(
-        self, code: str, *arguments: object, env: dict[str, str] | None = None, stderr: int | None = None
+        self,
+        code: str,
+        *arguments: object,
+        env: dict[str, str] | None = None,
+        stderr: int | None = None,
+        host: Elsewhere | None = None,
     ) -> None:
         # what importing ucxx did to this process's environment is not meant for others
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"PYTHONPATH": path, **(env or {})}
+        words = [sys.executable, "-c", code, *map(str, arguments)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            words if host is None else host.command("env", *(f"{name}={value}" for name, value in own.items()), *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={**inherited, "PYTHONPATH": path, **(env or {})},
+            env={**inherited, **own},
         )
 
     def line(self) -> str:

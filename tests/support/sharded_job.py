@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from helpers import NETWORK
 from shard_members import Serving, Shards, checksum_of
 
 from transport.weights.engine import WeightsEngine
@@ -49,7 +50,7 @@ class Job:
                     address="127.0.0.1",
                     in_place=worker.tensors if in_place else None,
                     delta=delta,  # means nothing here; members may share their options
-                    options=EngineOptions(host=host, wires=frozenset({"tcp"}), **options),
+                    options=EngineOptions(host=host, wires=NETWORK, **options),
                 )
                 ranks.append(Replica(engine, worker))
             self.replicas.append(ShardedReplica(f"server {number}", ranks))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from helpers import NETWORK
+
 from transport import SharedRingBuffer, UCXXClient
 from transport.claims.batch import End, TakenBatch, Verdict
 from transport.claims.connection import ClaimConnection
@@ -18,8 +20,8 @@ def addresses(ring: SharedRingBuffer) -> list[str]:
     return [f"127.0.0.1:{port}" for port in ring.native.ports()]
 
 
-def tcp(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire={"tcp"}, **arguments)
+def remote(**arguments: Any) -> UCXXClient:
+    return UCXXClient(wire=NETWORK, **arguments)
 
 
 def depth(ring: SharedRingBuffer) -> tuple[int, int]:

@@ -1,29 +1,42 @@
-"""Which tests `make pytest` leaves to `make nightly`: those that take long and seldom find what the others do not.
+"""Which tests `make pytest` leaves to `make nightly` and to `make verbs`.
+
+To `make nightly`: those that take long and seldom find what the others do not.
 
 `@pytest.mark.nightly` leaves out a test, `@pytest.mark.nightly(keep=8)` all but eight of its cases, which are evenly
 spread over the list of them, from one that depends on the test's name, and the same each time. A test that is asked
 for by its name (FILE::TEST), or that failed before (--last-failed), runs whatever its marker is.
+
+To `make verbs`: tests marked `verbs`, which need software RoCE and a second host. There `--verbs` runs them and, over
+the wire that TEST_WIRES names, the tests of `ROOMS` that open endpoints, without the cases of other wires.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 
 SHORT = 2  # cases of each test that `make nightly SHORT=1` runs
+ROOMS = ("client", "server", "claims", "weights", "guarantees")
+_NO_PARAMETERS = SimpleNamespace(params={})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run what the nightly marker leaves out, and nothing else")
     parser.addoption("--short", action="store_true", help=f"with --nightly: {SHORT} cases of each test at most")
+    parser.addoption("--verbs", action="store_true", help="run the tests of `make verbs` and nothing else")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     nightly, short = config.getoption("--nightly"), config.getoption("--short")
     by_name = any("::" in argument for argument in config.args)
+    if config.getoption("--verbs"):
+        _leave_out(config, items, {item for item in items if not _is_over_verbs(item)})
+    elif not by_name:
+        _leave_out(config, items, {item for item in items if _is_elsewhere(item)})
     if config.getoption("lf", False) or (by_name and not nightly):
         return
     left_out: set[pytest.Item] = set()
@@ -36,8 +49,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         others = [case for case in cases if case not in by_default]
         left_out |= by_default | (set(others) - _spread(others, SHORT) if short else set())
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    _leave_out(config, items, left_out)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _is_elsewhere(item: pytest.Item) -> bool:
+    return item.get_closest_marker("verbs") is not None
+
+
+def _is_over_verbs(item: pytest.Item) -> bool:
+    if _is_elsewhere(item):
+        return True
+    room = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    if room not in ROOMS or item.get_closest_marker("ucx") is None:
+        return False
+    parameters = {str(each) for each in getattr(item, "callspec", _NO_PARAMETERS).params.values()}
+    # What is on the way of a connection by TCP (`way`) sees no RDMA.
+    return not parameters & {"mapped", "shm"} and "way" not in getattr(item, "fixturenames", ())
 
 
 def _cases_of_each_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:

@@ -201,6 +201,7 @@ class ToldWriter:
         port: int = 0,
         group: bool = False,
         file: str = "",
+        address: str = "127.0.0.1",
     ) -> None:
         self.queue = open_queue(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
@@ -212,7 +213,7 @@ class ToldWriter:
             queue=self.queue,
             readers=1 + group,
             grouped=group,
-            server=ServerOptions(addresses=("127.0.0.1",), directory=directory, ports=(port,)),
+            server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),
         )
 
     def write(self, first: int, count: int) -> None:
@@ -224,6 +225,15 @@ class ToldWriter:
     def ports(self) -> list[int]:
         """Of its listeners."""
         return list(self.rollout.ring.native.ports())
+
+    def listeners(self) -> list[int]:
+        """Their processes."""
+        return [owner.pid for owner in self.rollout.ring.native.owners() if owner.alive and owner.port]
+
+    def ring(self) -> dict[str, int]:
+        """States of slots and counters, those above 0."""
+        look = self.rollout.ring.statistics()
+        return {name: value for name in look.__struct_fields__ if (value := getattr(look, name))}
 
     def begin(self, number: int) -> None:
         """Take a slot, fill half of it, say so, and wait for ever."""

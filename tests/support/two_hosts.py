@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,20 +40,8 @@ class Host:
 
     def python(self, code: str, *arguments: object) -> Child:
         """A Python process there, that reports by lines."""
-        return _ChildThere(self, code, arguments)
-
-
-class _ChildThere(Child):
-    def __init__(self, host: Host, code: str, arguments: tuple[object, ...]) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         path = os.pathsep.join([str(_ROOT), str(_ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            host.command(sys.executable, "-c", code, *map(str, arguments)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**inherited, "PYTHONPATH": path},
-        )
+        return Child(code, *arguments, env={"PYTHONPATH": path}, host=self)
 
 
 def why_not() -> str:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from helpers import NETWORK
 from weights_members import version_of
 
 from transport.weights.engine import WeightsEngine
@@ -30,7 +31,7 @@ def engine(name: str, **options: Any) -> WeightsEngine:
 async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[WeightsEngine]]:
     """A trainer, and a replica for each letter; those of one letter share a host."""
     made = [engine("trainer", **trainer)]
-    made += [engine(f"replica {at}", host=host, wires=frozenset({"tcp"})) for at, host in enumerate(hosts)]
+    made += [engine(f"replica {at}", host=host, wires=NETWORK) for at, host in enumerate(hosts)]
     try:
         yield made
     finally:

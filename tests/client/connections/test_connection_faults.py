@@ -9,7 +9,7 @@ from typing import Any
 import frame_codec
 import pytest
 from frame_codec import Answer
-from helpers import asynchronous, noise, over_ucx, until
+from helpers import NETWORK_WIRE, asynchronous, noise, over_ucx, until
 from scripted_listener import (
     INLINE,
     UNTOUCHED,
@@ -142,7 +142,7 @@ async def in_the_middle(
             (32, (1 << 20) - 1, "1m", "eager"),
             (1, 32 << 20, "inf", "eager and large"),
         ]
-        for wire in ("tcp", "shm")
+        for wire in (NETWORK_WIRE, "shm")
     ],
 )
 @asynchronous

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from helpers import asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
+from helpers import NETWORK, asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.connections.acknowledgements import Ack
@@ -30,7 +30,7 @@ ONE_PLACE = settings_with(pool_endpoints_per_port=1)
 async def taken(**options: Any) -> AsyncIterator[tuple[Links, PortKey, SharedRingBuffer, Any]]:
     """A client's links, a port with one place, its ring, and the link that has the place."""
     with serving(slots=4, slot_bytes=1000, settings=ONE_PLACE) as (ring, server):
-        async with UCXXClient(wire={"tcp"}, ack="manual", settings=ONE_PLACE, **options) as client:
+        async with UCXXClient(wire=NETWORK, ack="manual", settings=ONE_PLACE, **options) as client:
             port = ("127.0.0.1", server.ports[0])
             link = await client._links.checkout(port, ring.ring_id)
             yield client._links, port, ring, link
@@ -88,7 +88,7 @@ async def test_a_link_goes_to_the_longest_waiter_and_not_to_who_gave_it_back() -
 async def test_a_link_that_is_waited_for_is_not_idle() -> None:
     few = settings_with(pool_endpoints_per_port=1, pool_endpoints_idle=1)
     with serving(slots=4, slot_bytes=1000, ports=(0, 0), settings=few) as (ring, server):
-        async with UCXXClient(wire={"tcp"}, ack="manual", settings=few) as client:
+        async with UCXXClient(wire=NETWORK, ack="manual", settings=few) as client:
             links, ports = client._links, [("127.0.0.1", port) for port in server.ports]
             given = [await links.checkout(port, ring.ring_id) for port in ports]
             tasks = [task for port in ports for task in await waiting(links, port, ring.ring_id, 1)]
@@ -150,7 +150,7 @@ async def test_waiters_are_told_that_the_client_closes() -> None:
 async def test_a_read_that_is_cancelled_gives_up_its_link_and_returns_the_place() -> None:
     with serving(slots=4, slot_bytes=1000, settings=ONE_PLACE) as (ring, server):
         tickets = [ring.write_raw(noise(500, seed)) for seed in range(2)]
-        async with UCXXClient(wire={"tcp"}, settings=ONE_PLACE) as client:
+        async with UCXXClient(wire=NETWORK, settings=ONE_PLACE) as client:
             await client.read(tickets[0])
             with stalled(server):
                 reading = asyncio.create_task(client.read(tickets[1]))
@@ -165,7 +165,7 @@ async def test_a_read_that_is_cancelled_gives_up_its_link_and_returns_the_place(
 @asynchronous
 async def test_an_acknowledgement_for_a_rank_that_does_not_exist_is_refused() -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, _):
-        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, ack="manual") as client:
             ticket = ring.write_raw(noise(100), readers=2)
             for rank in (-1, 2, 300, True):
                 with pytest.raises(RankError):
@@ -194,7 +194,7 @@ async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch:
     monkeypatch.setattr("transport.client.connections.routes._MOST_ROUTES", 2)
     with serving(slots=4, slot_bytes=1000) as (ring, _):
         ticket = ring.write_raw(noise(100))
-        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, ack="manual") as client:
             links = client._links
             for number in range(3):
                 other = msgspec.structs.replace(ticket, ring=f"{number:032x}")
@@ -213,7 +213,7 @@ async def test_the_listener_that_was_met_names_the_ports_of_its_ring_to_claims_a
     with serving(slots=4, slot_bytes=1000, ports=(0, 0)) as (ring, server):
         first, second = (("127.0.0.1", number) for number in server.ports)
         ticket = msgspec.structs.replace(ring.write_raw(noise(100)), host="another", ports=(first[1],))
-        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, ack="manual") as client:
             routes = client._links.routes
             assert (routes.ports_said(ring.ring_id), routes.ring_at(first), routes.ports(ticket)) == ((), "", [first])
             await client.take(f"{first[0]}:{first[1]}", 1)
@@ -234,7 +234,7 @@ async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
     monkeypatch.setattr("transport.client.connections.routes._MOST_ROUTES", FEW)
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         ticket = ring.write_raw(noise(100))
-        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, ack="manual") as client:
             links = client._links
             links.routes._forget_at = FEW
             payload = await client.read(ticket)
@@ -256,7 +256,7 @@ async def test_acknowledgements_wait_for_a_ring_whose_server_moved_to_another_po
     with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
         first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
         port = first.ports[0]
-        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+        async with UCXXClient(wire=NETWORK, ack="manual") as client:
             payload = await client.read(ring.write_raw(noise(100)))
             first.close()
             with serving(ports=(port,)), UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread"):
@@ -276,7 +276,7 @@ async def test_acknowledgements_for_a_ring_that_nobody_serves_any_more_end_when_
     settings = settings_with(linger_s=0.05)
     with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
         first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
-        async with UCXXClient(wire={"tcp"}, ack="manual", settings=settings) as client:
+        async with UCXXClient(wire=NETWORK, ack="manual", settings=settings) as client:
             payload = await client.read(ring.write_raw(noise(100)))
             first.close()
             with serving(ports=(ring.tickets()[0].ports)):
@@ -301,7 +301,7 @@ async def test_a_link_that_was_idle_for_too_long_is_parted_from_in_good_order(
     settings = settings_with(pool_endpoint_max_age_s=0.1, pool_endpoints_per_port=1)
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         port = ("127.0.0.1", server.ports[0])
-        async with UCXXClient(wire={"tcp"}, ack="manual", settings=settings) as client:
+        async with UCXXClient(wire=NETWORK, ack="manual", settings=settings) as client:
             links = client._links
             if not tended:
                 links._tender.cancel()

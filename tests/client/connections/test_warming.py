@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers import asynchronous, noise, serving, settings_with, until
+from helpers import NETWORK, NETWORK_WIRE, asynchronous, noise, serving, settings_with, until
 
 from transport import UCXXClient, UCXXServer
 from transport.client.connections.connection import Link
@@ -22,7 +22,7 @@ def places_of(ring: Any, server: UCXXServer, by: str) -> list[Any]:
     return [f"127.0.0.1:{port}" for port in server.ports]
 
 
-@pytest.mark.parametrize(("wire", "by"), [("tcp", "ticket"), ("tcp", "address"), ("shm", "ticket")])
+@pytest.mark.parametrize(("wire", "by"), [(NETWORK_WIRE, "ticket"), (NETWORK_WIRE, "address"), ("shm", "ticket")])
 @asynchronous
 async def test_reads_after_a_warm_up_open_no_connection(wire: Any, by: str) -> None:
     with serving(slots=40, slot_bytes=1000, ports=(0, 0)) as (ring, server):
@@ -40,7 +40,7 @@ async def test_reads_after_a_warm_up_open_no_connection(wire: Any, by: str) -> N
 async def test_many_ports_get_fewer_connections_each() -> None:
     settings = settings_with(pool_endpoints_idle=4, pool_endpoints_per_port=2)
     with serving(slots=4, slot_bytes=1000, ports=(0,) * 6) as (_, server):
-        async with UCXXClient(wire={"tcp"}, settings=settings) as client:
+        async with UCXXClient(wire=NETWORK, settings=settings) as client:
             await client.warm(*(f"127.0.0.1:{port}" for port in server.ports))
             assert 0 < client.statistics().links_idle <= 4
             client._links._pool.validate()
@@ -61,17 +61,17 @@ async def test_a_ring_that_is_mapped_needs_no_connection_and_no_ucx(wire: Any) -
 async def test_a_port_where_nobody_listens_is_counted_and_not_blamed() -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         dead = 1
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             assert await client.warm(f"127.0.0.1:{dead}", f"127.0.0.1:{server.ports[0]}") == 8
             look = client.statistics()
             assert (look.warm_up_failures, look.failed_reads, look.quarantined_ports) == (1, 0, ())
-            assert (await client.read(ring.write_raw(noise(1000)))).wire == "tcp"
+            assert (await client.read(ring.write_raw(noise(1000)))).wire == NETWORK_WIRE
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "host:0", b"not a ticket", "127.0.0.1:99999"])
 @asynchronous
 async def test_what_is_neither_a_ticket_nor_an_address_is_refused(wrong: Any) -> None:
-    async with UCXXClient(wire={"tcp"}) as client:
+    async with UCXXClient(wire=NETWORK) as client:
         with pytest.raises(UsageError):
             await client.warm(wrong)
 
@@ -99,7 +99,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, opening: asyncio.Event) -> Calla
 @asynchronous
 async def test_a_cancelled_warm_up_leaves_every_place_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, server):
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             opening = asyncio.Event()
             stopped_at(monkeypatch, opening)
             warming = asyncio.create_task(client.warm(f"127.0.0.1:{server.ports[0]}"))
@@ -116,7 +116,7 @@ async def test_a_cancelled_warm_up_leaves_every_place_free(monkeypatch: pytest.M
 @asynchronous
 async def test_closing_ends_a_warm_up_that_is_under_way(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     with serving(slots=4, slot_bytes=1000) as (_, server):
-        client = UCXXClient(wire={"tcp"})
+        client = UCXXClient(wire=NETWORK)
         opening = asyncio.Event()
         stopped_at(monkeypatch, opening)
         warming = asyncio.create_task(client.warm(f"127.0.0.1:{server.ports[0]}"))
@@ -134,7 +134,7 @@ async def test_closing_ends_a_warm_up_that_is_under_way(monkeypatch: pytest.Monk
 @asynchronous
 async def test_a_read_during_a_warm_up_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(slots=4, slot_bytes=1000) as (ring, server):
-        async with UCXXClient(wire={"tcp"}) as client:
+        async with UCXXClient(wire=NETWORK) as client:
             opening = asyncio.Event()
             go_on = stopped_at(monkeypatch, opening)
             warming = asyncio.create_task(client.warm(f"127.0.0.1:{server.ports[0]}"))

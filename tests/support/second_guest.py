@@ -1,0 +1,59 @@
+"""The second guest of `make verbs`, as the tests in the first one have it: processes there, and the link between both.
+
+Commands go over a link of their own by a connection of ssh that stands since the first guest started, so that the link
+of the payloads may fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE, THERE = "10.77.0.1", "10.77.0.2"
+LINK, DEVICE = "eth0", "rxe0"
+_COUNTERS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters")
+# What a process there has of this one's environment.
+_INHERITED = ("PATH", "LANG", "TEST_PATIENCE", "TEST_WIRES")
+
+
+class SecondGuest:
+    """A host on which processes of the tests run."""
+
+    def command(self, *words: str) -> list[str]:
+        """The command that runs ``words`` there, in the checkout."""
+        inherited = [f"{name}={os.environ[name]}" for name in _INHERITED if name in os.environ]
+        line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *inherited, *words])}"
+        return ["ssh", "-o", "ControlPath=/run/guest2.ssh", "guest2", line]
+
+    def run(self, *words: str) -> str:
+        """Run a command there to its end; its output."""
+        return subprocess.run(self.command(*words), stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def packets() -> int:
+    """How many packets of RoCE this guest has sent and received."""
+    return sum(int((_COUNTERS / name).read_text()) for name in ("sent_pkts", "rcvd_pkts"))
+
+
+def after_packets(count: int, give_up_s: float = 300.0) -> None:
+    """Return once so many packets more have passed: a transfer is under way."""
+    begun, give_up_at = packets(), time.monotonic() + give_up_s
+    while packets() - begun < count:
+        assert time.monotonic() < give_up_at, f"fewer than {count} packets passed"
+
+
+@contextlib.contextmanager
+def link_down() -> Iterator[None]:
+    """The link of the payloads is down while the block runs."""
+    subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["ip", "link", "set", LINK, "up"], check=True)
+        with contextlib.suppress(subprocess.CalledProcessError):  # the route went with the link
+            subprocess.run(["ip", "route", "replace", "default", "dev", LINK], check=True)

@@ -1,0 +1,72 @@
+"""Tests over verbs, in virtual machines with software RoCE: `make verbs`, or this folder with options.
+
+Makes the machine, boots two guests, and runs `pytest --verbs` in the first, or COMMAND instead; `--shell` gives an
+interactive shell there. The exit status is that of what ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(
+    1, str(Path(__file__).resolve().parents[1])
+)  # beside the folder of this file, for debian_root and others
+
+from guests import Guest, accelerator, two_guests
+from tree import make_tree
+
+# Without KVM a guest is a tenth as fast as its host, which others may use as well.
+PATIENCE = {"kvm": 1, "tcg": 10}
+WATCHDOG_S = 120  # as in pyproject.toml
+# What runs, with the wires that clients of the tests may use. `auto` takes shared memory within a host: it is tried
+# between two of them, in tests/verbs.
+ALL = {
+    "rdma": ["tests/verbs", *(f"tests/{room}" for room in ("client", "server", "claims", "weights", "guarantees"))],
+    "rdma,tcp": ["tests/client", "tests/claims"],
+}
+FEW = {"rdma": ["tests/client/test_client.py", "tests/verbs/test_two_hosts.py::test_payloads_cross_over_the_best_wire"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="few of the tests")
+    parser.add_argument("--shell", action="store_true", help="a shell in the first guest")
+    parser.add_argument("command", nargs="*", help="in place of the tests")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    make_tree()
+    print(f"{time.monotonic() - begun:6.0f} s  the machine is made", flush=True)
+    with two_guests() as (first, _):
+        print(f"{time.monotonic() - begun:6.0f} s  two guests are up ({accelerator()})", flush=True)
+        if options.shell or options.command:
+            line = shlex.join(options.command) or "bash -i"
+            return subprocess.run(in_environment(first, line, "rdma", terminal=options.shell)).returncode
+        status = 0
+        for wires, paths in (FEW if options.short else ALL).items():
+            watchdog_s = WATCHDOG_S * PATIENCE[accelerator()]
+            times = ["-o", f"timeout={watchdog_s}", "-o", f"faulthandler_timeout={watchdog_s - 20}"]
+            words = ["python", "-m", "pytest", "--verbs", "--durations=10", *times, *paths]
+            status |= subprocess.run(in_environment(first, shlex.join(words), wires)).returncode
+            print(f"{time.monotonic() - begun:6.0f} s  wires {wires}: {(status and 'failed') or 'passed'}", flush=True)
+    return status
+
+
+def in_environment(guest: Guest, line: str, wires: str, *, terminal: bool = False) -> list[str]:
+    """The command that runs a line of shell in a guest, with the variables of the tests."""
+    variables = {
+        "PATH": "/checkout/.venv/bin:$PATH",
+        "LANG": "C.UTF-8",
+        "TEST_PATIENCE": str(PATIENCE[accelerator()]),
+        "TEST_WIRES": wires,
+    }
+    command = guest.command("env " + " ".join(f'{name}="{value}"' for name, value in variables.items()) + f" {line}")
+    return [command[0], "-t", *command[1:]] if terminal else command
+
+
+if __name__ == "__main__":
+    sys.exit(main())
