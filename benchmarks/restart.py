@@ -47,7 +47,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 import numpy as np
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo
-from transport.claims.open import open_rings
+from transport.claims.open import open_queue
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.prefetch import FetchedBatch
@@ -194,7 +194,7 @@ def ring_of(life: Life, index: int, file: Path | None) -> Iterator[SharedRingBuf
         return
     port = _FIRST_PORT + (int(file.stem) if file else index)
     with (
-        open_rings(f"rings:{life.prefix}") as queue,
+        open_queue(f"rings:{life.prefix}") as queue,
         Rollout(
             SCHEMA,
             slots=SLOTS,
@@ -280,7 +280,7 @@ def train(life: Life) -> None:
     found = newest(job)
     step, ledger, record, _, before = found or Checkpoint(0, Counter(), ConsumedRecord(), "", frozenset())
     with (
-        open_rings(life.queue) as queue,
+        open_queue(life.queue) as queue,
         Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("tcp",) if job.hosts else ("mapped",)) as trainer,
     ):
         if job.way == "files":

@@ -11,7 +11,6 @@ FAMILIES = [
     errors.RefusedError,
     errors.LinkError,
     errors.RingError,
-    errors.QueueError,
     errors.StoreError,
     errors.RunError,
     errors.InternalError,
@@ -57,7 +56,6 @@ def test_what_may_be_tried_again() -> None:
         "WrongRingError",
         "BusyError",
         "RingFullError",
-        "QueueFullError",
     }
     assert not retryable & {
         "StaleSlotError",

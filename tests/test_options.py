@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +23,17 @@ from packers import Packer, Worker, collected
 
 import transport
 from transport import BlockingClient, Schema, SharedRingBuffer, config
+from transport.claims.places import OnThisHost
 from transport.cli import run as command
 from transport.client.reading import grouped
 from transport.errors import RetriesExhaustedError, TransportError
 from transport.observe.metrics import configured_exporter
+from transport.queue import FoundRings
 from transport.queue.group import GroupQueue
 from transport.runtime.logs import set_up_logging
 from transport.storage.urls import SQLiteURL
 from transport.store import open_store
 from transport.store.memory import MemoryStore
-from transport.testing import MemoryQueue
 
 Configuration = config.Configuration
 SCHEMA = Schema.of(step=("int64",))
@@ -202,7 +204,7 @@ def test_the_operators_settings_reach_client_server_claims_and_record(monkeypatc
     monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "45")
     expected = settings_with(linger_s=250.0, consumed_rings=2, claim_lease_s=45.0)
     worker, packer = Worker(), Packer()
-    with MemoryQueue() as queue:
+    with FoundRings(OnThisHost(f"options-{os.getpid()}-")) as queue:
         try:
             worker.setup_ucxx(SCHEMA, slots=2, mode="thread", queue=queue)
             packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)

@@ -7,7 +7,6 @@
     ├── LinkError           the connection failed; another port or another try may work (retryable)
     ├── GivenUpError        this side closed the connection for another reason; the port is healthy (retryable)
     ├── RingError           the ring cannot do it now, or is another ring than expected
-    ├── QueueError          the ticket queue cannot do it now, or is another queue than expected
     ├── StoreError          the store of shared records cannot do it now, or is another store than expected
     ├── RunError            of the run as a whole: weights, membership, cooldown
     └── InternalError       a defect of this package; please report it
@@ -253,31 +252,6 @@ class InvalidTransition(RingError):
     """The slot's state does not permit this transition; the message names the state."""
 
 
-# --- the ticket queue --------------------------------------------------------------------------
-class QueueError(TransportError):
-    """The ticket queue failed; the message contains the error of its server."""
-
-
-class QueueFullError(QueueError):
-    """The queue's server has no room, or its bound is reached. Nothing of the call was stored."""
-
-    retryable = True
-
-
-class QueueUnavailableError(QueueError):
-    """The queue's server does not answer; whether a change took place is unknown. A retry is safe."""
-
-    retryable = True
-
-
-class GroupBrokenError(QueueError):
-    """The ranks of a model-parallel group can no longer agree. Restart the group under another name."""
-
-
-class QueueUnsuitableError(QueueError, UsageError):
-    """This server cannot hold this queue, or these places have no notices."""
-
-
 # --- the store of shared records ----------------------------------------------------------------
 class StoreError(TransportError):
     """The store failed; the message contains the error of its file or server."""
@@ -302,6 +276,10 @@ class StoreUnsuitableError(StoreError, UsageError):
 # --- the run ----------------------------------------------------------------------------
 class RunError(TransportError):
     """A failure of the whole run; weights, membership and cooldown have classes of their own."""
+
+
+class GroupBrokenError(RunError):
+    """The ranks of a model-parallel group can no longer agree. Restart the group under another name."""
 
 
 class JoinTimeoutError(RunError, TimeoutError):

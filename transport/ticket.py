@@ -141,6 +141,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.ring, self.slot, self.generation
 
     @property
+    def id(self) -> str:
+        """The same as text: ring/slot/generation."""
+        return "/".join(map(str, self.identity))
+
+    @property
     def origin(self) -> tuple[str, int, int]:
         """The identity under which the payload was first written, whichever rings it has been restored into since."""
         return _origin(self.metadata.get(ORIGIN)) or self.identity

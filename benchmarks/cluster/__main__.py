@@ -26,7 +26,7 @@ from faults import FAULTS  # noqa: E402
 if TYPE_CHECKING:
     from run import Finding
 
-FINDINGS: tuple[Finding, ...] = ("addresses", "directory", "redis")
+FINDINGS: tuple[Finding, ...] = ("addresses", "directory")
 
 
 def options() -> argparse.Namespace:

@@ -86,7 +86,6 @@ def _nothing(run: Run, hosts: list[Host]) -> None:
 def _promote(run: Run) -> list[Host]:
     assert run.redis is not None
     run.redis.promote()
-    run.forgets()
     return []
 
 

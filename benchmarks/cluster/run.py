@@ -27,7 +27,7 @@ from redis_pair import RedisPair
 from rich.console import Console
 from rich.table import Table
 
-Finding = Literal["addresses", "directory", "redis"]
+Finding = Literal["addresses", "directory"]
 # A third of the defaults or less, so that faults of seconds outlast them, in the same order as the defaults.
 SETTINGS = msgspec.structs.replace(
     plan.SETTINGS,
@@ -104,9 +104,6 @@ class Run:
         self._ledger = Ledger(excused=self._excused)
         self._removed = set[int]()  # writers, with their hosts
         self._cut_off = set[int]()  # writers whose hosts were out of reach for longer than their record lasts
-        self._forgotten: dict[
-            int, int
-        ] = {}  # a Redis was promoted that may lack answers about lower numbers, by writer
         self._crashes: list[str] = []
         self._said_at = self._began = 0.0
         self._watched: dict[str, float] = {}  # trainer → longest pause since the fault began
@@ -118,12 +115,12 @@ class Run:
 
     def _excused(self, delivery: Delivery, how: str) -> str:
         """See `Ledger`."""
-        _, writer, number = delivery
-        if how == VANISHED:  # a queue beside the rings has to report what went with a host
-            return "with host" if writer in self._removed and self.options.finding != "redis" else ""
+        _, writer, _ = delivery
+        if how == VANISHED:
+            return "with host" if writer in self._removed else ""
         if how != TWICE and (writer in self._removed or (writer in self._cut_off and "PayloadLostError" in how)):
             return "reported"
-        return "forgotten" if number < self._forgotten.get(writer, 0) else ""
+        return ""
 
     # --- hosts and processes --------------------------------------------------------------------------
     def _clock_of(self, host: Host) -> dict[str, str]:
@@ -142,14 +139,12 @@ class Run:
     def _place(self) -> str:
         if self.options.finding == "addresses":
             return "rings://" + ",".join(f"{host.address}:{FIRST_PORT}" for host in self.rollout_hosts)
-        return self._url if self.options.finding == "redis" else f"rings+{self._url}"
+        return f"rings+{self._url}"
 
     def populate(self, host: Host) -> None:
         """Make the host and start what belongs to it. A rollout is another writer in each life of its host."""
         host.start()
         common: dict[str, Any] = {"folder": str(self._folder), "queue": self._place(), "settings": SETTINGS}
-        if self.options.finding == "redis":
-            common["store"] = self._url
         parts: list[plan.Part] = []
         if host in self.rollout_hosts:
             parts.append(
@@ -185,12 +180,6 @@ class Run:
         del self._children[child]
         self._ledger.died(child.part.name)
         child.dismiss()
-
-    def forgets(self) -> None:
-        """Redis may have forgotten what was just answered."""
-        for child in self._children:
-            self._hear(child)
-        self._forgotten = {writer: self._ledger.intended(writer) for writer in range(self._writers)}
 
     def _of(self, kind: type[plan.Part]) -> list[Child]:
         return [child for child in self._children if isinstance(child.part, kind)]

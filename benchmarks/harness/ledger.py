@@ -3,7 +3,7 @@
 A journal has one line per event, appended by one write:
 
     I writer first last          will write these numbers, last excluded; nothing is promised of them yet
-    P writer number …            are in the ring, and the queue has their tickets (also: found in a predecessor's ring)
+    P writer number …            are in the ring (also: found in a predecessor's)
     E writer                     has written everything
     S writer used                so many slots of its ring are not free
     A rank writer=number …       asks the queue to accept these claims

@@ -1,4 +1,4 @@
-"""What a rollout or trainer of the soak or the cluster is told, and the queue that it opens."""
+"""What a rollout or trainer of the soak or the cluster is told, and the rings that it opens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import msgspec
 
 from transport._ring import MAX_ATTEMPTS
 from transport.claims.places import AtAddresses, InDirectory, OnThisHost
-from transport.errors import QueueError, StoreError
-from transport.queue import FoundRings, RedisQueue
-from transport.queue.base import Claim, TicketQueue
+from transport.errors import StoreError
+from transport.queue import Claim, FoundRings
 from transport.settings import DEFAULTS, Settings
-from transport.storage.urls import RedisURL, parse_url
 from transport.store.directory import Directory
 from transport.store.open import open_store
 
@@ -49,13 +47,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: of its journal and log, as "trainer-2".
         queue: a place, as `open_queue` takes it.
-        store: of the directory, for a queue of tickets between hosts; "": none.
     """
 
     folder: str
     name: str
     queue: str
-    store: str = ""
     settings: Settings = SETTINGS
 
     @property
@@ -67,10 +63,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     def role(self) -> str:
         """writer or trainer."""
         return self.name.partition("-")[0]
-
-    def directory(self) -> Directory | None:
-        """Where servers are published."""
-        return Directory(open_store(self.store), lease_s=DIRECTORY_LEASE_S) if self.store else None
 
 
 class RolloutPart(Part, frozen=True, kw_only=True):
@@ -105,7 +97,7 @@ class TrainerPart(Part, frozen=True, kw_only=True):
 
 
 def tell_discards(
-    queue: TicketQueue, ending: Callable[[Claim, str], object], ended: Callable[[Claim, bool], object]
+    queue: FoundRings, ending: Callable[[Claim, str], object], ended: Callable[[Claim, bool], object]
 ) -> None:
     """Have the queue say which claims it is about to discard and why, and whether it did: a killed trainer cannot."""
     discard = queue.discard
@@ -119,14 +111,10 @@ def tell_discards(
     queue.discard = told  # type: ignore[method-assign]
 
 
-def opened(part: Part, patience_s: float = 10.0) -> TicketQueue:
-    """The queue of the part. QueueError if it cannot be had within ``patience_s``."""
+def opened(part: Part) -> FoundRings:
+    """The rings of the part. StoreError if their directory cannot be had."""
     options: dict[str, Any] = {"lease_s": part.settings.claim_lease_s}
     scheme, _, rest = part.queue.partition(":")
-    if scheme == "redis":
-        url = parse_url(part.queue)
-        assert isinstance(url, RedisURL)
-        return RedisQueue(url, patience_s=patience_s, max_deliveries=_MAX_DELIVERIES, **options)
     options["max_deliveries"] = min(_MAX_DELIVERIES, MAX_ATTEMPTS)
     if scheme.startswith("rings+"):
         store = open_store(part.queue.removeprefix("rings+"))
@@ -136,14 +124,14 @@ def opened(part: Part, patience_s: float = 10.0) -> TicketQueue:
 
 
 def patiently(action: Callable[[], Answer], complain: Callable[[str], object]) -> Answer:
-    """Until queue and store do not fail. They have waited for their server themselves; the pause is the pace of tries.
+    """Until the store does not fail. It has waited for its server itself; the pause is the pace of tries.
 
     No event says that a disk has room again, or that a server is back.
     """
     while True:
         try:
             return action()
-        except (QueueError, StoreError) as error:
+        except StoreError as error:
             complain(str(error))
             time.sleep(_PAUSE_S)  # a pace of trying again: a server that is away tells nobody when it is back
 

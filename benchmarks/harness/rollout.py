@@ -21,9 +21,7 @@ from ledger import Journal
 from plan import RolloutPart, opened, patiently
 
 from transport import UCXXRolloutMixin
-from transport.errors import RingFullError
 from transport.packer.options import RingOptions, ServerOptions
-from transport.packer.rollout import queued
 from transport.ticket import Ticket
 
 _BATCH = 32
@@ -38,7 +36,6 @@ class Worker(UCXXRolloutMixin):
         self.part = part
         self.next = part.first
         self.journal = Journal(part.journal)
-        # Trainers that are given addresses find the rings without a queue.
         self.queue = None if part.queue.startswith("rings://") else patiently(lambda: opened(part), _complain)
         self._used = -1
 
@@ -53,7 +50,7 @@ class Worker(UCXXRolloutMixin):
                 name=part.ring,
                 queue=self.queue,
                 ring=RingOptions(slot_bytes=payloads.LARGEST),
-                server=ServerOptions(ports=part.ports, addresses=(part.address,), directory=part.directory()),
+                server=ServerOptions(ports=part.ports, addresses=(part.address,)),
                 settings=part.settings,
             )
 
@@ -71,9 +68,6 @@ class Worker(UCXXRolloutMixin):
             metadata = {"w": self.part.writer, "n": number}
             deadline_s = payloads.deadline_s(self.part.writer, number) if self.part.deadlines else None
             tickets.append((self._single if single else self._write)(data, metadata, deadline_s))
-        if not single and self.queue is not None:
-            queue = self.queue
-            patiently(lambda: queue.publish(map(queued, tickets), readers=self.part.readers), _complain)
         self._say_published(tickets)
 
     def _say_published(self, tickets: list[Ticket]) -> None:
@@ -81,18 +75,10 @@ class Worker(UCXXRolloutMixin):
             self.journal.say("P", self.part.writer, *(ticket.metadata["n"] for ticket in tickets))
 
     def _write(self, data: np.ndarray, metadata: dict[str, int], deadline_s: float | None) -> Ticket:
-        while True:
-            try:
-                return self.ring.write_raw(
-                    data, readers=self.part.readers, metadata=metadata, deadline_s=deadline_s, timeout_s=1.0
-                )
-            except RingFullError:
-                patiently(self.reconcile, _complain)
+        return self.ring.write_raw(data, readers=self.part.readers, metadata=metadata, deadline_s=deadline_s)
 
     def _single(self, data: np.ndarray, metadata: dict[str, int], deadline_s: float | None) -> Ticket:
-        return patiently(
-            lambda: self.write_to_buffer({"data": data}, metadata=metadata, deadline_s=deadline_s), _complain
-        )
+        return self.write_to_buffer({"data": data}, metadata=metadata, deadline_s=deadline_s)
 
     def say_used(self) -> None:
         """How many slots are not free."""
@@ -129,10 +115,8 @@ def main() -> None:
         if part.per_s:
             due = max(due + count / part.per_s, time.monotonic())
         heard = _heard(due - time.monotonic())
-    patiently(worker.flush_ucxx, _complain)
     worker.journal.say("E", part.writer)
     while heard != b"":
-        patiently(worker.reconcile, _complain)  # slots of trainers that died between queue and ring
         worker.say_used()
         heard = _heard(0.5)
     worker.cleanup_ucxx(10.0)

@@ -18,8 +18,7 @@ from plan import TrainerPart, opened, patiently, tell_discards, words_of
 
 from transport import UCXXDataPackerMixin
 from transport.packer.mixin import FetchedBatch
-from transport.packer.options import ClientOptions
-from transport.queue.base import Claim, DeliveryState
+from transport.queue import Claim, DeliveryState
 from transport.ticket import Ticket
 
 _ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
@@ -47,7 +46,6 @@ class Trainer(UCXXDataPackerMixin):
             rank=part.rank,
             consumer=part.name,
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
-            client=ClientOptions(directory=part.directory()),
             settings=part.settings,
         )
 

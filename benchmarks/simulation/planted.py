@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import members
 import numpy as np
 from plans import Plan
+from tickets import Tickets
 
 from transport.claims.batch import OUT_OF_REACH, ClaimedRows, _when_done
 from transport.claims.connection import ClaimConnection, ClaimConnections
@@ -27,7 +28,6 @@ from transport.rendezvous import decisions
 from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Finder
 from transport.store.memory import MemoryStore
-from transport.testing import MemoryQueue, memory_queue
 from transport.wire.frames import END_ASKED, UNKNOWN
 
 
@@ -45,13 +45,13 @@ def _set(kind: type, name: str, value: Any) -> Callable[[], None]:
 
 
 def _unfenced() -> None:
-    original = MemoryQueue.ack_many
+    original = Tickets.ack_many
 
     def ack_many(self: Any, claims: Any, **named: Any) -> Any:
         original(self, claims, **named)
         return list(claims)
 
-    MemoryQueue.ack_many = ack_many  # type: ignore[method-assign]
+    Tickets.ack_many = ack_many  # type: ignore[method-assign]
 
 
 def _forgotten() -> None:
@@ -94,7 +94,7 @@ def _lost_at_once() -> None:
 
 
 def _no_lease() -> None:
-    MemoryQueue.renew = lambda self, claims: list(claims)  # type: ignore[method-assign]
+    Tickets.renew = lambda self, claims: list(claims)  # type: ignore[method-assign]
     _unfenced()
 
 
@@ -126,8 +126,8 @@ def _unreachable_is_lost() -> None:
 
 
 def _forgetful() -> None:
-    original = memory_queue._Contents.forget
-    memory_queue._Contents.forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
+    original = Tickets._forget
+    Tickets._forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
 
 
 def _unanswered(code: int) -> Callable[[], None]:
@@ -247,7 +247,7 @@ def _used_at_once() -> None:
 
 
 def _lease_for_ever() -> None:
-    original = MemoryQueue.claim
+    original = Tickets.claim
 
     def claim(self: Any, *arguments: Any, **named: Any) -> Any:
         before, self.lease_s = self.lease_s, 1e9
@@ -256,8 +256,8 @@ def _lease_for_ever() -> None:
         finally:
             self.lease_s = before
 
-    MemoryQueue.claim = claim  # type: ignore[method-assign]
-    MemoryQueue.renew = lambda self, claims: list(claims)  # type: ignore[method-assign]
+    Tickets.claim = claim  # type: ignore[method-assign]
+    Tickets.renew = lambda self, claims: list(claims)  # type: ignore[method-assign]
 
 
 def _unreachable_is_forgotten() -> None:

@@ -11,9 +11,9 @@ from accounts import Violation, shown
 from hosts import TRAINER
 
 from transport import UCXXClient
-from transport.errors import QueueUnavailableError, TransportError
+from transport.errors import TransportError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.queue.base import Claim
+from transport.queue import Claim
 from transport.store.directory import Directory
 from transport.ticket import Ticket
 
@@ -102,10 +102,7 @@ class Trainer(TrainerProcess):
     async def _work(self) -> None:
         world = self.world
         while True:
-            try:
-                claims = await self._queue("claim", BATCH, consumer=self.name)
-            except QueueUnavailableError:
-                claims = []
+            claims = await self._queue("claim", BATCH, consumer=self.name)
             if not claims:
                 await world.until_published(_WAIT_S)
                 continue

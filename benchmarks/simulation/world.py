@@ -16,6 +16,7 @@ from faults import Faults
 from hosts import Host, SimLink, SimWorker
 from plans import LOST_AFTER_S, Plan, Result
 from ring_trainers import RingTrainer
+from tickets import Tickets
 from trainers import Trainer
 
 from transport.claims import demands, places
@@ -23,12 +24,9 @@ from transport.claims.connection import ClaimConnection
 from transport.client import client as client_module
 from transport.client.connections import links
 from transport.errors import PayloadLostError, StoreUnavailableError, TransportError
-from transport.packer.rollout import queued
-from transport.queue.base import finished
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import LEASE_S, Directory, Serving
 from transport.store.memory import MemoryStore
-from transport.testing import MemoryQueue
 from transport.ticket import Ticket
 
 _SETTLE_S: Final = 1800.0  # after the last fault everything that can be trained on is, within this time
@@ -124,7 +122,7 @@ class World:
         plan = self.plan
         self.store = _Store(clock=lambda: self.loop.jump.now)
         self.store.world = self
-        self.queue = MemoryQueue(
+        self.queue = Tickets(
             clock=lambda: self.loop.jump.now,
             max_deliveries=plan.max_deliveries,
             keep_finished=2000 + 10 * plan.hosts * plan.slots,
@@ -169,7 +167,7 @@ class World:
 
     # --- hosts ----------------------------------------------------------------------------------------------
     async def _write(self, host: Host) -> None:
-        """A rollout: writes, publishes, and frees what the queue has finished, as `reconcile` does."""
+        """A rollout: writes, gives tickets to the queue, and frees what the queue has finished."""
         reconciled = self.now
         while self.writing:
             await asyncio.sleep(self.rng.expovariate(self.plan.writes_per_s))
@@ -185,7 +183,7 @@ class World:
 
     def _publish(self, host: Host) -> None:
         if host.unpublished and not host.cut and self.now >= self.queue_away_until:
-            self._wake(self.queue.publish([queued(each) for each in host.unpublished]))
+            self._wake(self.queue.publish(host.unpublished))
             host.unpublished.clear()
 
     def _wake(self, count: int) -> None:
@@ -210,15 +208,15 @@ class World:
         if self.now < self.queue_away_until or not host.alive:
             return
         held = [slot.ticket for slot in host.slots if slot.ticket is not None]
-        known = self.queue.known([queued(ticket).id for ticket in held])
+        known = self.queue.known(held)
         for ticket in held:
-            states = known.get(queued(ticket).id)
-            if states is not None and finished(states):
+            state = known.get(ticket.id)
+            if state is not None and state.final:
                 self._check_acknowledged(ticket)
                 host.consume(ticket.slot, ticket.generation)
-        missing = [ticket for ticket in held if queued(ticket).id not in known and ticket not in host.unpublished]
+        missing = [ticket for ticket in held if ticket.id not in known and ticket not in host.unpublished]
         if missing:
-            self._wake(self.queue.publish([queued(ticket) for ticket in missing]))
+            self._wake(self.queue.publish(missing))
 
     def _check_acknowledged(self, ticket: Ticket) -> None:
         """A slot that only the reconciliation frees: who trained on it is dead, or still has to say so."""
@@ -332,7 +330,7 @@ class World:
 
     def _check_memory(self) -> None:
         """What the queue remembers is what lies in slots, the last that finished, and what was lost with its host."""
-        remembered = sum(map(len, self.queue._contents.tickets.values()))
+        remembered = self.queue.remembered
         self.most_remembered = max(self.most_remembered, remembered)
         slots = len(self.hosts) * self.plan.slots
         if remembered > 2000 + 14 * slots:
@@ -356,7 +354,7 @@ class World:
 
     def _left_over(self) -> bool:
         """What nobody has trained on, or what queue or trainer have not been told about."""
-        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0 or self._in_question() is not None
+        return bool(self.accounts.waiting) or self.queue.unfinished > 0 or self._in_question() is not None
 
     def _in_question(self) -> Any:
         """What a living trainer has not been told of, and a ring that is there could have answered."""
@@ -368,7 +366,7 @@ class World:
         held = sum(slot.ticket is not None for host in self.hosts if host.alive for slot in host.slots)
         return (
             f"starved: {len(self.accounts.waiting)} payloads were not trained on within {_SETTLE_S:.0f} s after the "
-            f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}; "
+            f"last fault, such as {left}; {held} slots are in use; the queue has {dict(self.queue.counts())}; "
             f"in question is {self._in_question()}"
         )
 

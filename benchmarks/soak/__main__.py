@@ -1,4 +1,4 @@
-"""Soak: payloads flow while processes are killed and stopped, connections cut, ports taken and the disk filled.
+"""Soak: payloads flow while processes are killed and stopped, connections cut and ports taken.
 
     python benchmarks/soak --payloads 50000 --kills 100 --seed 1 --json build/soak.json
 
@@ -25,7 +25,6 @@ def main() -> int:
     options.add_argument("--stuck-s", type=float, default=90.0, help="without any payload for so long it has failed")
     options.add_argument("--payloads", type=int, default=50_000)
     options.add_argument("--kills", type=int, default=100)
-    options.add_argument("--queue", choices=("rings", "redis"), default="rings", help="redis: its own server")
     options.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed, kills/20")
     options.add_argument("--build", type=Path, help="of native modules with fault points (make faults)")
     chosen = options.parse_args()
@@ -42,7 +41,6 @@ def main() -> int:
             payloads=chosen.payloads,
             kills=chosen.kills,
             lapses=chosen.kills // 20 if chosen.lapses is None else chosen.lapses,
-            queue=chosen.queue,
             build=chosen.build and chosen.build.resolve(),
         )
     )

@@ -1,4 +1,4 @@
-"""Carries faults out: signals, and what happens to network, disk and ports of the namespaces the soak runs in."""
+"""Carries faults out: signals, and what happens to network and ports of the namespaces the soak runs in."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from pathlib import Path
 
 from faults import Fault
 from processes import Member
-from redis_server import RedisServer
 
 _SLOWEST = "8kbit"  # of the loopback while it is stalled
-_KILLED_SERVERS = 0.7  # of the faults of the queue's server; the others stop it
 
 
 class Points:
@@ -58,33 +56,27 @@ class FaultInjector:
     """What is wrong at the moment, and when it ends.
 
     Args:
-        disk: mount point of the queue's own small file system; None: it has none.
         network: whether the loopback is the soak's own.
-        server: of the queue, if it has one.
     """
 
-    def __init__(self, disk: Path | None, network: bool, server: RedisServer | None) -> None:
-        self._disk = disk
+    def __init__(self, network: bool) -> None:
         self._network = network
-        self._server = server
         self.counts: Counter[str] = Counter()
         self._stopped: dict[int, float] = {}  # pid → when it goes on
         self._port_holders: list[tuple[float, socket.socket]] = []
         self._wanted_ports: list[tuple[float, float, int]] = []
-        self._stalled_until = self._full_until = 0.0
+        self._stalled_until = 0.0
 
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of faults that can be done here."""
         network = {"cut", "stall"} if self._network else set()
-        own = {name for name, there in (("disk", self._disk), ("queue", self._server)) if there}
-        return frozenset({"kill", "stop", "lapse", "port"} | network | own)
+        return frozenset({"kill", "stop", "lapse", "port"} | network)
 
     @property
     def quiet(self) -> bool:
         """Nothing is wrong now that ends by itself."""
-        wrong = self._stopped or self._port_holders or self._wanted_ports or self._stalled_until or self._full_until
-        return not wrong and (self._server is None or self._server.quiet)
+        return not (self._stopped or self._port_holders or self._wanted_ports or self._stalled_until)
 
     def has_stopped(self, pid: int) -> bool:
         """Whether the process was stopped here."""
@@ -144,36 +136,9 @@ class FaultInjector:
             self.counts["stall"] += 1
         self._stalled_until = time.monotonic() + seconds
 
-    def fill_disk(self, seconds: float) -> None:
-        """Leave no byte of room where the queue is."""
-        assert self._disk is not None
-        if not self._full_until:
-            self._fill()
-            self.counts["disk full"] += 1
-        self._full_until = time.monotonic() + seconds
-
-    def take_queue(self, fault: Fault) -> None:
-        """Kill the queue's server, or stop it, for a time."""
-        assert self._server is not None
-        if fault.choice < _KILLED_SERVERS:
-            self._server.kill(fault.seconds)
-        else:
-            self._server.stop(fault.seconds)
-        self.counts["queue killed" if fault.choice < _KILLED_SERVERS else "queue stopped"] += 1
-
-    def _fill(self) -> None:
-        assert self._disk is not None
-        with (self._disk / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
-            for size in (1 << 20, 4096):
-                with contextlib.suppress(OSError):
-                    while file.write(bytes(size)):
-                        pass
-
     def tend(self) -> None:
         """End what is over; call it often."""
         now = time.monotonic()
-        if self._server is not None:
-            self._server.tend()
         for pid in [pid for pid, until in self._stopped.items() if now >= until]:
             del self._stopped[pid]
             with contextlib.suppress(ProcessLookupError):
@@ -186,12 +151,6 @@ class FaultInjector:
         if self._stalled_until and now >= self._stalled_until:
             subprocess.run(_tc("del"), check=True)
             self._stalled_until = 0.0
-        if self._full_until and self._disk is not None:
-            if now >= self._full_until:
-                (self._disk / "filler").unlink()
-                self._full_until = 0.0
-            else:
-                self._fill()  # what others gave back meanwhile
 
     def _take_ports(self, now: float) -> None:
         for wanted in list(self._wanted_ports):
@@ -216,9 +175,6 @@ class FaultInjector:
         self._port_holders = [(0.0, holder) for _, holder in self._port_holders]
         self._wanted_ports.clear()
         self._stalled_until = min(self._stalled_until, 1e-9)
-        self._full_until = min(self._full_until, 1e-9)
-        if self._server is not None:
-            self._server.end_faults()
         self.tend()
 
 

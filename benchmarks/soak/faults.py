@@ -18,7 +18,7 @@ class Fault(NamedTuple):
     """One thing that goes wrong."""
 
     at: int  # deliveries consumed by then
-    kind: str  # kill, stop, lapse, cut, stall, port, disk, clock, queue
+    kind: str  # kill, stop, lapse, cut, stall, port, clock
     role: str  # of the victim; "" where there is none
     choice: float  # 0..1: which of several
     seconds: float  # how long it lasts; 0 for what is over at once
@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
 def amounts(kills: int, lapses: int) -> dict[str, int]:
     """How many faults of each other kind there are beside so many kills."""
-    parts = {"stop": 5, "queue": 10, "cut": 10, "clock": 20, "stall": 50, "port": 50, "disk": 100}
+    parts = {"stop": 5, "cut": 10, "clock": 20, "stall": 50, "port": 50}
     return {"lapse": lapses} | {kind: kills // part for kind, part in parts.items()}
 
 
@@ -49,5 +49,5 @@ def _drawn(rng: random.Random, weights: dict[str, int]) -> str:
 def _length(rng: random.Random, kind: str) -> float:
     if kind == "stop":  # mostly short; now and then longer than watchdog and leases
         return rng.uniform(0.02, 0.5) if rng.random() < 0.65 else rng.uniform(2.0, 6.0)
-    lengths = {"stall": (0.2, 3.0), "port": (0.5, 4.0), "disk": (0.5, 2.0), "queue": (0.0, 4.0)}
+    lengths = {"stall": (0.2, 3.0), "port": (0.5, 4.0)}
     return rng.uniform(*lengths[kind]) if kind in lengths else 0.0

@@ -39,11 +39,6 @@ def run(plant: str, folder: Path, options: list[str]) -> dict[str, Any]:
     return report
 
 
-def planted_into(queue: str) -> list[str]:
-    """The faults that are faults with this queue."""
-    return [name for name, plant in PLANTS.items() if queue in plant.queues]
-
-
 def amount(figure: Any) -> int:
     """Of a figure that is a number or a list of what was seen."""
     return figure if isinstance(figure, int) else len(figure)
@@ -66,8 +61,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of planted faults, by commas")
     parser.add_argument("--json", type=Path)
     chosen, options = parser.parse_known_args()
-    queue = options[options.index("--queue") + 1] if "--queue" in options else "rings"
-    names = chosen.only.split(",") if chosen.only else [_NOTHING, *planted_into(queue)]
+    names = (
+        chosen.only.split(",") if chosen.only else [_NOTHING, *(name for name, plant in PLANTS.items() if plant.here)]
+    )
     rows = []
     print(
         f"{'planted':<20}{'shows':<13}{'lost':>6}{'wrong':>6}{'twice':>6}{'kills':>6}{'seconds':>9}  result", flush=True

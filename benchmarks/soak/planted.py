@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,18 +22,15 @@ Change = Callable[[ModuleType], None]
 
 
 # --- the queue ----------------------------------------------------------------------------------------
-def unfenced(name: str) -> Change:
-    def change(module: ModuleType) -> None:
-        queue: Any = getattr(module, name)
-        original = queue.ack_many
+def unfenced(module: ModuleType) -> None:
+    queue: Any = module.FoundRings
+    original = queue.ack_many
 
-        def ack_many(self: Any, claims: Any, **named: Any) -> Any:
-            original(self, claims, **named)
-            return list(claims)
+    def ack_many(self: Any, claims: Any, **named: Any) -> Any:
+        original(self, claims, **named)
+        return list(claims)
 
-        queue.ack_many = ack_many
-
-    return change
+    queue.ack_many = ack_many
 
 
 def claims_are_dropped(module: ModuleType) -> None:
@@ -162,19 +159,6 @@ def takes_are_not_verified(module: ModuleType) -> None:
 
 
 # --- the ring -----------------------------------------------------------------------------------------
-def freed_on_arrival(module: ModuleType) -> None:
-    packer: Any = module.UCXXDataPackerMixin
-    original = packer._round
-
-    async def round_(self: Any, session: Any, todo: Any, *arguments: Any) -> None:
-        await original(self, session, todo, *arguments)
-        for item in todo:
-            if item.payload is not None:
-                item.payload.ack()
-
-    packer._round = round_
-
-
 def freed_on_send(module: ModuleType) -> None:
     """A thread of the writer frees whatever was pinned and is not any more."""
     rollout: Any = module.UCXXRolloutMixin
@@ -216,32 +200,6 @@ def rings_begin_anew(module: ModuleType) -> None:
 
 
 # --- the bytes ----------------------------------------------------------------------------------------
-def generations_are_not_compared(module: ModuleType) -> None:
-    """A ticket is only the number of its slot: what is in there now is read."""
-    from transport.ring.buffer import SharedRingBuffer
-    from transport.ticket import Ticket
-
-    client: Any = module.UCXXClient
-    original = client.read_many
-    rings: dict[int, Any] = {}
-
-    def present(ticket: Any) -> Any:
-        writer = ticket.metadata["w"]
-        if writer not in rings:
-            name = f"/transport-soak-{os.environ['SOAK_RUN']}-{writer}"
-            rings[writer] = SharedRingBuffer.attach(name, role="observer")
-        native = rings[writer].native
-        note = native.note(ticket.slot, native.info(ticket.slot).generation)
-        return ticket if note is None else Ticket.decode(note)
-
-    async def read_many(self: Any, tickets: Any, **named: Any) -> AsyncGenerator[Any, None]:
-        asked = {(now := present(ticket)).identity: (now, ticket) for ticket in tickets}
-        async for outcome in original(self, [now for now, _ in asked.values()], **named):
-            yield outcome._replace(ticket=asked[outcome.ticket.identity][1])
-
-    client.read_many = read_many
-
-
 def bytes_are_flipped(module: ModuleType) -> None:
     """One bit of one payload in 40, once it is published."""
     ring: Any = module.SharedRingBuffer
@@ -316,15 +274,15 @@ class Plant(NamedTuple):
     shows: str  # the figure of the report that must not be 0 (or empty)
     changes: dict[str, Change]  # by module
     hides: str = ""  # a figure that must stay 0: what else guards against it still does
-    queues: tuple[str, ...] = ("rings", "redis")  # with which it is a fault
+    here: bool = True  # the soak can show it
     calm: bool = False  # without kills and stops, which would undo it
 
 
 PLANTS = {
     "unfenced": Plant(
-        "the queue accepts acknowledgements of claims that are another trainer's by now",
+        "acknowledgements are accepted of claims that are another trainer's by now",
         "duplicated",
-        {"transport.queue.redis": unfenced("RedisQueue"), "transport.claims.rings": unfenced("FoundRings")},
+        {"transport.claims.rings": unfenced},
     ),
     "finished-twice": Plant(
         "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
@@ -334,7 +292,6 @@ PLANTS = {
             "transport.claims.outcomes": outcomes_are(True),
             **only_over("tcp"),
         },
-        queues=("rings",),
     ),
     "outcome-forgotten": Plant(
         "the ring does not know what a connection that broke had finished",
@@ -344,7 +301,6 @@ PLANTS = {
             "transport.claims.outcomes": outcomes_are(False),
             **only_over("tcp"),
         },
-        queues=("rings",),
     ),
     "dead-connection": Plant(
         "the claims of a dead connection are its trainer's",
@@ -353,7 +309,6 @@ PLANTS = {
             "transport.claims.connection": dead_connections_hold,
             **only_over("tcp"),
         },
-        queues=("rings",),
     ),
     "kept-elsewhere": Plant(
         "what is given back is not, over the network",
@@ -362,7 +317,6 @@ PLANTS = {
             "transport.claims.connection": nothing_is_given_back,
             **only_over("tcp"),
         },
-        queues=("rings",),
         calm=True,
     ),
     "kept-here": Plant(
@@ -372,7 +326,6 @@ PLANTS = {
             "transport.claims.mapped": nothing_is_given_back_here,
             **only_over("mapped"),
         },
-        queues=("rings",),
         calm=True,
     ),
     "left-early": Plant(
@@ -388,12 +341,6 @@ PLANTS = {
         "lost",
         {"transport.packer.claims": claims_are_dropped},
     ),
-    "freed-on-arrival": Plant(
-        "a slot is acknowledged when its payload has arrived, not when it was consumed",
-        "lost",
-        {"transport.packer.mixin": freed_on_arrival},
-        queues=("redis",),  # with the rings as the queue the claim keeps it
-    ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
         "lost",
@@ -403,12 +350,6 @@ PLANTS = {
         "a restarted writer makes a new ring instead of taking over the old one",
         "lost",
         {"transport.ring.buffer": rings_begin_anew},
-    ),
-    "no-generation": Plant(
-        "a ticket names a slot and no generation",
-        "wrong",
-        {"transport.client.client": generations_are_not_compared},
-        queues=("redis",),
     ),
     "flipped": Plant(
         "bytes change in the ring; over wires, the checksum keeps them from being consumed",
@@ -429,7 +370,7 @@ PLANTS = {
         "no checksum of a payload is compared",
         "wrong",
         {"transport.ticket": nothing_is_verified, "transport.claims.connection": takes_are_not_verified},
-        queues=(),  # a fault where bytes change on the way: network.py
+        here=False,  # a fault where bytes change on the way: network.py
     ),
     "segments-stay": Plant(
         "a writer leaves a segment behind",

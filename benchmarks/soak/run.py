@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import payloads
 from clock import WallClock
@@ -23,11 +20,10 @@ from faults import Fault, amounts, schedule
 from ledger import VANISHED, Delivery, Ledger, Lines
 from plan import SETTINGS, Part, RolloutPart, TrainerPart, opened
 from processes import MARK, Child, Member, become_reaper, environment, members, reap_orphans, say_where, signal_all
-from redis_server import RedisServer
 
 from transport import SharedRingBuffer
 from transport._ring import FREE
-from transport.errors import QueueError, TransportError
+from transport.errors import TransportError
 
 HERE = Path(__file__).resolve().parent
 READERS = (1, 2)  # by writer
@@ -40,11 +36,9 @@ WIRES: tuple[list[str], ...] = (
     ["tcp"],
     [],
 )  # chosen anew in each life; []: auto, which maps
-_DISK_BYTES = 256 << 20
 _CLOCK_STEP_S = 30 * 86400  # half of it back, half of it forth
 LAPSES = ("claim.taken", "settle.asked")  # steps of a trainer at which it is stopped until its claims are another's
 _LOOK_S = 0.05
-_QUEUE_PATIENCE_S = 0.3  # of this process, which must go on tending, the queue's server among others
 _SAY_EVERY_S = 5.0
 _DISMISS_S = 60.0
 _TO_BEGIN = 4  # times the patience: until the first payload, all processes have to start
@@ -64,15 +58,14 @@ class Options(NamedTuple):
     payloads: int
     kills: int = 0
     lapses: int = 0
-    queue: Literal["rings", "redis"] = "rings"
     build: Path | None = None  # of native modules with fault points
 
 
-def excused(queue: str, delivery: Delivery, how: str) -> str:
+def excused(delivery: Delivery, how: str) -> str:
     """See `Ledger`: a payload with a deadline may be discarded when it has passed; a ring does so without a word."""
     if payloads.deadline_s(*delivery[1:]) is None:
         return ""
-    return "expired" if how.startswith(_LATE) or (how == VANISHED and queue == "rings") else ""
+    return "expired" if how.startswith(_LATE) or how == VANISHED else ""
 
 
 class Soak:
@@ -83,18 +76,10 @@ class Soak:
         self._rng = random.Random(options.seed + 1)
         self._id = secrets.token_hex(4)
         folder = options.folder
-        disk = folder / "disk"
-        disk.mkdir()
-        redis = options.queue == "redis"
-        if options.isolated and redis:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
-        self._server = RedisServer(disk, folder / "redis.log") if redis else None
         self._place = f"rings:soak-{self._id}-"
-        if self._server is not None:
-            self._place = f"redis://127.0.0.1:{self._server.port}/0?run={self._id}"
         network = options.isolated and all(map(shutil.which, ("ss", "tc")))
-        self._injector = FaultInjector(disk if options.isolated and redis else None, network, self._server)
-        self._ledger = Ledger(READERS.__getitem__, partial(excused, options.queue))
+        self._injector = FaultInjector(network)
+        self._ledger = Ledger(READERS.__getitem__, excused)
         self._clock = WallClock(folder)
         self._points = Points(folder)
         told = {
@@ -103,7 +88,6 @@ class Soak:
             "share": 0.0 if options.build is None else _SHARE,
             "build": None if options.build is None else str(options.build),
             "plant": options.plant,
-            "queue": options.queue,
         }
         self._environment = environment(HERE / "points", **{MARK: self._id, "SOAK_POINTS": json.dumps(told)})
         self._environment |= self._clock.environment
@@ -139,8 +123,7 @@ class Soak:
         return members(self._id, {child.process.pid: child.part.role for child in self._children.values()})
 
     def _own(self) -> set[int]:
-        own = {child.process.pid for child in self._children.values()}
-        return own if self._server is None or self._server.pid is None else own | {self._server.pid}
+        return {child.process.pid for child in self._children.values()}
 
     def _hear(self, name: str) -> None:
         for words in self._lines[name].new():
@@ -223,19 +206,18 @@ class Soak:
     @property
     def _lapse_s(self) -> float:
         """So long has a trainer to be stopped until its claims are another's, however they were made."""
-        over_the_wire_s = SETTINGS.ack_timeout_s if self._options.queue == "rings" else 0.0
-        return max(SETTINGS.claim_lease_s, over_the_wire_s) + 0.5
+        return max(SETTINGS.claim_lease_s, SETTINGS.ack_timeout_s) + 0.5
 
     def _unfinished(self, patience_s: float) -> int:
-        """Deliveries that the queue has not ended, when every ring is empty; the last leases may have to end."""
+        """Deliveries that the rings have not ended, when every ring is empty; the last leases may have to end."""
         give_up = time.monotonic() + patience_s
         part = Part(folder="", name="", queue=self._place)
         while True:
             self._tend()
-            with contextlib.suppress(QueueError), opened(part, _QUEUE_PATIENCE_S) as queue:
+            with opened(part) as queue:
                 found = queue.depth().unfinished
-                if not found or time.monotonic() > give_up:
-                    return found
+            if not found or time.monotonic() > give_up:
+                return found
             time.sleep(_LOOK_S)
 
     # --- faults -----------------------------------------------------------------------------------------
@@ -251,10 +233,6 @@ class Soak:
             injector.counts["clock stepped"] += 1
         elif fault.kind == "stall":
             injector.stall(fault.seconds)
-        elif fault.kind == "disk":
-            injector.fill_disk(fault.seconds)
-        elif fault.kind == "queue":
-            injector.take_queue(fault)
         elif fault.kind == "lapse":
             self._points.stop_at(LAPSES[int(fault.choice * len(LAPSES))])
         elif fault.kind == "port":
@@ -343,13 +321,11 @@ class Soak:
         for name in list(self._children):
             self._children[name].process.wait()
             self._gone(name)
-        if self._server is not None:
-            self._server.end()
         for segment in self._segments():
             segment.unlink(missing_ok=True)
 
     def _dump(self) -> None:
-        """Where everybody is, into their logs; what the rings and the queue say."""
+        """Where everybody is, into their logs; what the rings say."""
         say_where(self._members())
         for writer in range(len(READERS)):
             try:
@@ -363,7 +339,7 @@ class Soak:
             except TransportError as error:
                 print(error, file=sys.stderr)
         part = Part(folder="", name="", queue=self._place)
-        with contextlib.suppress(QueueError), opened(part, _QUEUE_PATIENCE_S) as queue:
+        with opened(part) as queue:
             print(queue.depth(), queue.failures(10), file=sys.stderr)
 
     def _report(self, left: list[str], stuck: bool, unfinished: int, not_done: int, seconds: float) -> dict[str, Any]:
@@ -371,7 +347,6 @@ class Soak:
         bad = tally.lost + tally.wrong + tally.duplicated + unfinished + len(self._crashes) + len(left) + stuck
         return {
             "passed": not bad,
-            "queue": self._options.queue,
             "kills": self._injector.kills,
             "kills_by_role": {name[5:]: count for name, count in counts.items() if name.startswith("kill ")},
             "kills_and_stops_at_points": {

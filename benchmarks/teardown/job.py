@@ -1,4 +1,4 @@
-"""A whole job is told to end, and the time until nothing of it is left: 4 rollouts, 2 trainers, Redis between them.
+"""A whole job is told to end, and the time until nothing of it is left: 4 rollouts, 2 trainers, Redis that names them.
 
 As schedulers do it: SIGTERM to every process of the job, its supervisors and listeners too, and SIGKILL after `KILL_S`
 to what is still there, whose stacks are in the log. By the cycle's seed Redis is killed or stopped just before
@@ -94,7 +94,7 @@ class Job:
         files = folder / f"redis-{seed}"
         files.mkdir()
         self._redis_log = files / "log"
-        self._redis = RedisServer(files, self._redis_log)  # of this job alone: it has no tickets of other rings
+        self._redis = RedisServer(files, self._redis_log)  # of this job alone: it names no other rings
 
     def start(self) -> None:
         """Redis, then all processes."""
@@ -104,7 +104,7 @@ class Job:
             if time.monotonic() > give_up:
                 raise HangError("Redis does not start")
             time.sleep(0.005)
-        queue = f"redis://127.0.0.1:{self._redis.port}/0?run=teardown"
+        queue = f"rings+redis://127.0.0.1:{self._redis.port}/0?run=teardown"
         given = environment(**{MARK: self._run, "PYTHONFAULTHANDLER": "1"})
         for role, number in [
             *(("rollout", at) for at in range(ROLLOUTS)),

@@ -1,6 +1,6 @@
 """One member of a whole job: ``python member.py rollout|trainer PLAN``, PLAN as JSON. It ends at SIGTERM.
 
-A rollout writes without an end, its tickets go through Redis. A trainer claims, reads and consumes. Both say "ready" on
+A rollout writes without an end, found through Redis. A trainer claims, reads and consumes. Both say "ready" on
 standard output when they have carried something. At the end they do what programs do: they leave the `with`.
 """
 
@@ -48,7 +48,7 @@ def rollout(plan: JobPlan, stopped: Stopped) -> None:
             if stopped.wait(_PAUSE_S):
                 return
             values = {"values": np.full(1 + number % 16384, number, np.float32), "number": np.int64(number)}
-            with contextlib.suppress(TransportError):  # the ring is full, or the queue is away
+            with contextlib.suppress(TransportError):  # the ring is full
                 worker.write_to_buffer(values, timeout_s=0.0)
             if number == BATCH:
                 print("ready", flush=True)

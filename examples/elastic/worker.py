@@ -14,7 +14,7 @@ import numpy as np
 
 from transport import Schema, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
 from transport.errors import RingFullError
-from transport.queue import TicketQueue, open_queue
+from transport.queue import FoundRings, open_queue
 from transport.settings import Settings
 
 ROLLOUTS = 2
@@ -32,7 +32,7 @@ class DataPacker(UCXXDataPackerMixin):
     """Adds them up."""
 
 
-def rollout(queue: TicketQueue, name: str, stop: threading.Event, trained: Path) -> None:
+def rollout(queue: FoundRings, name: str, stop: threading.Event, trained: Path) -> None:
     if trained.exists():  # in an earlier round
         return
     worker = RolloutWorker()
@@ -49,7 +49,7 @@ def rollout(queue: TicketQueue, name: str, stop: threading.Event, trained: Path)
         worker.cleanup_ucxx()
 
 
-def train(queue: TicketQueue, consumer: str, stop: threading.Event, folder: Path) -> None:
+def train(queue: FoundRings, consumer: str, stop: threading.Event, folder: Path) -> None:
     packer = DataPacker()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, consumer=consumer, settings=SETTINGS)
     try:

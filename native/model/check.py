@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims", "claim", "keepers", "futex", "decision", "weights")
+MODELS = ("slot", "acks", "claim", "keepers", "futex", "decision", "weights")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600  # of each search
 TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
@@ -71,10 +71,6 @@ CONFIGURATIONS += (
     Case("acks: 2 slots, longer connections", "SLOTS=2 NUMBERS=3", size=2, model="acks"),
     Case("acks: 1 slot, 2 generations", "", model="acks"),
     Case("acks: one listener goes for good", "ONE_GOES", model="acks"),
-    Case("claims: one rank", "", model="claims"),
-    Case("claims: one rank, discards", "EXPIRES", size=1, model="claims"),
-    Case("claims: one rank, no successor", "WRITER_GONE", model="claims"),
-    Case("claims: 2 ranks", "RANKS=2", size=1, model="claims"),
     Case("claim: 2 ranks, silent, 1 connection", "RANKS=2 LEASE CONNECTIONS=1", size=1, model="claim"),
     Case("claim: 2 generations, silent", "MAXGEN=2 LEASE", size=1, model="claim"),
     Case("claim: silent, discarded", "LEASE DISCARD", size=1, model="claim"),
@@ -87,7 +83,6 @@ CONFIGURATIONS += (
     Case("claim: 2 ranks, silent", "RANKS=2 LEASE", size=2, model="claim"),
     Case("keepers: a writer and its successor", "", model="keepers"),
     Case("keepers: one writer", "WRITERS=1", model="keepers"),
-    Case("claims: 2 ranks, everything", "RANKS=2 EXPIRES", size=2, model="claims"),
     Case("futex: 2 sleepers, 3 wakers", "WAKERS=3", size=2, model="futex"),
     Case("futex: 2 sleepers, 2 wakers twice", "EVENTS=2", size=1, model="futex"),
     Case("futex: 3 sleepers, 2 wakers", "SLEEPERS=3", size=1, model="futex"),
@@ -133,15 +128,6 @@ FAULTS = (
     Case("ACK_ONLY_WHERE_IT_CAME_FROM", "ONE_GOES", "D4_stuck", model="acks"),
     Case("CONFIRMED_WITHOUT_AN_ANSWER", "", "D4_stuck", model="acks"),
     Case("CONFIRMED_BY_AN_EARLIER_ANSWER", "", "D4_stuck", model="acks"),
-    Case("TRAINED_BEFORE_THE_ACK", "", "Q1_consumed_twice", model="claims"),
-    Case("REPUBLISH_OF_A_CONSUMED_TICKET", "", "Q1_consumed_twice", model="claims"),
-    Case("READ_WITHOUT_GENERATION", "EXPIRES", "Q2_bytes_of_another_generation", model="claims"),
-    Case("SLOT_ACKED_BEFORE_THE_QUEUE", "", "Q3_payload_lost", model="claims"),
-    Case("FREED_WHEN_ONE_RANK_IS_DONE", "RANKS=2", "Q3_payload_lost", model="claims"),
-    Case("TAKE_OVER_STARTS_ANEW", "", "Q3_payload_lost", model="claims"),
-    Case("LEASE_NEVER_ENDS", "", "Q4_stuck", model="claims"),
-    Case("NO_RECONCILIATION", "", "Q4_stuck", model="claims"),
-    Case("CLAIM_NOT_FENCED", "", "Q5_trained_on_anothers_claim", model="claims"),
     Case("FINISH_IGNORES_DONE", "DISCARD", "T1_consumed_twice", model="claim"),
     Case("FINISH_NOT_FENCED", "LEASE", "T6_trained_on_anothers_claim", model="claim"),
     Case("CLAIM_BY_STORE", "", "T2_claimed_by_two", model="claim"),

@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis_server import needs_redis
 
 from transport.bench import registry, session
-from transport.bench.job import driver, plan, redis_service
+from transport.bench.job import driver, plan
 from transport.bench.job.driver import JobSample
 from transport.bench.job.plan import JobCase
 from transport.bench.job.rows import JobRow
@@ -41,7 +40,7 @@ def sample(rate: float = 100.0, **changed: Any) -> JobSample:
 
 
 def report(idle: bool = False) -> Report:
-    ways = [("transport", "rings", "mapped"), ("transport", "redis", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
+    ways = [("transport", "rings", "mapped"), ("transport", "trainer", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
     rows = [
         JobRow.of(case(peer=peer, queue=queue, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
         for at, (peer, queue, wire) in enumerate(ways)
@@ -66,11 +65,6 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
     ("arguments", "message"),
     [
         (["--queue", "kafka"], "--queue kafka: choose some of"),
-        pytest.param(
-            ["--queue", "redis", "--layout", "packed"],
-            "--queue redis --layout packed: batches of redis are lists",
-            marks=needs_redis,
-        ),
         (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
         (["--wire", "rdma"], "--wire rdma: choose some of mapped, shm, tcp"),
         (
@@ -87,14 +81,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
 ) -> None:
     assert run(["bench", "job", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_missing_redis_server_is_named_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(redis_service, "PROGRAM", "redis-server-of-nowhere")
-    assert run(["bench", "job", "--queue", "redis"]) == 1
-    assert "redis-server-of-nowhere is not installed; run: apt-get install" in capsys.readouterr().err
 
 
 def test_without_xxhash_the_error_names_the_extra(

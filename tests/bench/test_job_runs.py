@@ -74,14 +74,6 @@ def test_an_idle_system_is_measured_one_payload_at_a_time(
     assert (row["mode"], row["batch"]) == ("idle", 1)
 
 
-@pytest.mark.nightly
-@pytest.mark.ucx
-@needs_redis
-def test_every_payload_of_the_redis_queue_is_consumed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = rows_of(capsys, "--queue", "redis", "--wire", "mapped")
-    assert (row["peer"], row["queue"]) == ("transport", "redis")
-
-
 @pytest.mark.parametrize(
     "name",
     [

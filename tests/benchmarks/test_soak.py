@@ -14,7 +14,6 @@ import pytest
 from benchmark_programs import BENCHMARKS
 from frame_codec import HEADER, Answer, encode_control, encode_status, sealed
 from preloaded import needs_compiler
-from redis_server import needs_redis
 
 from transport.wire.frames import VERSION, Hello, Kind, Record, encode_handshake
 
@@ -39,20 +38,19 @@ def numbers(with_deadline: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("queue", "how", "with_deadline", "excused"),
+    ("how", "with_deadline", "excused"),
     [
-        ("redis", "discarded: StaleSlotError: the deadline has passed", True, True),
-        ("redis", "discarded: StaleSlotError: the deadline has passed", False, False),
-        ("rings", "discarded: its deadline has passed", True, True),
-        ("rings", "discarded: PayloadLostError: nobody serves it", True, False),
-        ("rings", run.VANISHED, True, True),
-        ("rings", run.VANISHED, False, False),
-        ("redis", run.VANISHED, True, False),
-        ("rings", "twice", True, False),
+        ("discarded: StaleSlotError: the deadline has passed", True, True),
+        ("discarded: StaleSlotError: the deadline has passed", False, False),
+        ("discarded: its deadline has passed", True, True),
+        ("discarded: PayloadLostError: nobody serves it", True, False),
+        (run.VANISHED, True, True),
+        (run.VANISHED, False, False),
+        ("twice", True, False),
     ],
 )
-def test_only_a_deadline_excuses_a_delivery(queue: str, how: str, with_deadline: bool, excused: bool) -> None:
-    assert bool(run.excused(queue, (0, 0, numbers(with_deadline)), how)) == excused
+def test_only_a_deadline_excuses_a_delivery(how: str, with_deadline: bool, excused: bool) -> None:
+    assert bool(run.excused((0, 0, numbers(with_deadline)), how)) == excused
 
 
 # --- planted faults -----------------------------------------------------------------------------------
@@ -90,10 +88,9 @@ def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
 @pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
-@needs_redis
-def test_a_soak_finds_a_queue_that_does_not_fence(tmp_path: Path) -> None:
+def test_a_soak_finds_rings_that_do_not_fence(tmp_path: Path) -> None:
     """With every planted fault it is `make soak-planted`."""
-    size = ["--queue", "redis", "--payloads", "2000", "--kills", "0", "--lapses", "12", "--stuck-s", "30"]
+    size = ["--payloads", "2000", "--kills", "0", "--lapses", "12", "--stuck-s", "30"]
     report = mutations.run("unfenced", tmp_path, size)
     assert mutations.found("unfenced", report), json.dumps(report, indent=1)
 
@@ -110,11 +107,10 @@ def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
 @pytest.mark.nightly
 @pytest.mark.ucx
 @pytest.mark.slow
-@pytest.mark.parametrize("queue", ["rings", pytest.param("redis", marks=needs_redis)])
-def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path, queue: str) -> None:
+def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, SOAK, "--payloads", "2500", "--kills", "8", "--seed", "5", "--json", report]
-    command += ["--queue", queue, "--folder", tmp_path / "run", "--stuck-s", "60"]
+    command += ["--folder", tmp_path / "run", "--stuck-s", "60"]
     if (BUILD / "stamp").exists():
         command += ["--build", BUILD]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=110)

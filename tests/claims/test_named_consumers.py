@@ -14,7 +14,6 @@ from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, U
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
 from transport.queue import FoundRings, RingQueue
-from transport.testing import MemoryQueue
 
 SCHEMA = Schema.of(x="int64")
 CONSUMERS = {"reference": 1, "train": 2}
@@ -146,8 +145,3 @@ def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_th
         with pytest.raises(RankError, match="no consumer 'rewards'"):
             while True:
                 assert not queue.claim(1, 1.0, rank="rewards", consumer="c")
-
-
-def test_a_queue_beside_the_rings_says_that_it_knows_no_names() -> None:
-    with MemoryQueue() as queue, pytest.raises(RankError, match="does not know the names of consumers, rings do"):
-        queue.claim(1, rank="reference", consumer="c")

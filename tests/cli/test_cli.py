@@ -67,16 +67,13 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
         ("demo --juggle", "--juggle"),
         ("bench job --juggle", "--juggle"),
         ("read", "TICKET"),
-        ("demo --queue redis://host/name", "'name'"),
-        ("demo --queue amqp:tickets", "'amqp'"),
         ("demo --wire pigeon", "pigeon"),
         ("demo --wire auto,tcp", "--wire auto,tcp"),
         ("demo --on slurm", "slurm"),
         ("demo --ray-address auto", "--on ray"),
-        ("demo --on ray --queue redis://host/0 --checkpoint c", "--queue, --checkpoint"),
+        ("demo --on ray --resume --checkpoint c", "--checkpoint, --resume"),
         ("demo --rollouts 0", "--rollouts"),
         ("demo --episodes many", "--episodes"),
-        ("demo --queue sqlite:tickets.sqlite3", "redis://host:port/db"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``transport queue``: depth, what failed and why, and dead deliveries once more."""
+"""``transport queue``: depth, and what failed and why."""
 
 from __future__ import annotations
 
@@ -13,37 +13,30 @@ import pytest
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims import places
 from transport.cli import run
-from transport.queue import QueuedTicket, RedisQueue, RingQueue
-from transport.storage.urls import parse_url
+from transport.queue import RingQueue
 from transport.store.directory import Announcement, Directory
 from transport.store.sqlite import SQLiteStore
 
 
-def test_depth_failures_and_reasons_are_shown(queue_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with RedisQueue(parse_url(queue_url), max_deliveries=1) as queue:  # type: ignore[arg-type]
-        queue.publish([QueuedTicket(f"ring/{slot}/1", b"ticket") for slot in range(4)])
-        dead, discarded, _ = queue.claim(3, consumer="trainer 0")
+def test_depth_failures_and_reasons_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=64, prefix="shown-") as ring,
+        RingQueue([ring], max_deliveries=1) as queue,
+    ):
+        tickets = [ring.write_raw(b"any") for _ in range(4)]
+        dead, discarded, held = queue.claim(3, consumer="trainer 0")
         queue.retry(dead, reason="checksum mismatch")
         queue.discard(discarded, "its host is gone")
-    assert run(["queue", queue_url]) == 0
-    shown = capsys.readouterr().out
-    assert "ready 1  claimed 1  done 0  discarded 1  dead 1" in shown
-    assert "dead      ring/0/1 rank 0, 1 claim by trainer 0: checksum mismatch" in shown
-    assert "discarded ring/1/1 rank 0, 1 claim by trainer 0: its host is gone" in shown
-    assert run(["queue", queue_url, "--json", "-"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["depth"]["dead"] == 1
-    assert [failure["reason"] for failure in report["failures"]] == ["its host is gone", "checksum mismatch"]
-
-
-def test_dead_deliveries_are_requeued_on_request(queue_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with RedisQueue(parse_url(queue_url), max_deliveries=1) as queue:  # type: ignore[arg-type]
-        queue.publish(QueuedTicket("ring/0/1", b"ticket"))
-        queue.retry(queue.claim(1, consumer="trainer 0")[0], reason="it crashes")
-        assert run(["queue", queue_url, "--requeue", "--json", "-"]) == 0
+        assert run(["queue", "rings:shown-"]) == 0
+        shown = capsys.readouterr().out
+        assert "ready 1  claimed 1  done 0  discarded 1  dead 1" in shown
+        assert f"dead      {tickets[0].id} rank 0, 1 claim by trainer 0: checksum mismatch" in shown
+        assert f"discarded {tickets[1].id} rank 0, 1 claim by trainer 0: its host is gone" in shown
+        assert run(["queue", "rings:shown-", "--json", "-"]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert (report["requeued"], report["depth"]["ready"], report["failures"]) == (1, 1, [])
-        assert queue.claim(1, consumer="trainer 1")[0].data == b"ticket"
+        assert report["depth"]["dead"] == 1
+        assert [failure["reason"] for failure in report["failures"]] == ["its host is gone", "checksum mismatch"]
+        assert queue.ack(held)
 
 
 def test_one_rank_of_rings_is_counted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +99,3 @@ def test_where_no_ring_of_the_run_is_the_others_are_named() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         assert done.returncode != 0
         assert "rings:run-cli-" in done.stderr or " more" in done.stderr  # of many rings some are named
-
-
-def test_rings_keep_no_dead_deliveries(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["queue", "rings:nobody-has-this-name", "--requeue"]) == 2
-    assert "keeps no dead deliveries" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from transport import Schema, SharedRingBuffer
-from transport.claims.open import open_rings
+from transport.claims.open import open_queue
 from transport.cli import run
 from transport.cooldown import Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
@@ -67,7 +67,7 @@ def test_a_restored_ring_is_served_until_everything_is_consumed(
     command = [sys.executable, "-m", "transport", "restore", str(tmp_path), "--queue", f"rings:{prefix}"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        open_rings(f"rings:{prefix}") as queue,
+        open_queue(f"rings:{prefix}") as queue,
     ):
         found: set[int] = set()
         while len(found) < 6:

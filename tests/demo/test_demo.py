@@ -18,10 +18,8 @@ import msgspec
 import pytest
 from demos import AT_WORK, running
 from helpers import eventually
-from redis_server import needs_redis, redis_server
 
 from transport.demo.plan import Plan
-from transport.queue import open_queue
 from transport.testing import ResourceSnapshot
 
 pytest.importorskip("gymnasium")
@@ -191,47 +189,6 @@ def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
     assert (status, out) == (1, "")
     assert "cannot join: it cannot create files in" in err.splitlines()[-1]
     assert demo.left() == []
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-@needs_redis
-def test_the_run_goes_over_a_redis_server_and_leaves_nothing_there(tmp_path: Path) -> None:
-    import redis
-
-    with redis_server() as server, redis.Redis(port=server.port) as client:
-        arguments = ("--episodes", "64", "--readers", "2", "--target", "0", "--json", "-")
-        with running(tmp_path, *arguments, "--queue", f"redis://127.0.0.1:{server.port}/0") as demo:
-            status, out, err = demo.finished()
-        assert status == 0, err
-        result = json.loads(out)
-        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (128, 0, 0, 0)
-        assert client.keys("*") == []
-    assert demo.left() == []
-
-
-@pytest.mark.nightly
-@pytest.mark.ucx
-@pytest.mark.slow
-@needs_redis
-def test_a_named_run_stays_and_its_server_may_be_killed_meanwhile(tmp_path: Path) -> None:
-    with redis_server() as server:
-        arguments = ("--episodes", "160", "--target", "0", "--json", "-", "--queue", server.place("kept"))
-        with running(tmp_path, *arguments) as demo:
-            demo.until_at_work()
-            server.kill()
-            server.start()
-            status, out, err = demo.finished()
-        assert status == 0, err
-        result = json.loads(out)
-        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (160, 0, 0, 0)
-        with open_queue(server.place("kept")) as queue:
-            assert queue.depth().done == 160
-        with running(tmp_path, *arguments) as again:
-            status, _, err = again.finished()
-        assert status == 2
-        assert "is not empty" in err.splitlines()[-1]
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from redis_server import RedisServer, needs_redis
-from ticket_queues import redis
+from redis_stores import running
 
-__all__ = ["redis"]
+__all__ = ["running"]
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow, needs_redis]
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "several_hosts.py"
@@ -23,10 +23,10 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def test_a_rollout_that_is_asked_to_stop_fails_and_the_trainer_ends_with_the_one_in_its_place(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    running: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_ADDRESSES", "127.0.0.1")
-    rings = f"rings+{redis.place('several-hosts')}"
+    rings = f"rings+{running.place('several-hosts')}"
 
     def rollout(number: int) -> subprocess.Popen[str]:
         return start("rollout", "--number", number, "--port", 0, "--rings", rings, "--episodes", EPISODES)

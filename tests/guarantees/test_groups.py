@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with place_of(request.param) as made:
-        yield made
+def place(request: pytest.FixtureRequest) -> Place:
+    return place_of(request.param)
 
 
 def both(ranks: list[Told], step: str, *given: object) -> Any:

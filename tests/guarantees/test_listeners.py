@@ -26,9 +26,10 @@ def way(tmp_path_factory: Any) -> Iterator[Detour]:
         yield made
 
 
-@pytest.fixture(params=["tcp", "redis"])
+@pytest.fixture(params=["tcp", "tickets"])
 def run(request: pytest.FixtureRequest, way: Detour, tmp_path: Path) -> Iterator[Run]:
-    with place_of(request.param) as place, Run(place, detour=way) as run:
+    place = place_of(request.param)
+    with Run(place, detour=way) as run:
         yield run
 
 
@@ -42,7 +43,7 @@ def listener_of(run: Run) -> int:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("run", "how"),
-    [("redis", signal.SIGKILL), ("tcp", signal.SIGKILL), ("redis", signal.SIGSTOP), ("tcp", signal.SIGTERM)],
+    [("tickets", signal.SIGKILL), ("tcp", signal.SIGKILL), ("tickets", signal.SIGSTOP), ("tcp", signal.SIGTERM)],
     indirect=["run"],
 )
 def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Signals) -> None:
@@ -124,7 +125,8 @@ def test_a_listener_that_is_killed_behind_a_consume_that_it_accepted(run: Run, w
 @pytest.fixture
 def doomed(way: Detour, tmp_path: Path) -> Iterator[Run]:
     """Another ring. Who waits for an answer about it gives up after 3.5 s."""
-    with place_of("tcp") as place, Run(place, detour=way, **_SHORT) as run:
+    place = place_of("tcp")
+    with Run(place, detour=way, **_SHORT) as run:
         yield run
 
 

@@ -35,30 +35,20 @@ TESTS: dict[str, dict[str, list[str]]] = {
             "test_a_connection_that_breaks_between_payload_and_acknowledgement",
         ],
     },
-    "a trainer is killed, tickets in Redis": {
-        "guarantees/test_trainers.py": [
-            "test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_one",
-        ],
-    },
     "a rollout worker is killed while it writes": {
         "guarantees/test_writers.py": [
             "test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again"
         ],
     },
     "a rollout worker is killed later": {
-        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
+        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed"],
         "server/test_supervisor_writers.py": [
             "test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time"
         ],
     },
     "a rollout worker and its supervisor are killed together": {
-        "guarantees/test_writers.py": ["test_what_writer_and_supervisor_that_are_killed_together_had_not_published"],
-    },
-    "the queue is away while tickets are published": {
-        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
-        "packer/test_publisher.py": [
-            "test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_nothing",
-            "test_a_failure_is_raised_once_at_the_next_write_and_nothing_is_lost",
+        "guarantees/test_writers.py": [
+            "test_what_writer_and_supervisor_that_are_killed_together_had_written_is_consumed"
         ],
     },
     "a restarted rollout worker takes its ring over, and its setup fails": {
@@ -68,12 +58,6 @@ TESTS: dict[str, dict[str, list[str]]] = {
     },
     "a supervisor is killed": {
         "guarantees/test_writers.py": ["test_a_killed_supervisor_is_started_again_and_adopts_its_listeners"],
-    },
-    "the Redis server of the queue is killed": {
-        "guarantees/test_redis_killed.py": [
-            "test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repetition",
-        ],
-        "storage/test_redis_forgets.py": ["test_a_server_without_an_append_only_file_is_refused_with_what_to_set"],
     },
     "a trainer that claims from the ring is killed": {
         "guarantees/test_trainers.py": [

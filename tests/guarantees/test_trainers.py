@@ -11,10 +11,11 @@ from delivery_accounts import SHORT_LEASE, Run, Told, compare, place_of
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=["mapped", "tcp", "redis"])
+@pytest.fixture(scope="module", params=["mapped", "tcp", "tickets"])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Listeners find a trainer silent, and leases end, after 1.5 s."""
-    with place_of(request.param) as place, Run(place, **SHORT_LEASE) as run:
+    place = place_of(request.param)
+    with Run(place, **SHORT_LEASE) as run:
         yield run
 
 
@@ -70,7 +71,7 @@ def test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once() -> No
     """Two of them map the rings of two writers, two take from them over the network; each takes what it gets."""
     each = 48  # three times through the slots of a ring
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(place_of("mapped"))
+        place = place_of("mapped")
         writers = [stack.enter_context(Told("writer", place)) for _ in range(2)]
         ways = [place.environment(**SHORT_LEASE) | {"TRANSPORT_WIRES": wire} for wire in ("mapped", "tcp") * 2]
         trainers = [stack.enter_context(Told("trainer", place, way)) for way in ways]

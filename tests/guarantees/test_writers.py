@@ -1,12 +1,10 @@
-"""Writers and supervisors that are killed: what was written is consumed once, also what was not published."""
+"""Writers and supervisors that are killed: what was written is consumed once."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,58 +19,35 @@ from delivery_accounts import (
     looking,
     place_of,
     served_by,
-    states,
 )
 from helpers import eventually, parent_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 
-@pytest.fixture(params=["tcp", "redis"])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    with place_of(request.param) as made:
-        yield made
+@pytest.fixture(params=["tcp", "mapped"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return place_of(request.param)
 
 
-redis_alone = pytest.mark.parametrize("place", ["redis"], indirect=True)
-
-
-@contextlib.contextmanager
-def away(place: Place) -> Iterator[None]:
-    """Nothing can be published meanwhile. With rings nothing has to be.
-
-    The server is killed, not stopped: one that is stopped does what it finds in its socket when it goes on, also for a
-    writer that was killed meanwhile.
-    """
-    if place.server is not None:
-        place.server.kill()
-        yield
-        place.server.start()
-    else:
-        yield
+tcp = pytest.mark.parametrize("place", ["tcp"], indirect=True)
 
 
 @pytest.mark.nightly(keep=1)
-def test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published(place: Place) -> None:
-    with Told("writer", place) as writer, place.open() as queue:
+def test_what_a_killed_writer_had_written_is_consumed(place: Place) -> None:
+    with Told("writer", place) as writer:
         segment = writer.ask("segment")
-        writer.ask("write", 0, 3)
-        writer.ask("flush")
-        with away(place):
-            writer.ask("write", 3, 3)
-            writer.kill()
+        writer.ask("write", 0, 6)
+        writer.kill()
         compare(range(6), consumed(place, 6))
-        if not place.is_ring:
-            assert states(queue.depth()) == {"done": 6, "unfinished": 0, "dead": 0, "discarded": 0}
     eventually(lambda: gone(segment), "the ring goes with its last payload")
 
 
-@redis_alone
+@tcp
 def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again(place: Place) -> None:
     name = f"{place.prefix}named"
     with Told("writer", place, name=name, slots=4) as first:
         first.ask("write", 0, 3)
-        first.ask("flush")
         first.ask("begin", 3)
         with looking(first_segment := f"/transport-{name}") as ring:
             assert (ring.statistics().writing, ring.statistics().ready) == (1, 3)
@@ -80,24 +55,19 @@ def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_a
     with Told("writer", place, name=name, slots=4) as second:
         assert second.ask("segment") == first_segment
         second.ask("write", 4, 1)  # the fourth slot
-        second.ask("flush")
         compare([0, 1, 2, 4], consumed(place, 4))
         second.end()
 
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("then", ["another writer", "no writer"])
-def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(place: Place, then: str) -> None:
-    """It is consumed where a writer takes the ring over, and else not published; listeners serve the rest."""
+def test_what_writer_and_supervisor_that_are_killed_together_had_written_is_consumed(place: Place, then: str) -> None:
     name = f"{place.prefix}named"
     with Told("writer", place, name=name) as writer:
         serving = Serving(writer)
-        writer.ask("write", 0, 3)
-        writer.ask("flush")
-        with away(place):
-            writer.ask("write", 3, 3)
-            kill(writer.pid, serving.supervisor)
-            writer.wait()
+        writer.ask("write", 0, 6)
+        kill(writer.pid, serving.supervisor)
+        writer.wait()
     with looking(serving.segment) as ring:
         assert served_by(ring)() == serving.listeners
     if then == "another writer":
@@ -105,14 +75,13 @@ def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(p
             compare(range(6), consumed(place, 6))
             second.end()
     else:
-        lost = () if place.is_ring else range(3, 6)
-        compare(range(6), consumed(place, 6 - len(lost)), lost=lost)
-        kill(*serving.listeners)  # they would serve the rest for ``linger_s``
+        compare(range(6), consumed(place, 6))
+        kill(*serving.listeners)  # they would serve it for ``linger_s``
         Path(f"/dev/shm{serving.segment}").unlink(missing_ok=True)
 
 
 @pytest.mark.nightly
-@redis_alone
+@tcp
 def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_payloads(place: Place) -> None:
     name = f"{place.prefix}named"
     with Told("writer", place, name=name) as first:
@@ -125,21 +94,18 @@ def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_pay
             Told("writer", place, name=name, port=port)
     with Told("writer", place, name=name) as third:
         third.ask("write", 3, 1)
-        third.ask("flush")
         compare(range(4), consumed(place, 4))
         third.end()
 
 
-@redis_alone
+@tcp
 def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners(place: Place) -> None:
     with Told("writer", place) as writer:
         serving = Serving(writer)
         writer.ask("write", 0, 3)
-        writer.ask("flush")
         os.kill(serving.supervisor, signal.SIGKILL)
         eventually(lambda: parent_of(serving.listeners[0]) != serving.supervisor, "it is an orphan")
         writer.ask("write", 3, 3)
-        writer.ask("flush")
         compare(range(6), consumed(place, 6))
         with looking(serving.segment) as ring:
             assert served_by(ring)() == serving.listeners

@@ -17,9 +17,10 @@ from packers import Packer
 from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
 from transport.cooldown import open_destination
 from transport.errors import SchemaError, TransportError, UsageError
+from transport.queue import RingQueue
 from transport.rendezvous import Rendezvous, Rules
 from transport.store.memory import MemoryStore
-from transport.testing import MemoryQueue, run
+from transport.testing import run
 
 SCHEMA = Schema.of(step=("int64",))
 ANYTHING: Any = 3
@@ -43,13 +44,13 @@ def test_a_path_that_leaves_a_destination_or_is_all_of_it_is_refused(path: str, 
 def test_a_refused_setup_of_a_packer_leaves_no_thread_and_no_client() -> None:
     packer = Packer()
     with pytest.raises(UsageError, match="max_policy_age"):
-        packer.setup_ucxx_packer(wire={"tcp"}, queue=MemoryQueue(), max_policy_age=-1)
+        packer.setup_ucxx_packer(wire={"tcp"}, max_policy_age=-1)
     # leak_check looks for the rest
 
 
 @pytest.mark.ucx
 def test_a_queue_that_refuses_a_packer_leaves_no_thread_and_no_client() -> None:
-    class Refusing(MemoryQueue):
+    class Refusing(RingQueue):
         def connect(self, *_: Any) -> None:
             raise TransportError("not now")
 
@@ -178,7 +179,7 @@ def test_a_rank_that_came_after_a_join_was_cancelled_is_returned_by_the_next() -
 def test_an_error_that_no_argument_explains_stays_what_it_is() -> None:
     """A callee's own defect is not blamed on its caller."""
 
-    class Broken(MemoryQueue):
+    class Broken(RingQueue):
         def claim(self, *_: Any, **__: Any) -> Any:
             raise KeyError("a defect")
 

@@ -16,9 +16,7 @@ from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXSer
 from transport.errors import RetriesExhaustedError, RingFullError, StaleSlotError, TransportError
 from transport.observe.metrics import FAMILIES, client_samples, packer_samples, queue_samples, ring_samples
 from transport.packer.prefetch import FetchedBatch
-from transport.packer.rollout import queued
-from transport.queue.base import Claim
-from transport.testing.memory_queue import MemoryQueue
+from transport.queue import Claim, RingQueue
 from transport.ticket import Ticket
 
 pytestmark = pytest.mark.ucx
@@ -182,16 +180,15 @@ def of_a_client() -> None:
 
 
 def of_a_packer_and_its_queue() -> None:
-    now = [0.0]
     schema = Schema.of(x=("int64", 4))
     one = {"x": np.arange(4)}
     with SharedRingBuffer.create(schema, slots=32) as ring:
-        queue = MemoryQueue(clock=lambda: now[0], lease_s=100.0, max_deliveries=2)
+        queue = RingQueue([ring], max_deliveries=2)
         trainer = Trainer(schemas=[schema], queue=queue)
         try:
 
             def batch(count: int) -> list[Claim]:
-                queue.publish([queued(ticket) for ticket in ring.write_many([one] * count)])
+                ring.write_many([one] * count)
                 return trainer.claim_tickets(count)
 
             def collected(items: Sequence[Claim | Ticket]) -> FetchedBatch:
@@ -204,7 +201,7 @@ def of_a_packer_and_its_queue() -> None:
             for payload in trainer.consume(collected([once])):
                 payload.release()
             assert trainer.consume(collected([Ticket.decode(once.data)] * 5)) == []
-            queue.publish([queued(ticket) for ticket in ring.write_many([one] * 6)])
+            ring.write_many([one] * 6)
             for _ in range(2):
                 queue.retry_many(queue.claim(6, consumer="another"))
             given_back = collected(batch(2))
@@ -233,9 +230,11 @@ def of_a_packer_and_its_queue() -> None:
                     },
                 },
             )
-            waiting = queue.claim(2, consumer="another")
-            now[0] = 1000.0  # their leases end
-            assert len(queue.claim(1, consumer="a third")) == len(waiting[:1])
+            with SharedRingBuffer.attach(ring.name, role="reader") as reader, RingQueue([reader]) as another:
+                held = another.claim(2, consumer="another")
+                assert len(held) == 2
+            waiting = queue.claim(1, consumer="a third")  # the claims of who has left are over
+            assert len(waiting) == 1
             check(
                 seen(queue_samples("queue", queue.depth(), {"held": 1}), 1),
                 {

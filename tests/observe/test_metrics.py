@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -34,8 +35,7 @@ from transport.observe.metrics import (
     configured_exporter,
     ring_samples,
 )
-from transport.queue import QueueDepth, QueuedTicket
-from transport.testing import MemoryQueue
+from transport.queue import QueueDepth, RingQueue
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,9 +90,13 @@ def ready(port: int) -> dict[str, float]:
 
 
 def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
-    with MemoryQueue() as one, MemoryQueue() as two, Exporter(0) as exporter:
-        one.publish([QueuedTicket(str(number), b"x") for number in range(5)])
-        two.publish([QueuedTicket(str(number), b"x") for number in range(3)])
+    with contextlib.ExitStack() as stack:
+        rings = [stack.enter_context(SharedRingBuffer.create(slots=8, slot_bytes=8)) for _ in range(2)]
+        one, two = (stack.enter_context(RingQueue([ring])) for ring in rings)
+        exporter = stack.enter_context(Exporter(0))
+        for ring, count in zip(rings, (5, 3), strict=True):
+            for _ in range(count):
+                ring.write_raw(b"x")
         exporter.add_queue(one.name, one)
         with Exporter(exporter.port) as other:
             other.add_queue(one.name, one)
@@ -104,7 +108,7 @@ def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
 def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None:
     answered = threading.Event()
 
-    class Hanging(MemoryQueue):
+    class Hanging(RingQueue):
         def depth(self, rank: int | None = None) -> QueueDepth:
             answered.wait()
             return super().depth(rank)
@@ -124,7 +128,7 @@ def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with MemoryQueue() as queue, Exporter(0) as exporter, ThreadPoolExecutor(4) as scrapers:
+        with RingQueue() as queue, Exporter(0) as exporter, ThreadPoolExecutor(4) as scrapers:
             exporter.add_queue(queue.name, queue)
             assert all(scrapers.map(ready, [exporter.port] * 300))
     finally:
@@ -132,7 +136,7 @@ def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
 
 
 def test_a_queue_whose_connection_ends_meanwhile_is_left_out_quietly() -> None:
-    class Ending(MemoryQueue):
+    class Ending(RingQueue):
         def depth(self, rank: int | None = None) -> QueueDepth:
             raise RuntimeError("Event loop is closed")
 
@@ -193,7 +197,7 @@ def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRANSPORT_METRICS_PORT", "0")
     worker, packer = Worker(), Packer()
     schema = Schema.of(tokens=("int32", 8))
-    with MemoryQueue() as queue:
+    with RingQueue() as queue:
         try:
             worker.setup_ucxx(schema, queue=queue, mode="thread")
             packer.setup_ucxx_packer(schemas=[schema], queue=queue, consumer="trainer 0")

@@ -1,4 +1,4 @@
-"""Both sides of a ticket queue on a real Redis server."""
+"""Both sides of a queue."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from packers import SCHEMA, Packer, Worker
-from ticket_queues import queue, queue_url, redis
+from ticket_queues import queue, queue_url
 
 from transport.packer.options import ServerOptions
-from transport.queue import RedisQueue
+from transport.queue import RingQueue
 
-__all__ = ["queue", "queue_url", "redis"]
+__all__ = ["queue", "queue_url"]
 
 
 @pytest.fixture
-def worker(queue: RedisQueue) -> Iterator[Worker]:
+def worker(queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
     yield worker
@@ -23,7 +23,7 @@ def worker(queue: RedisQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def packer(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Packer]:
+def packer(request: pytest.FixtureRequest, queue: RingQueue) -> Iterator[Packer]:
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
     yield packer

@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 import pytest
 from helpers import eventually
-from queue_harness import ids
-from queue_waits import ticket
 
 from transport import SharedRingBuffer, UCXXDataPackerMixin
 from transport.errors import UsageError
 from transport.packer.claims import ClaimBook
-from transport.queue import Claim, RedisQueue, RingQueue
+from transport.queue import Claim, RingQueue
 from transport.settings import DEFAULTS
-from transport.testing import MemoryQueue
 
 
-def test_what_is_further_behind_than_allowed_is_not_claimed(queue: RedisQueue) -> None:
+@pytest.fixture
+def ring(queue: RingQueue) -> Iterator[SharedRingBuffer]:
+    """Whose payloads the queue hands out."""
+    with SharedRingBuffer.create(slots=8, slot_bytes=64) as made:
+        queue.hand_out(made)
+        yield made
+
+
+def test_what_is_further_behind_than_allowed_is_not_claimed(ring: SharedRingBuffer, queue: RingQueue) -> None:
     for version in range(6):
-        queue.publish(ticket(version), policy_version=version)
+        ring.write({"x": np.zeros(1)}, policy_version=version)
     book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=2)
-    assert ids(book.claim(9, 0.0, policy_version=5)) == [ticket(3).id, ticket(4).id, ticket(5).id]
+    assert [claim.policy_version for claim in book.claim(9, 0.0, policy_version=5)] == [3, 4, 5]
     assert queue.depth().aged == 3
 
 
-def test_payloads_without_a_version_pass_with_a_warning(queue: RedisQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_payloads_without_a_version_pass_with_a_warning(
+    ring: SharedRingBuffer, queue: RingQueue, caplog: pytest.LogCaptureFixture
+) -> None:
     book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=0)
-    for number, version in enumerate((5, None, None)):
-        queue.publish(ticket(number), policy_version=version)
-        assert ids(book.claim(1, 0.0, policy_version=5)) == [ticket(number).id]
+    held = []
+    for version in (5, None, None):
+        ring.write({"x": np.zeros(1)}, policy_version=version)
+        held += book.claim(1, 0.0, policy_version=5)
+        assert held[-1].policy_version == version
         assert [each for each in caplog.messages if "max_policy_age" in each] == caplog.messages
         assert len(caplog.messages) == (version is None)  # once
 
 
-def test_a_limit_needs_the_trainers_version(queue: RedisQueue) -> None:
+def test_a_limit_needs_the_trainers_version(queue: RingQueue) -> None:
     book = ClaimBook(queue, 0, "trainer", DEFAULTS, max_policy_age=0)
     with pytest.raises(UsageError, match="needs policy_version="):
         book.claim(1, 0.0)
@@ -50,15 +60,19 @@ def test_claims_are_renewed_as_often_as_the_operator_says_and_three_times_in_a_l
 ) -> None:
     renewed = threading.Event()
 
-    class Renewed(MemoryQueue):
+    class Renewed(RingQueue):
         def renew(self, claims: Sequence[Claim]) -> list[Claim]:
             renewed.set()
             return super().renew(claims)
 
     settings = msgspec.structs.replace(DEFAULTS, claim_renew_s=renew_s, claim_lease_s=3 * renew_s)
-    with Renewed(lease_s=lease_s) as queue, UCXXDataPackerMixin() as trainer:
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=64) as ring,
+        Renewed([ring], lease_s=lease_s) as queue,
+        UCXXDataPackerMixin() as trainer,
+    ):
         trainer.setup_ucxx_packer(queue=queue, settings=settings)
-        queue.publish(ticket(0))
+        ring.write_raw(b"x")
         held = trainer.claim_tickets(1, 5.0)
         assert renewed.wait(60.0)
         del held

@@ -14,15 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis_server import RedisServer
-from ticket_queues import ticket_queue
 
 from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import SchemaError, UsageError
 from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.rollout import queued
-from transport.queue import RedisQueue, RingQueue, TicketQueue, open_queue
+from transport.queue import RingQueue, open_queue
 from transport.queue.group import GroupQueue
 from transport.store.memory import MemoryStore
 
@@ -39,12 +36,12 @@ Make = Callable[..., Trainer]
 class Stages:
     """A served ring for each stage, and a queue of what the last one wrote."""
 
-    def __init__(self, kind: str, redis: RedisServer, *, readers: int = 1, prefix: str = "") -> None:
+    def __init__(self, *, readers: int = 1, prefix: str = "") -> None:
         self.all = [SharedRingBuffer.create(schema, slots=4, prefix=prefix) for schema in SCHEMAS]
         self._readers = readers
         self.rollout, self.reference, self.reward = self.all
         self._servers = [UCXXServer(ring, mode="thread") for ring in self.all]
-        self.queue: TicketQueue = RingQueue([self.reward]) if kind == "rings" else ticket_queue(redis)
+        self.queue = RingQueue([self.reward])
 
     def write(self, number: int) -> tuple[Ticket, Ticket, Ticket]:
         """A rollout, and what two stages add, the second to both."""
@@ -52,8 +49,6 @@ class Stages:
         rolled = self.rollout.write({"prompt": f"p{number}", "tokens": [number] * 3}, readers=of)
         referenced = self.reference.write(with_parents({"ref_logprobs": [0.5] * number}, [rolled]), readers=of)
         rewarded = self.reward.write(with_parents({"reward": number}, [rolled, referenced]), readers=of)
-        if isinstance(self.queue, RedisQueue):
-            self.queue.publish(queued(rewarded))
         return rolled, referenced, rewarded
 
     def all_free(self) -> bool:
@@ -74,9 +69,9 @@ class Stages:
             ring.close()
 
 
-@pytest.fixture(params=["rings", "redis"])
-def stages(request: pytest.FixtureRequest, redis: RedisServer) -> Iterator[Stages]:
-    with Stages(request.param, redis) as made:
+@pytest.fixture
+def stages() -> Iterator[Stages]:
+    with Stages() as made:
         yield made
 
 
@@ -85,9 +80,8 @@ def trainer(stages: Stages) -> Iterator[Make]:
     opened: list[Trainer] = []
 
     def make(**options: Any) -> Trainer:
-        wire = {"mapped", "tcp"} if isinstance(stages.queue, RingQueue) else {"tcp"}
         of = {"schemas": [REWARD], "parents": OF_PARENTS, "joined": True}
-        opened.append(Trainer(**{"wire": wire, "queue": stages.queue, **of, **options}))
+        opened.append(Trainer(**{"wire": {"mapped", "tcp"}, "queue": stages.queue, **of, **options}))
         return opened[-1]
 
     yield make
@@ -124,8 +118,8 @@ def test_a_trainer_gets_one_payload_of_all_parts_and_consumes_all(
     assert stages.all_free()
 
 
-def test_payloads_of_parents_schemas_are_read_and_not_claimed(redis: RedisServer) -> None:
-    with Stages("rings", redis) as stages, open_queue(f"rings:{secrets.token_hex(8)}-") as queue:
+def test_payloads_of_parents_schemas_are_read_and_not_claimed() -> None:
+    with Stages() as stages, open_queue(f"rings:{secrets.token_hex(8)}-") as queue:
         for ring in stages.all:
             queue.hand_out(ring)
         for number in range(3):
@@ -167,8 +161,6 @@ def test_a_part_that_is_gone_fails_alone_and_frees_the_others(stages: Stages, tr
     batch.release()
     loop.close()
     gc.collect()
-    if isinstance(stages.queue, RedisQueue):  # it does not free what it discards
-        stages.reward.discard(rewarded)
     assert stages.all_free()
 
 
@@ -212,8 +204,8 @@ def test_a_payload_whose_claim_is_lost_keeps_its_parts_for_the_next_trainer(stag
     assert stages.all_free()
 
 
-def test_a_payload_that_a_group_refuses_keeps_its_parts(redis: RedisServer) -> None:
-    with Stages("rings", redis, readers=2) as stages, ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+def test_a_payload_that_a_group_refuses_keeps_its_parts() -> None:
+    with Stages(readers=2) as stages, ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
         stages.write(1)
         store = MemoryStore()
         ranks = [
@@ -258,10 +250,10 @@ with open_queue(sys.argv[1]) as queue:
 """
 
 
-def test_what_a_trainer_that_is_killed_while_it_consumes_had_comes_whole_to_the_next(redis: RedisServer) -> None:
+def test_what_a_trainer_that_is_killed_while_it_consumes_had_comes_whole_to_the_next() -> None:
     prefix = f"{secrets.token_hex(8)}-"
     told = msgspec.json.encode([[each.to_json() for each in of] for of in (OF_PARENTS, [REWARD])])
-    with Stages("rings", redis, prefix=prefix) as stages, open_queue(f"rings:{prefix}") as queue:
+    with Stages(prefix=prefix) as stages, open_queue(f"rings:{prefix}") as queue:
         rewarded = stages.write(1)[2]
         killed = subprocess.run([sys.executable, "-c", _KILLED, f"rings:{prefix}", told], check=False)
         assert killed.returncode == -signal.SIGKILL
@@ -293,8 +285,8 @@ def test_a_parent_whose_schema_is_unknown_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_samples_of_a_group_come_with_what_they_share(redis: RedisServer, wire: str) -> None:
-    with Stages("rings", redis) as stages:
+def test_samples_of_a_group_come_with_what_they_share(wire: str) -> None:
+    with Stages() as stages:
         shared: dict[str, Any] = {"prompt": "shared", "tokens": [1]}
         write_group(stages.rollout, shared, [{"reward": at} for at in range(3)], samples_ring=stages.reward)
         with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={wire, "tcp"}, queue=stages.queue) as loop:
@@ -315,8 +307,8 @@ def test_bytes_and_layouts_are_those_of_the_parts(stages: Stages, trainer: Make)
     batch.release()
 
 
-def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_for_both(redis: RedisServer) -> None:
-    with Stages("rings", redis) as stages:
+def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_for_both() -> None:
+    with Stages() as stages:
         rolled = stages.rollout.write({"prompt": "p", "tokens": [1]}, readers=2)
         referenced = stages.reference.write(with_parents({"ref_logprobs": [1.0]}, [Parent(rolled, 1)]))
         stages.reward.write(with_parents({"reward": 1.0}, [rolled, referenced]))

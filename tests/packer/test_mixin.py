@@ -12,16 +12,14 @@ from transport.client.retry import Deadline
 from transport.errors import (
     AuthenticationError,
     DeadlineExceededError,
-    QueueUnavailableError,
     StaleSlotError,
+    StoreUnavailableError,
     UsageError,
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.packer.rollout import queued, ticket_id
-from transport.queue import RedisQueue
-from transport.queue.base import DeliveryState
+from transport.queue import RingQueue
 
 
 class BasePacker:
@@ -36,7 +34,7 @@ class MixedPacker(UCXXDataPackerMixin, BasePacker):
 
 
 @pytest.mark.ucx
-def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
+def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer: Packer, queue: RingQueue) -> None:
     for step in range(6):
         write(worker, step)
     batch = fetch(packer, 6)
@@ -50,7 +48,7 @@ def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer:
 
 
 @pytest.mark.ucx
-def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
+def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer: Packer, queue: RingQueue) -> None:
     for step in range(2):
         write(worker, step)
     claims = packer.claim_tickets(2, timeout_s=20)
@@ -64,25 +62,24 @@ def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer
 
 @pytest.mark.ucx
 def test_a_payload_that_is_gone_is_discarded_and_the_others_arrive(
-    worker: Worker, packer: Packer, queue: RedisQueue
+    worker: Worker, packer: Packer, queue: RingQueue
 ) -> None:
     tickets = [write(worker, step) for step in range(3)]
+    claims = packer.claim_tickets(3, timeout_s=20)
     worker.ring.discard(tickets[1])
-    batch = fetch(packer, 3)
+    batch = collected(packer, claims)
     assert [int(payload["step"]) for payload in packer.consume(batch)] == [0, 2]
     (failure,) = batch.failures
     assert isinstance(failure.error, StaleSlotError)
-    assert queue.known([ticket_id(tickets[1])])[ticket_id(tickets[1])] == (DeliveryState.DISCARDED,)
+    assert queue.depth().ready == queue.depth().claimed == 0
     assert packer.ucxx_statistics().stale == 1
 
 
 @pytest.mark.ucx
-def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
+def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, queue: RingQueue) -> None:
     ticket = write(worker, 5)
     packer.consume(fetch(packer, 1))
-    again = queued(ticket)
-    queue.publish(again._replace(id=again.id + "#again"))
-    batch = fetch(packer, 1)
+    batch = collected(packer, [ticket])
     assert batch.items[0].duplicate
     assert packer.consume(batch) == []
     statistics = packer.ucxx_statistics()
@@ -91,7 +88,7 @@ def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, q
 
 
 @pytest.mark.ucx
-def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, queue: RedisQueue) -> None:
+def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, queue: RingQueue) -> None:
     prefetched, cold = write(worker, 1), write(worker, 2)
     packer = MixedPacker()
     packer.setup_ucxx_packer(schemas=[SCHEMA])
@@ -118,8 +115,8 @@ def test_progress_is_reported_up_to_the_whole_batch(worker: Worker) -> None:
 
 
 @pytest.mark.ucx
-def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worker, queue: RedisQueue) -> None:
-    ticket = write(worker, 1)
+def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worker, queue: RingQueue) -> None:
+    write(worker, 1)
     packer = Packer()
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, settings=FAST, wire={"tcp"})
     claims = packer.claim_tickets(1, 20)
@@ -127,12 +124,12 @@ def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worke
     batch = packer._packer.thread.run(packer._ucxx_dp_fetch_all(claims, deadline))
     (failure,) = batch.failures
     assert isinstance(failure.error, DeadlineExceededError)
-    assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.READY,)
+    assert queue.depth().ready == 1
     packer.cleanup_ucxx_packer()
 
 
 @pytest.mark.ucx
-def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: RedisQueue) -> None:
+def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: RingQueue) -> None:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=ServerOptions(secret=b"right"))
     for step in range(2):
@@ -151,24 +148,24 @@ def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: RedisQueue
 
 @pytest.mark.ucx
 def test_a_queue_that_was_busy_is_asked_again(
-    worker: Worker, packer: Packer, queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, packer: Packer, queue: RingQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(worker, 1)
     batch = fetch(packer, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(RedisQueue, "ack_many", raise_away)
-        with pytest.raises(QueueUnavailableError):
+        patch.setattr(RingQueue, "ack_many", raise_away)
+        with pytest.raises(StoreUnavailableError):
             packer.consume(batch)
     assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
     assert queue.depth().done == 1
 
 
 def raise_away(*_: object, **__: object) -> None:
-    raise QueueUnavailableError("away in the test")
+    raise StoreUnavailableError("away in the test")
 
 
 @pytest.mark.ucx
-def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
+def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer, queue: RingQueue) -> None:
     write(worker, 4)
     (claim,) = packer.claim_tickets(1, 20)
     assert int(packer.get_policy_input(claim)["step"]) == 4
@@ -180,7 +177,7 @@ def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer,
 
 @pytest.mark.ucx
 def test_get_policy_input_of_a_payload_that_is_gone_gives_its_claim_up(
-    worker: Worker, packer: Packer, queue: RedisQueue
+    worker: Worker, packer: Packer, queue: RingQueue
 ) -> None:
     ticket = write(worker, 4)
     (claim,) = packer.claim_tickets(1, 20)
@@ -192,7 +189,7 @@ def test_get_policy_input_of_a_payload_that_is_gone_gives_its_claim_up(
 
 
 @pytest.mark.ucx
-def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
+def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer: Packer, queue: RingQueue) -> None:
     tickets = [write(worker, step) for step in range(2)]
     batch = fetch(packer, 2)
     assert int(packer.get_policy_input(tickets[0])["step"]) == 0
@@ -202,7 +199,7 @@ def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer:
 
 
 @pytest.mark.ucx
-def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Packer, queue: RedisQueue) -> None:
+def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Packer, queue: RingQueue) -> None:
     write(worker, 1)
     packer.abandon(fetch(packer, 1), "the step diverged")
     assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
@@ -211,7 +208,7 @@ def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Pack
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
-def test_a_duplicate_frees_its_slot(worker: Worker, queue: RedisQueue, wire: str) -> None:
+def test_a_duplicate_frees_its_slot(worker: Worker, queue: RingQueue, wire: str) -> None:
     ticket = write(worker, 5)
     (claim,) = queue.claim(1, 20, consumer="a trainer that died")
     record = ConsumedRecord()

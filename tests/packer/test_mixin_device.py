@@ -14,7 +14,7 @@ from packers import Packer, Worker, fetch
 from transport.client.device_reads import DevicePayload, DeviceReceive
 from transport.errors import MissingDependencyError, UsageError
 from transport.packer.options import ClientOptions
-from transport.queue import RedisQueue
+from transport.queue import RingQueue
 from transport.schema import Schema, UpTo
 from transport.ticket import Ticket
 
@@ -24,14 +24,14 @@ SCHEMA = Schema.of(obs=("float32", UpTo(4096), 4), step=("int64",))
 
 
 @pytest.fixture
-def worker(cupy: Any, queue: RedisQueue) -> Iterator[Worker]:
+def worker(cupy: Any, queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread")
     yield worker
     worker.cleanup_ucxx()
 
 
-def packing(queue: RedisQueue, wire: str, receive: DeviceReceive = "staged", **options: Any) -> Packer:
+def packing(queue: RingQueue, wire: str, receive: DeviceReceive = "staged", **options: Any) -> Packer:
     packer = Packer()
     client = ClientOptions(device="cupy", device_receive=receive)
     packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire}, client=client, **options)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def write(worker: Worker, step: int, cupy: Any) -> Ticket:
 
 @every_wire
 def test_a_batch_goes_from_device_memory_to_device_memory(
-    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
+    wire: str, worker: Worker, queue: RingQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire)
     try:
@@ -70,7 +70,7 @@ def test_a_batch_goes_from_device_memory_to_device_memory(
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_what_the_trainers_stream_does_with_a_batch_comes_after_its_arrival(
-    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
+    wire: str, worker: Worker, queue: RingQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire)
     try:
@@ -90,7 +90,7 @@ def test_what_the_trainers_stream_does_with_a_batch_comes_after_its_arrival(
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
-    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
+    wire: str, worker: Worker, queue: RingQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire, settings=settings_with(staging_bytes=64 << 10))
     try:
@@ -111,7 +111,7 @@ def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
 
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
-    wire: str, worker: Worker, queue: RedisQueue, cupy: Any
+    wire: str, worker: Worker, queue: RingQueue, cupy: Any
 ) -> None:
     packer = packing(queue, wire)
     for step in (1, 3, 2, 4):
@@ -126,7 +126,7 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
 
 
 def test_a_device_that_cannot_be_used_is_named_at_set_up(
-    queue: RedisQueue, cupy: Any, monkeypatch: pytest.MonkeyPatch
+    queue: RingQueue, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packer = Packer()
     with pytest.raises(UsageError, match="this process sees 1 CUDA devices"):

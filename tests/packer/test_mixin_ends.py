@@ -15,7 +15,7 @@ from transport.client.payload import ReadOutcome
 from transport.errors import (
     ClosedError,
 )
-from transport.queue import RedisQueue
+from transport.queue import RingQueue
 
 
 def test_before_setup_and_after_cleanup_every_call_says_what_to_do() -> None:
@@ -47,7 +47,7 @@ def test_setup_again_cleans_up_first() -> None:
 @pytest.mark.ucx
 @pytest.mark.parametrize(("wire", "how"), [("mapped", "cancel_prefetch"), ("tcp", "cleanup_ucxx_packer")])
 def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
-    worker: Worker, queue: RedisQueue, wire: str, how: str
+    worker: Worker, queue: RingQueue, wire: str, how: str
 ) -> None:
     for step in range(2):
         write(worker, step)
@@ -81,7 +81,7 @@ def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
 @pytest.mark.ucx
 @pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
 def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
-    worker: Worker, queue: RedisQueue, how: str
+    worker: Worker, queue: RingQueue, how: str
 ) -> None:
     for step in range(2):
         write(worker, step)
@@ -97,7 +97,7 @@ def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("reason", [3, "\ud800"])
-def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: RedisQueue, reason: Any) -> None:
+def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: RingQueue, reason: Any) -> None:
     """The batch is still the caller's, who gives it back with another one."""
     write(worker, 1)
     batch = fetch(packer, 1)

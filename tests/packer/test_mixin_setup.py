@@ -7,25 +7,23 @@ from typing import Any
 
 import pytest
 from packers import Packer
-from redis_server import RedisServer
-from ticket_queues import run_of
 
 from transport import UCXXClient
-from transport.errors import QueueUnavailableError
+from transport.errors import ClosedError
 from transport.packer import session
-from transport.queue import RedisQueue, TicketQueue
+from transport.queue import FoundRings, RingQueue
 
 pytestmark = pytest.mark.ucx
 
 
-class Refusing(RedisQueue):
+class Refusing(RingQueue):
     """A queue that fails at one step of the set-up."""
 
     fails = ""
 
-    def connect(self, *arguments: Any) -> TicketQueue:
+    def connect(self, *arguments: Any) -> FoundRings:
         if self.fails == "connect":
-            raise QueueUnavailableError("connecting fails")
+            raise ClosedError("connecting fails")
         return super().connect(*arguments)
 
 
@@ -34,9 +32,7 @@ def named_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("step", ["rings", "connect", "bar", "session", "warming"])
-def test_a_set_up_that_fails_leaves_neither_loop_nor_client(
-    step: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_up_that_fails_leaves_neither_loop_nor_client(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[UCXXClient] = []
     end = UCXXClient.end
     monkeypatch.setattr(UCXXClient, "end", lambda client: (ended.append(client), end(client))[-1])
@@ -45,7 +41,7 @@ def test_a_set_up_that_fails_leaves_neither_loop_nor_client(
         raise RuntimeError(f"{step} fails")
 
     packer = Packer()
-    with Refusing(run_of(redis)) as queue:
+    with Refusing() as queue:
         queue.fails = step
         targets = {
             "rings": (session, "FoundRings"),
@@ -55,7 +51,7 @@ def test_a_set_up_that_fails_leaves_neither_loop_nor_client(
         }
         if step in targets:
             monkeypatch.setattr(*targets[step], fail)
-        with pytest.raises((RuntimeError, QueueUnavailableError), match="fail"):
+        with pytest.raises((RuntimeError, ClosedError), match="fail"):
             packer.setup_ucxx_packer(queue=None if step == "rings" else queue, wire={"tcp"}, progress="bar")
         assert named_threads() == []
         assert len(set(ended)) == 1

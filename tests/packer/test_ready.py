@@ -29,7 +29,7 @@ from transport import (
 )
 from transport.errors import ClosedError, StopRequestedError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.queue import RedisQueue
+from transport.queue import RingQueue
 from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
@@ -67,7 +67,7 @@ print("written", written, flush=True)
 
 
 @pytest.mark.ucx
-def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RedisQueue) -> None:
+def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RingQueue) -> None:
     with (
         Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
         Trainer(schemas=[SCHEMA], queue=queue) as trainer,
@@ -164,7 +164,7 @@ def test_a_payload_that_comes_twice_is_ended_by_the_batch_that_accepted_it(end: 
 
 
 @pytest.mark.ucx
-def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(queue: RedisQueue) -> None:
+def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(queue: RingQueue) -> None:
     waited = []
 
     class Watched(Rollout):
@@ -199,9 +199,7 @@ def test_a_rollout_warns_of_what_no_trainer_has_consumed_when_it_closes(
 
 
 @pytest.mark.parametrize("given", [None, 7.0])
-def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(
-    queue: RedisQueue, given: float | None
-) -> None:
+def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(queue: RingQueue, given: float | None) -> None:
     waited = []
 
     class Watched(Rollout):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transport.errors import QueueUnavailableError, SchemaError
+from transport.errors import LinkError, SchemaError
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.packer.stream import BatchStream
-from transport.queue import RedisQueue
+from transport.queue import RingQueue
 from transport.schema import Schema, UpTo
 from transport.ticket import Ticket
 
@@ -33,7 +33,7 @@ class Worker(UCXXRolloutMixin):
 
 
 @pytest.fixture
-def worker(queue: RedisQueue) -> Iterator[Worker]:
+def worker(queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
     yield worker
@@ -41,7 +41,7 @@ def worker(queue: RedisQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def stream(request: pytest.FixtureRequest, queue: RedisQueue) -> Iterator[Callable[..., BatchStream]]:
+def stream(request: pytest.FixtureRequest, queue: RingQueue) -> Iterator[Callable[..., BatchStream]]:
     made: list[BatchStream] = []
 
     def make(batch_size: int = 4, fill_s: float = 0.0, idle_s: float | None = 0.0, **options: Any) -> BatchStream:
@@ -70,7 +70,7 @@ def test_batches_come_in_order_until_the_queue_is_idle(worker: Worker, stream: C
 
 
 def test_only_what_was_used_is_acknowledged(
-    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RingQueue, stream: Callable[..., BatchStream]
 ) -> None:
     worker.play(12)
     batches = stream()
@@ -100,7 +100,7 @@ def test_stopping_ends_a_wait(worker: Worker, stream: Callable[..., BatchStream]
 
 
 def test_a_payload_that_is_gone_is_missing_from_its_batch(
-    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RingQueue, stream: Callable[..., BatchStream]
 ) -> None:
     tickets = worker.play(3)
     worker.ring.discard(tickets[1])
@@ -113,7 +113,7 @@ def test_a_payload_that_is_gone_is_missing_from_its_batch(
 
 
 def test_a_batch_of_which_nothing_came_is_passed_over(
-    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RingQueue, stream: Callable[..., BatchStream]
 ) -> None:
     for ticket in worker.play(4):
         worker.ring.discard(ticket)
@@ -123,7 +123,7 @@ def test_a_batch_of_which_nothing_came_is_passed_over(
 
 
 def test_a_payload_of_an_unknown_schema_ends_the_loop_with_its_error(
-    worker: Worker, queue: RedisQueue, stream: Callable[..., BatchStream]
+    worker: Worker, queue: RingQueue, stream: Callable[..., BatchStream]
 ) -> None:
     worker.play(2)
     with pytest.raises(SchemaError):
@@ -132,13 +132,13 @@ def test_a_payload_of_an_unknown_schema_ends_the_loop_with_its_error(
 
 
 def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(
-    worker: Worker, stream: Callable[..., BatchStream], queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, stream: Callable[..., BatchStream], queue: RingQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim, calls = queue.claim, iter(range(100))
 
     def failing(*arguments: Any, **named: Any) -> Any:
         if next(calls) == 1:
-            raise QueueUnavailableError("the server is away")
+            raise LinkError("the server is away")
         return claim(*arguments, **named)
 
     monkeypatch.setattr(queue, "claim", failing)

@@ -1,20 +1,18 @@
-"""A data packer connects at its setup, in the background, to the rings that the queue or the directory know of."""
+"""A data packer connects at its setup, in the background, to the rings that the directory knows of."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packers import SCHEMA, Packer, Worker, fetch, write
-from redis_server import RedisServer
-from ticket_queues import ticket_queue
 
 from transport.errors import StoreUnavailableError
 from transport.packer.options import ClientOptions, ServerOptions
+from transport.queue import RingQueue
 from transport.store.directory import Directory
 from transport.store.memory import MemoryStore
 
@@ -35,43 +33,36 @@ def warmed(packer: Packer) -> None:
     packer._ucxx.warming.result(20)
 
 
-@pytest.mark.parametrize("knows", ["queue", "directory"])
-def test_the_first_batch_finds_its_connections(knows: str, tmp_path: Path, redis: RedisServer) -> None:
-    worker, packer, store = Worker(), Packer(), MemoryStore()
-    with ticket_queue(redis) as queue:
-        directory = Directory(store)
-        try:
-            server = ServerOptions(ports=(0, 0), directory=directory)
-            worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=server)
-            if knows == "queue":
-                write(worker, 0)
-                until(lambda: queue.depth().ready == 1)
-            options = ClientOptions(directory=directory if knows == "directory" else None)
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
-            warmed(packer)
-            stood = packer.ucxx_statistics().client.links_idle
-            assert stood == 16
-            for step in range(1, 6):
-                write(worker, step)
-            packer.consume(fetch(packer, 5))
-            assert packer.ucxx_statistics().client.links_opened == stood
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
-
-
-def test_rings_that_come_later_are_found_by_looking_again(tmp_path: Path, redis: RedisServer) -> None:
+def test_the_first_batch_finds_its_connections(queue: RingQueue) -> None:
     worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
-    with ticket_queue(redis) as queue:
-        try:
-            options = ClientOptions(directory=directory)
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
-            server = ServerOptions(directory=directory)
-            worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=server)
-            until(lambda: packer.ucxx_statistics().client.links_idle == 8)
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
+    try:
+        server = ServerOptions(ports=(0, 0), directory=directory)
+        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=server)
+        options = ClientOptions(directory=directory)
+        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
+        warmed(packer)
+        stood = packer.ucxx_statistics().client.links_idle
+        assert stood == 16
+        for step in range(1, 6):
+            write(worker, step)
+        packer.consume(fetch(packer, 5))
+        assert packer.ucxx_statistics().client.links_opened == stood
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
+
+
+def test_rings_that_come_later_are_found_by_looking_again(queue: RingQueue) -> None:
+    worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
+    try:
+        options = ClientOptions(directory=directory)
+        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
+        server = ServerOptions(directory=directory)
+        worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=server)
+        until(lambda: packer.ucxx_statistics().client.links_idle == 8)
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
 
 
 class Unreachable(MemoryStore):
@@ -81,19 +72,18 @@ class Unreachable(MemoryStore):
         raise StoreUnavailableError("the store is away")
 
 
-def test_a_directory_that_cannot_be_asked_disturbs_nothing(tmp_path: Path, redis: RedisServer) -> None:
+def test_a_directory_that_cannot_be_asked_disturbs_nothing(queue: RingQueue) -> None:
     worker, packer = Worker(), Packer()
-    with ticket_queue(redis) as queue:
-        try:
-            worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
-            options = ClientOptions(directory=Directory(Unreachable()))
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
-            write(worker, 3)
-            assert [int(payload["step"]) for payload in packer.consume(fetch(packer, 1))] == [3]
-            warmed(packer)  # it ends with the first read
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
+    try:
+        worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
+        options = ClientOptions(directory=Directory(Unreachable()))
+        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
+        write(worker, 3)
+        assert [int(payload["step"]) for payload in packer.consume(fetch(packer, 1))] == [3]
+        warmed(packer)  # it ends with the first read
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
 
 
 def test_cleaning_up_does_not_wait_for_a_store_that_hangs() -> None:

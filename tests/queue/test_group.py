@@ -3,69 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from queue_harness import LEASE_S, ids, tickets
+from queue_harness import ids, tickets
 from queue_waits import in_thread, ticket
-from redis_server import WHY_NOT, RedisServer, needs_redis, redis_server
+from ring_queues import RingHarness
 
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreUnavailableError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import DeliveryState, QueueDepth, RedisQueue, TicketQueue, open_queue
+from transport.queue import QueueDepth, RingQueue
 from transport.queue.group import GroupQueue, _Vote, counted
-from transport.storage.urls import parse_url
-from transport.store import SQLiteStore, Store, open_store
-from transport.testing import MemoryQueue
+from transport.ring.buffer import SharedRingBuffer
+from transport.store import SQLiteStore, Store
 
 
 class Place:
     """A queue and a store, and groups on them."""
 
-    def __init__(self, queue: TicketQueue, store: Store, advance: Callable[[float], None]) -> None:
-        self.queue, self.store, self.advance = queue, store, advance
+    def __init__(self, rings: RingHarness, store: Store) -> None:
+        self._rings, self.store = rings, store
+        self.queue: Any = rings.open()
 
     def group(self, name: str = "a", ranks: int = 2, patience_s: float = 30) -> list[GroupQueue]:
         return [GroupQueue(self.queue, self.store, name, rank, ranks, patience_s=patience_s) for rank in range(ranks)]
 
-
-@pytest.fixture(scope="module", autouse=True)  # before the first test, whose leak it would be otherwise
-def server() -> Iterator[RedisServer | None]:
-    if WHY_NOT:
-        yield None
-        return
-    with redis_server() as running:
-        yield running
+    def lose_the_holder(self) -> None:
+        """What was claimed is anybody's."""
+        self._rings.lose_the_holder()
+        self.queue = self._rings.open()
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=needs_redis)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    times = [1000.0]
-
-    def advance(seconds: float) -> None:
-        times[0] += seconds
-
-    with contextlib.ExitStack() as stack:
-        queue: TicketQueue
-        store: Store
-        if request.param == "memory":
-            queue = MemoryQueue(lease_s=LEASE_S, clock=lambda: times[0])
-            store = SQLiteStore(tmp_path / "store.db")
-        else:
-            server = request.getfixturevalue("server")
-            server.flush()
-            queue = RedisQueue(parse_url(server.place()), lease_s=LEASE_S, clock=lambda: times[0])
-            store = open_store(server.place())
-        stack.enter_context(queue)
-        stack.enter_context(store)
-        yield Place(queue, store, advance)
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with contextlib.closing(RingHarness()) as rings, SQLiteStore(tmp_path / "store.db") as store:
+        yield Place(rings, store)
 
 
 def at_once(*calls: Callable[[], object]) -> list[object]:
@@ -80,10 +57,13 @@ def test_every_rank_gets_the_leaders_claims_in_the_leaders_order(place: Place) -
     place.queue.publish(tickets(5))
     leader, follower = place.group()
     assert follower.claim(2, rank=1, consumer="f") == []  # nobody claims but the leader
-    assert ids(leader.claim(2, consumer="a")) == ids(follower.claim(99, rank=1, consumer="f"))
+    held = leader.claim(2, consumer="a")
+    assert ids(held) == ids(follower.claim(99, rank=1, consumer="f"))
     others, theirs = place.group("b")
-    assert ids(others.claim(1, consumer="b")) == [ticket(2).id]
-    assert ids(leader.claim(9, consumer="a")) == [ticket(3).id, ticket(4).id]
+    held += others.claim(1, consumer="b")
+    assert ids(held[2:]) == [ticket(2).id]
+    held += leader.claim(9, consumer="a")
+    assert ids(held[3:]) == [ticket(3).id, ticket(4).id]
     claims = follower.claim(1, rank=1, consumer="f")
     assert ids(claims) == [ticket(3).id, ticket(4).id]
     assert {claim.rank for claim in claims} == {1}
@@ -157,30 +137,6 @@ def test_a_decision_that_the_store_did_not_take_is_made_by_the_repeated_call(
     assert place.queue.depth() == QueueDepth(done=2)
 
 
-@needs_redis
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_ends_gives_its_claims_back_with_as_many_calls_for_many_as_for_one(
-    server: RedisServer, who: int
-) -> None:
-    import redis
-
-    def calls(count: int) -> int:
-        """Of the server's scripts and transactions."""
-        server.flush()
-        with RedisQueue(parse_url(server.place())) as queue, open_store(server.place()) as store:
-            queue.publish(tickets(count))
-            group = [GroupQueue(queue, store, "a", rank, 2) for rank in range(2)]
-            claims = [member.claim(count, rank=rank, consumer="g") for rank, member in enumerate(group)][who]
-            with redis.Redis(port=server.port) as client:
-                client.config_resetstat()
-                assert group[who].retry_many(claims, reason="the trainer stopped") == claims
-                assert group[who].retry_many(claims, reason="again") == (claims if who == 0 else [])
-                seen = client.info("commandstats")
-        return sum(seen.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "eval", "exec"))
-
-    assert calls(50) <= calls(1) + 2
-
-
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("final", [False, True])
 def test_what_one_rank_could_not_read_nobody_trains_on(place: Place, who: int, final: bool) -> None:
@@ -192,8 +148,7 @@ def test_what_one_rank_could_not_read_nobody_trains_on(place: Place, who: int, f
     kept = [[claim for claim in claims[rank] if rank != who or claim is not bad] for rank in range(2)]
     acked = at_once(*(lambda at=at: group[at].ack_many(kept[at]) for at in range(2)))
     assert [ids(each) for each in acked] == [[ticket(1).id]] * 2
-    state = DeliveryState.DISCARDED if final else DeliveryState.READY
-    assert place.queue.known([ticket(0).id]) == {ticket(0).id: (state,)}
+    assert place.queue.depth() == (QueueDepth(done=1, discarded=1) if final else QueueDepth(done=1, ready=1, retried=1))
     if final:
         assert place.queue.failures()[0].reason == ("rank 1: gone" if who else "gone")
 
@@ -204,18 +159,18 @@ def test_a_leader_that_is_gone_breaks_the_group_and_another_group_gets_its_ticke
     leader.claim(1, consumer="a")
     with pytest.raises(GroupBrokenError, match="under another name"):
         follower.ack_many(follower.claim(1, rank=1, consumer="f"))
-    place.advance(LEASE_S)
+    place.lose_the_holder()
     other, others = place.group("b")
     claims = other.claim(1, consumer="b"), others.claim(1, rank=1, consumer="b")
     acked = at_once(lambda: other.ack_many(claims[0]), lambda: others.ack_many(claims[1]))
     assert [ids(each) for each in acked] == [[ticket(0).id]] * 2
 
 
-def test_a_claim_whose_lease_ended_is_trained_on_by_no_rank(place: Place) -> None:
+def test_a_claim_whose_holder_is_gone_is_trained_on_by_no_rank(place: Place) -> None:
     place.queue.publish(ticket(0))
     group = place.group()
     claims = [member.claim(1, rank=rank, consumer="g") for rank, member in enumerate(group)]
-    place.advance(LEASE_S)
+    place.lose_the_holder()
     assert at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(2))) == [[], []]
 
 
@@ -237,43 +192,6 @@ def test_a_final_no_comes_before_others() -> None:
     assert counted([yes, None]).reason == "rank 1 of the group was silent"
 
 
-MEMBER = """
-import sys
-from transport.queue.group import GroupQueue
-from transport.queue import open_queue
-from transport.store import open_store
-queue, store, rank = open_queue(sys.argv[1]), open_store(sys.argv[2]), int(sys.argv[3])
-group = GroupQueue(queue, store, "g", rank, 2)
-trained = 0
-while trained < 40:
-    claims = group.claim(4, 30, rank=rank, consumer="member")
-    bad = [claim for claim in claims if rank == 1 and claim.attempts == 1 and claim.ticket_id.endswith("3/1")]
-    for claim in bad:
-        group.retry(claim, reason="a read failed")
-    for claim in group.ack_many([claim for claim in claims if claim not in bad]):
-        trained += 1
-        print(claim.ticket_id, flush=True)
-queue.close(), store.close()
-"""
-
-
-@needs_redis
-@pytest.mark.slow
-def test_processes_of_a_group_train_on_the_same_in_the_same_order(tmp_path: Path, server: RedisServer) -> None:
-    server.flush()
-    places = server.place(), f"sqlite://{tmp_path}/store.db"
-    with open_queue(places[0]) as queue:
-        queue.publish(tickets(40))
-        members = [
-            subprocess.Popen([sys.executable, "-c", MEMBER, *places, str(rank)], stdout=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
-        said = [member.communicate(timeout=100)[0].split() for member in members]
-        assert said[0] == said[1]
-        assert sorted(said[0]) == sorted(item.id for item in tickets(40))
-        assert queue.depth() == QueueDepth(done=40, retried=4)
-
-
 class Rollout(UCXXRolloutMixin):
     """The mixin alone."""
 
@@ -284,34 +202,36 @@ class Packer(UCXXDataPackerMixin):
 
 @pytest.mark.ucx
 @pytest.mark.slow
-def test_the_packers_of_a_group_train_on_the_same_payloads(place: Place) -> None:
+def test_the_packers_of_a_group_train_on_the_same_payloads(tmp_path: Path) -> None:
     rollout, packers = Rollout(), [Packer(), Packer()]
-    rollout.setup_ucxx(
-        slots=8, readers=2, grouped=True, queue=place.queue, mode="thread", ring=RingOptions(slot_bytes=4096)
-    )
-    try:
-        for rank, (packer, member) in enumerate(zip(packers, place.group(), strict=True)):
-            packer.setup_ucxx_packer(queue=member, rank=rank, wire={"mapped"})
-        tickets = [rollout.write_to_buffer({"step": np.int64(step)}) for step in range(6)]
-        rollout.ring.discard(tickets[2])  # nobody can read it
+    with RingQueue() as queue, SQLiteStore(tmp_path / "store.db") as store:
+        groups = [GroupQueue(queue, store, "a", rank, 2, patience_s=30) for rank in range(2)]
+        rollout.setup_ucxx(
+            slots=8, readers=2, grouped=True, queue=queue, mode="thread", ring=RingOptions(slot_bytes=4096)
+        )
+        try:
+            for rank, (packer, member) in enumerate(zip(packers, groups, strict=True)):
+                packer.setup_ucxx_packer(queue=member, rank=rank, wire={"mapped"})
+            tickets = [rollout.write_to_buffer({"step": np.int64(step)}) for step in range(6)]
+            rollout.ring.discard(tickets[2])  # nobody can read it
 
-        def train(packer: Packer) -> list[int]:
-            packer.start_prefetch(packer.claim_tickets(6, 30))
-            batch = packer.collect_prefetch()
-            assert batch is not None
-            payloads = packer.consume(batch)
-            steps = [int(payload["step"]) for payload in payloads]
-            for payload in payloads:
-                payload.release()
-            return steps
+            def train(packer: Packer) -> list[int]:
+                packer.start_prefetch(packer.claim_tickets(6, 30))
+                batch = packer.collect_prefetch()
+                assert batch is not None
+                payloads = packer.consume(batch)
+                steps = [int(payload["step"]) for payload in payloads]
+                for payload in payloads:
+                    payload.release()
+                return steps
 
-        assert at_once(*(lambda packer=packer: train(packer) for packer in packers)) == [[0, 1, 3, 4, 5]] * 2
-        assert place.queue.depth() == QueueDepth(done=5, discarded=1)
-        assert rollout.ring_statistics().ready == 0
-    finally:
-        for packer in packers:
-            packer.cleanup_ucxx_packer()
-        rollout.cleanup_ucxx()
+            assert at_once(*(lambda packer=packer: train(packer) for packer in packers)) == [[0, 1, 3, 4, 5]] * 2
+            assert queue.depth(0).done == 5
+            assert rollout.ring_statistics().ready == 0
+        finally:
+            for packer in packers:
+                packer.cleanup_ucxx_packer()
+            rollout.cleanup_ucxx()
 
 
 def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
@@ -324,18 +244,22 @@ def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
 
 
 def test_the_ranks_agree_on_the_end_also_where_another_rollout_comes_after_it(tmp_path: Path) -> None:
-    class Ending(MemoryQueue):
+    class Ending(RingQueue):
         over = True
 
         def finished(self, expected_rollouts: int | None = None) -> bool:
             return self.over
 
-    with Ending() as queue, SQLiteStore(tmp_path / "store.db") as store:
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=8) as ring,
+        Ending([ring]) as queue,
+        SQLiteStore(tmp_path / "store.db") as store,
+    ):
         ranks = [GroupQueue(queue, store, "a", rank, 2) for rank in range(2)]
         for over in (True, False, True):
             queue.over = over
             assert [rank.finished() for rank in ranks] == [over, over]
-        queue.publish(ticket(0))
+        ring.write_raw(b"x", readers=2)
         claims = ranks[0].claim(1, consumer="a")  # the leader goes on, though it has said that this is the end
         assert not ranks[1].finished()
         assert ids(ranks[1].claim(1, rank=1, consumer="b")) == ids(claims)
@@ -347,8 +271,8 @@ def test_only_the_leader_renews(place: Place) -> None:
     leader, follower = place.group()
     claims = leader.claim(1, consumer="a")
     theirs = follower.claim(1, rank=1, consumer="f")
-    place.advance(LEASE_S * 2 / 3)
     assert leader.renew(claims) == claims
     assert follower.renew(theirs) == theirs
-    place.advance(LEASE_S * 2 / 3)
-    assert leader.renew(claims) == claims
+    assert leader.retry(claims[0])
+    assert leader.renew(claims) == []
+    assert follower.renew(theirs) == theirs

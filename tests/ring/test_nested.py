@@ -14,7 +14,8 @@ from PIL import Image
 from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import PayloadDamagedError, PayloadTooLargeError, SchemaError
 from transport.packer.options import ServerOptions
-from transport.testing import LocalTransport, MemoryQueue
+from transport.queue import RingQueue
+from transport.testing import LocalTransport
 
 SCHEMA = Schema.of(
     prompt=("text", UpTo(200)),
@@ -231,14 +232,14 @@ def test_damaged_bytes_are_an_error_of_their_field_alone() -> None:
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_rollout_and_a_trainer_pass_them_on(wire: Any) -> None:
     with (
-        MemoryQueue() as queue,
+        RingQueue() as queue,
         Rollout(SCHEMA, slots=8, queue=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
         Trainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
     ):
         rollout.write_to_buffer(sample(1))
         rollout.write_many_to_buffer([sample(2), sample(3)])
         tickets: list[Any] = []
-        while len(tickets) < 3:  # they are published in the background, and come as they do
+        while len(tickets) < 3:
             tickets += trainer.claim_tickets(3 - len(tickets), timeout_s=20.0)
         trainer.start_prefetch(tickets)
         batch = trainer.collect_prefetch()

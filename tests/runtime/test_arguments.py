@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from packers import Packer, Worker
-from redis_server import WHY_NOT, redis_server
 
 from transport import Schema, ServerOptions, SharedRingBuffer, UCXXServer
+from transport.claims.places import OnThisHost
 from transport.errors import UsageError
-from transport.queue import Claim, QueuedTicket, RedisQueue, TicketQueue, open_queue
-from transport.storage.urls import parse_url
+from transport.queue import Claim, FoundRings
 from transport.store import SQLiteStore
 
 SCHEMA = Schema.of(step=("int64",))
@@ -22,19 +22,13 @@ CLAIM = Claim("ring/0/1", b"", 0, 1, "1:1")
 Wrong = Callable[[Any], object]
 
 
-@pytest.fixture(scope="module")
-def queue() -> Iterator[TicketQueue]:
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
-    with redis_server() as server, open_queue(server.place()) as made:
+@pytest.fixture
+def queue() -> Iterator[FoundRings]:
+    with FoundRings(OnThisHost(f"arguments-{os.getpid()}-")) as made:
         yield made
 
 
 REFUSED: list[Wrong] = [
-    # Text has letters, and would be several ids or tickets.
-    lambda queue: queue.publish("x"),
-    lambda queue: queue.known("ring/0/1"),
-    lambda queue: queue.publish(QueuedTicket("x", b""), policy_version=2**70),
     lambda queue: queue.claim(2**70, consumer="a"),
     lambda queue: queue.claim(1, consumer="a", oldest_version=-(2**70)),
     lambda queue: queue.failures(2**70),
@@ -46,15 +40,16 @@ REFUSED: list[Wrong] = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_values_that_no_queue_can_store(case: int, queue: TicketQueue) -> None:
+def test_values_that_no_ring_can_hold(case: int, queue: FoundRings) -> None:
     with pytest.raises(UsageError):
         REFUSED[case](queue)
     assert queue.depth().unfinished == 0
 
 
-def test_numpys_numbers_are_numbers_to_a_queue(queue: TicketQueue) -> None:
+def test_numpys_numbers_are_numbers_to_a_queue(queue: FoundRings, ring: SharedRingBuffer) -> None:
     number: Any = np.int64
-    assert queue.publish(QueuedTicket("numpy", b"x"), readers=number(1), policy_version=number(7)) == 1
+    queue.hand_out(ring)
+    ring.write({"a": 1}, readers=number(1), policy_version=number(7))
     (claim,) = queue.claim(number(2), np.float32(0), rank=number(0), consumer="a", oldest_version=number(7))
     assert type(claim.policy_version) is int
     assert claim.policy_version == 7
@@ -77,13 +72,12 @@ def test_numpys_numbers_are_numbers_to_a_queue(queue: TicketQueue) -> None:
         {"lease_s": 0},
         {"lease_s": float("inf")},
         {"max_deliveries": 0},
-        {"keep_finished": -1},
     ],
     ids=str,
 )
 def test_what_a_queue_is_made_with(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        RedisQueue(parse_url("redis://localhost:1/0?run=none"), **options)  # type: ignore[arg-type]
+        FoundRings(OnThisHost("arguments-"), **options)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from redis_server import RedisServer, needs_redis, redis_server
 
-from transport.errors import QueueUnavailableError
-from transport.queue import open_queue
-from transport.queue.base import TicketQueue
+from transport.errors import StoreUnavailableError
 from transport.runtime import hurry
 from transport.runtime.signals import until_stopped
+from transport.store import Store, open_store
 
 pytestmark = needs_redis
 LONG_S = 10.0  # what a call would wait otherwise
@@ -28,21 +27,21 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def queue(server: RedisServer) -> Iterator[TicketQueue]:
-    with open_queue(server.place()) as made:
+def store(server: RedisServer) -> Iterator[Store]:
+    with open_store(server.place()) as made:
         yield made
 
 
-def claim_in_a_thread(queue: TicketQueue) -> tuple[threading.Thread, list[BaseException]]:
+def ask_in_a_thread(store: Store) -> tuple[threading.Thread, list[BaseException]]:
     errors: list[BaseException] = []
 
-    def claim() -> None:
+    def ask() -> None:
         try:
-            queue.claim(1, consumer="a")
-        except QueueUnavailableError as error:
+            store.get("a")
+        except StoreUnavailableError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=claim)
+    thread = threading.Thread(target=ask)
     thread.start()
     return thread, errors
 
@@ -50,19 +49,19 @@ def claim_in_a_thread(queue: TicketQueue) -> tuple[threading.Thread, list[BaseEx
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_calls_in_progress_and_later_ones_end_when_the_process_is_told_to(
-    server: RedisServer, queue: TicketQueue, how: signal.Signals
+    server: RedisServer, store: Store, how: signal.Signals
 ) -> None:
     assert server.process is not None
     process = server.process
     with until_stopped() as stopped:
         process.send_signal(how)
-        thread, errors = claim_in_a_thread(queue)
+        thread, errors = ask_in_a_thread(store)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopped.wait(LONG_S)
         thread.join()
-        with pytest.raises(QueueUnavailableError, match="this process is ending"):
+        with pytest.raises(StoreUnavailableError, match="this process is ending"):
             while True:  # the first ones may still have time
-                queue.claim(1, consumer="a")
+                store.get("a")
         assert errors
         if how == signal.SIGSTOP:
             process.send_signal(signal.SIGCONT)
@@ -70,23 +69,23 @@ def test_calls_in_progress_and_later_ones_end_when_the_process_is_told_to(
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_end_of_an_object_cuts_what_its_threads_wait_for(
-    server: RedisServer, queue: TicketQueue, how: signal.Signals
+    server: RedisServer, store: Store, how: signal.Signals
 ) -> None:
     assert server.process is not None
     process = server.process
     process.send_signal(how)
     with hurry.while_ending(0.1):
-        thread, errors = claim_in_a_thread(queue)
+        thread, errors = ask_in_a_thread(store)
         thread.join()
         assert errors
     assert hurry.until() == float("inf")
     if how == signal.SIGSTOP:
         process.send_signal(signal.SIGCONT)
-        assert queue.claim(1, consumer="a") == []  # no cut connection is left
+        assert store.get("a") is None  # no cut connection is left
 
 
 def test_a_server_that_failed_once_is_not_asked_again_when_the_time_is_over(
-    server: RedisServer, queue: TicketQueue, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import redis
 
@@ -100,35 +99,35 @@ def test_a_server_that_failed_once_is_not_asked_again_when_the_time_is_over(
     monkeypatch.setattr(redis.Redis, "evalsha", ask)
     server.kill()
     with hurry.while_ending(0.0):
-        with pytest.raises(QueueUnavailableError):
-            queue.claim(1, consumer="a")
+        with pytest.raises(StoreUnavailableError):
+            store.get("a")
         assert asked
         asked.clear()
-        with pytest.raises(QueueUnavailableError, match="this process is ending"):
-            queue.claim(1, consumer="a")
+        with pytest.raises(StoreUnavailableError, match="this process is ending"):
+            store.get("a")
         assert not asked
 
 
-def limit_s(queue: TicketQueue) -> float:
+def limit_s(store: Store) -> float:
     """Of one command."""
-    client = queue._connection._room().client  # type: ignore[attr-defined]
+    client = store._connection._room().client  # type: ignore[attr-defined]
     return float(client.connection_pool.connection_kwargs["socket_timeout"])
 
 
-def test_a_connection_that_outlives_an_end_has_its_own_limits_again(server: RedisServer, queue: TicketQueue) -> None:
+def test_a_connection_that_outlives_an_end_has_its_own_limits_again(server: RedisServer, store: Store) -> None:
     assert server.process is not None
-    usual_s = limit_s(queue)
+    usual_s = limit_s(store)
     server.process.send_signal(signal.SIGSTOP)
     with hurry.while_ending(0.1):
-        thread, _ = claim_in_a_thread(queue)
+        thread, _ = ask_in_a_thread(store)
         thread.join()
-        assert limit_s(queue) < usual_s
+        assert limit_s(store) < usual_s
     server.process.send_signal(signal.SIGCONT)
-    assert limit_s(queue) == usual_s
-    assert queue.claim(1, consumer="a") == []
+    assert limit_s(store) == usual_s
+    assert store.get("a") is None
 
 
-def test_what_a_call_connects_behind_a_cut_is_closed(queue: TicketQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_connects_behind_a_cut_is_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     import redis
 
     evalsha = redis.Redis.evalsha
@@ -136,12 +135,12 @@ def test_what_a_call_connects_behind_a_cut_is_closed(queue: TicketQueue, monkeyp
 
     def cut_first(self: redis.Redis, *arguments: object) -> object:
         used.append(self)
-        queue._connection.cut()  # type: ignore[attr-defined]
+        store._connection.cut()  # type: ignore[attr-defined]
         return evalsha(self, *arguments)
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(redis.Redis, "evalsha", cut_first)
-    assert queue.claim(1, consumer="a") == []
+    assert store.get("a") is None
     assert len(list(Path("/proc/self/fd").iterdir())) < before
 
 
@@ -153,14 +152,14 @@ def test_a_child_does_not_end_because_its_parent_does() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_an_end_takes_its_steps_where_no_thread_can_start(queue: TicketQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_takes_its_steps_where_no_thread_can_start(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     monkeypatch.setattr("_thread.start_new_thread", refused)
     with hurry.while_ending():
-        assert queue.claim(1, consumer="a") == []
+        assert store.get("a") is None
     hurry.begin()
     hurry.over()
 

@@ -24,10 +24,8 @@ from transport.config import Configuration, Loaded
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.packer.republish import Republishing
-from transport.queue import Claim, QueuedTicket
-from transport.queue.base import PayloadBytes, QueueAddress
-from transport.server.after_writer import AfterWriter
+from transport.queue import Claim
+from transport.queue.base import PayloadBytes
 from transport.snapshots.manifest import Entry as SavedEntry
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
@@ -56,7 +54,6 @@ RECORDS = [
     CLAIM,
     MappedClaim(**OF_CLAIM, source=None, ring=None, native=None),
     NetworkClaim(**OF_CLAIM, source=None, batch=None, position=0, owned=None),
-    QueuedTicket("ring/3/9", TICKET.encode()),
     PayloadBytes("tcp", TICKET.encode()),
     FetchedItem(TICKET, CLAIM),
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
@@ -72,9 +69,6 @@ RECORDS = [
     messages.Placed(0, TICKET.encode(), 0),
     offers.Offer(7, 0, TICKET.encode()),
     Meeting(store=PLACE, run="run", senders=1, receivers=1),
-    QueueAddress(url=RedisURL(PLACE, "run")),
-    Republishing(segment="/x", queue=QueueAddress(url=RedisURL(PLACE, "run"))),
-    AfterWriter(module="m", message=PLACE.encode()),
     Configuration(store=PLACE),
     Loaded(configuration=Configuration(store=PLACE), sources={}),
     roles.ShardDescription(name="p", host="h", address="127.0.0.1", port=1, token=WORD, layout="", bucket_bytes=1),

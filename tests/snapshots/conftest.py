@@ -1,5 +1,5 @@
-"""A queue beside the rings, on a real Redis server."""
+"""Rings that nobody has used."""
 
-from ticket_queues import queue_url, redis
+from ticket_queues import queue_url
 
-__all__ = ["queue_url", "redis"]
+__all__ = ["queue_url"]

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from packers import collected
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo, _ring
-from transport.claims.open import open_rings
 from transport.claims.rings import RingQueue
 from transport.cooldown.destinations.folder import Folder
 from transport.errors import (
@@ -196,7 +195,7 @@ def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuse
     with (
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as third,
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as fourth,
-        open_rings(f"rings:{prefix}") as queue,
+        open_queue(f"rings:{prefix}") as queue,
         Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
     ):
         left_out = restore(str(place), 2, third, consumed=[record])
@@ -395,7 +394,7 @@ def test_a_part_that_does_not_come_or_comes_twice_makes_no_snapshot(
 
 
 def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) -> None:
-    with open_rings("rings://127.0.0.1:1") as queue, pytest.raises(SnapshotError, match=r"127\.0\.0\.1:1"):
+    with open_queue("rings://127.0.0.1:1") as queue, pytest.raises(SnapshotError, match=r"127\.0\.0\.1:1"):
         snapshot(queue, str(place), 1)
 
 
@@ -403,7 +402,7 @@ def test_rings_that_are_served_elsewhere_are_not_left_out_silently(place: Path) 
 def test_a_snapshot_without_rings_is_only_of_a_queue_that_has_had_some(
     ring: SharedRingBuffer, prefix: str, place: Path, said: bool
 ) -> None:
-    with open_rings(f"rings:{prefix}") as queue:
+    with open_queue(f"rings:{prefix}") as queue:
         assert snapshot(queue, str(place), 1).wait(60).payloads == 0
         queue.claim(1, consumer="trainer")  # it knows the ring
         if said:
@@ -729,16 +728,16 @@ def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, p
 # --- beside the mixins --------------------------------------------------------------------------------
 @pytest.mark.ucx
 def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefix: str, place: Path) -> None:
-    with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
+    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
         for number in range(5):
             rollout.write_to_buffer(values(number), metadata={"number": number}, policy_version=number)
         taken = snapshot(queue, str(place), 1)
         taken.wait(60)
         rollout.ring.consume(rollout.ring.claim(5))
-    with open_rings(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
+    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
         restore(str(place), 1, rollout)
         address = f"rings://127.0.0.1:{rollout.ports[0]}"
-        with open_rings(address) as elsewhere, Trainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer:
+        with open_queue(address) as elsewhere, Trainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer:
             found: list[int] = []
             while len(found) < 5 and (claims := trainer.claim_tickets(5, timeout_s=30)):
                 batch = collected(trainer, claims)
@@ -759,10 +758,10 @@ def test_a_small_rollout_restores_as_trainers_make_room_unless_its_queue_lies_be
             restore(str(place), 1, rollout)
         assert rollout.ring.unread() == [] and queue.depth().unfinished == 0
     with (
-        open_rings(f"rings:{prefix}") as queue,
+        open_queue(f"rings:{prefix}") as queue,
         Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
         ThreadPoolExecutor(1) as thread,
-        open_rings(f"rings:{prefix}") as reading,
+        open_queue(f"rings:{prefix}") as reading,
     ):
         done = thread.submit(restore, str(place), 1, rollout)
         found: list[int] = []

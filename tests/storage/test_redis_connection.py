@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 from helpers import eventually
-from queue_waits import in_thread, ticket
+from queue_waits import in_thread
 from redis_server import RedisServer, needs_redis, redis_server
 from redis_stores import place
 
-from transport.errors import QueueUnavailableError, StoreUnavailableError
-from transport.queue import RedisQueue
+from transport.errors import StoreUnavailableError
 from transport.store import ABSENT, RedisStore
 
 pytestmark = needs_redis
@@ -77,15 +76,11 @@ def test_a_server_that_answers_not_now_is_waited_for(
 ) -> None:
     with (
         redis_server() as server,
-        RedisQueue(place(server), patience_s=0.0) as queue,
         RedisStore(place(server), patience_s=0.0) as store,
         RedisStore(place(server), patience_s=30) as patient,
     ):
-        queue.publish(ticket(0))
         version = store.put("a", b"1")
         with reason(server) as answer:
-            with pytest.raises(QueueUnavailableError):
-                queue.claim(1, consumer="a")
             with pytest.raises(StoreUnavailableError):
                 store.put("a", b"2")
             tried = threading.Event()
@@ -104,4 +99,3 @@ def test_a_server_that_answers_not_now_is_waited_for(
             thread.join()
         assert found == [None]  # refused for what is there: the server had run none of the calls before
         assert store.compare_and_set("a", b"3", version) is not None
-        assert len(queue.claim(1, consumer="a")) == 1

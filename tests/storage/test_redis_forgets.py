@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import eventually, free
-from packers import Packer, Worker
+from helpers import eventually
 from queue_waits import in_thread
-from redis_server import RedisServer, needs_redis, redis_server
+from redis_server import needs_redis, redis_server
 
-from transport import Schema
-from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError
+from transport.errors import ConfigurationError, StoreUnsuitableError
 from transport.queue import open_queue
 from transport.storage.urls import RedisURL, parse_url
 from transport.store import Entry, open_store
@@ -26,20 +23,16 @@ if TYPE_CHECKING:
 
 pytestmark = needs_redis
 FORGETFUL = ("--appendonly", "no")
-SCHEMA = Schema.of(step=("int64",))
 
 
-@pytest.mark.parametrize(
-    ("opened", "refusal"), [(open_queue, QueueUnsuitableError), (open_store, StoreUnsuitableError)]
-)
 @pytest.mark.parametrize("snapshots", [(), ("--save", "1 1")], ids=["nothing", "snapshots"])
 def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
-    snapshots: tuple[str, ...], opened: Callable[[str], Any], refusal: type[Exception]
+    snapshots: tuple[str, ...],
 ) -> None:
     with redis_server(*FORGETFUL, *snapshots) as server:
-        with pytest.raises(refusal, match=r"killed, it loses .*CONFIG SET appendonly yes.*may_forget=yes"):
-            opened(server.place())
-        with opened(server.place() + "&may_forget=yes"):
+        with pytest.raises(StoreUnsuitableError, match=r"killed, it loses .*CONFIG SET appendonly yes.*may_forget=yes"):
+            open_store(server.place())
+        with open_store(server.place() + "&may_forget=yes"):
             pass
 
 
@@ -57,7 +50,7 @@ def test_a_server_that_got_its_file_later_is_admitted() -> None:
     with redis_server(*FORGETFUL) as server:
         with redis.Redis(host="127.0.0.1", port=server.port) as client:
             client.config_set("appendonly", "yes")
-        with open_queue(server.place()):
+        with open_store(server.place()):
             pass
 
 
@@ -69,7 +62,7 @@ def test_a_server_that_does_not_say_is_admitted_with_a_warning(
 
     info = redis.Redis.info
     monkeypatch.setattr(redis.Redis, "info", lambda self, *part: {**info(self, *part), "aof_enabled": None})
-    with redis_server() as server, caplog.at_level(logging.WARNING), open_queue(server.place()):
+    with redis_server() as server, caplog.at_level(logging.WARNING), open_store(server.place()):
         pass
     assert "does not report whether its append-only file is enabled" in caplog.text
 
@@ -131,59 +124,3 @@ def test_a_place_says_it_in_one_way(said: str) -> None:
     with pytest.raises(ConfigurationError, match="may_forget=yes"):
         parse_url(f"redis://host/0?run=x&may_forget={said}")
     assert parse_url("redis://host/0?run=x&may_forget=yes") == RedisURL("redis://host/0", "x", may_forget=True)
-
-
-# --- what it costs ------------------------------------------------------------------------------------------
-@pytest.fixture
-def run() -> Iterator[tuple[Worker, list[Packer]]]:
-    worker, packers = Worker(), [Packer(), Packer()]
-    yield worker, packers
-    for packer in packers:
-        packer.cleanup_ucxx_packer()
-    worker.cleanup_ucxx()
-
-
-def trained(packer: Packer) -> list[int]:
-    packer.start_prefetch(packer.claim_tickets(4, 1.0))
-    batch = packer.collect_prefetch()
-    return [] if batch is None else [int(payload["step"]) for payload in packer.consume(batch)]
-
-
-def killed_behind_an_acknowledgement(server: RedisServer, run: tuple[Worker, list[Packer]], place: str) -> list[int]:
-    """The queue's server is killed when it has said yes, and before the ring has heard of it. What was trained on."""
-    worker, (first, second) = run
-    with open_queue(place) as queue:
-        ring = worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
-        for packer in (first, second):
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
-        worker.write_to_buffer({"step": 7})
-        settle = queue.ack_many
-        done: list[list[int]] = []
-        faults = [server]
-
-        def killed(claims: Any, **options: Any) -> Any:
-            accepted = settle(claims, **options)
-            if faults:
-                faults.pop().kill()
-                server.start()
-                worker.reconcile()
-                done.append(trained(second))
-            return accepted
-
-        queue.ack_many = killed  # type: ignore[method-assign]
-        steps = trained(first) + done[0]
-        eventually(lambda: free(ring), "every slot is free")
-        first.cleanup_ucxx_packer()
-        second.cleanup_ucxx_packer()
-        worker.cleanup_ucxx()
-    return steps
-
-
-@pytest.mark.ucx
-def test_where_it_may_forget_a_payload_may_be_trained_on_twice_and_the_worker_says_so(
-    run: tuple[Worker, list[Packer]], caplog: pytest.LogCaptureFixture
-) -> None:
-    with redis_server(*FORGETFUL) as server, caplog.at_level(logging.WARNING):
-        place = server.place() + "&may_forget=yes"
-        assert killed_behind_an_acknowledgement(server, run, place) == [7, 7]
-    assert "1 unread payloads were unknown to the queue" in caplog.text

@@ -124,20 +124,21 @@ def test_text_without_a_scheme_is_named_unless_it_may_have_a_password(text: str)
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("ring:run-7-", "did you mean rings:?"),
-        ("reddis://user:sesame@host/0?run=x", "did you mean redis:?"),
+        ("ring:run-7-", "give rings:NAME"),
+        ("redis://user:sesame@host/0?run=x", "write rings+redis:"),
+        ("rings+reddis://user:sesame@host/0?run=x", "give rings:NAME"),
         ("amqp://user:sesame@host", "give rings:NAME"),
         ("seven", "give rings:NAME"),
     ],
 )
-def test_what_is_no_queues_url_is_told_the_forms_of_queues(text: str, meant: str) -> None:
+def test_what_names_no_rings_is_told_how_they_are_named(text: str, meant: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         open_queue(text)
     assert meant in str(caught.value)
-    assert "sqlite" not in str(caught.value) and "sesame" not in str(caught.value)
+    assert "sesame" not in str(caught.value)
 
 
-def test_a_file_is_no_queue(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="rings:"):
+def test_a_file_of_a_store_is_told_how_rings_are_found_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"write rings\+sqlite:"):
         open_queue(f"sqlite:{tmp_path}/s.db")
     assert list(tmp_path.iterdir()) == []

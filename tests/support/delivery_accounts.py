@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import pytest
 from detour import Detour
 from helpers import NETWORK, Child, Elsewhere, eventually, parent_of
 from patience import PATIENCE
-from redis_server import WHY_NOT, RedisServer, redis_server
 from told import MARKED, PROGRAM
 
 from transport.errors import RingNotFoundError
-from transport.queue import QueueDepth, TicketQueue, open_queue
+from transport.queue import FoundRings, QueueDepth, open_queue
 from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
 
@@ -31,36 +29,26 @@ SHORT_LEASE = {"claim_lease_s": 1.5, "claim_renew_s": 0.3}  # of a trainer that 
 
 
 class Place:
-    """Where the tickets of a run are: "mapped" or "tcp" (NETWORK), which are its rings, or "redis"."""
+    """How a run's payloads come: "mapped" or "tcp" (NETWORK) with the claims, or by "tickets" over NETWORK."""
 
-    def __init__(self, kind: str, url: str, prefix: str, server: RedisServer | None) -> None:
+    def __init__(self, kind: str, prefix: str) -> None:
         self.kind = kind
-        self.url = url
+        self.url = f"{'tickets' if kind == 'tickets' else 'rings'}:{prefix}"
         self.prefix = prefix
-        self.server = server
-        self.is_ring = kind in ("mapped", "tcp")
 
     def environment(self, **settings: float) -> dict[str, str]:
         """Of the run's processes."""
         wires = {"TRANSPORT_WIRES": "mapped" if self.kind == "mapped" else ",".join(NETWORK)}
         return wires | {f"TRANSPORT_{name.upper()}": str(value) for name, value in {**QUICK, **settings}.items()}
 
-    def open(self) -> TicketQueue:
+    def open(self) -> FoundRings:
         """The queue, for looking and for claims of the test's own."""
-        return open_queue(self.url)
+        return open_queue(f"rings:{self.prefix}")
 
 
-@contextlib.contextmanager
-def place_of(kind: str, *options: str) -> Iterator[Place]:
-    """A place of this kind, with nothing in it; ``options`` of a Redis server."""
-    prefix = f"guarantees-{secrets.token_hex(4)}-"
-    if kind == "redis":
-        if WHY_NOT:
-            pytest.skip(WHY_NOT)
-        with redis_server(*options) as server:
-            yield Place(kind, server.place(), prefix, server)
-    else:
-        yield Place(kind, f"rings:{prefix}", prefix, None)
+def place_of(kind: str) -> Place:
+    """A place of this kind, with nothing in it."""
+    return Place(kind, f"guarantees-{secrets.token_hex(4)}-")
 
 
 class Told(Child):
@@ -147,7 +135,6 @@ class Run:
         """Have so many payloads written and published; their numbers."""
         numbers = self.next_numbers(count)
         self.writer.ask("write", self._next, count)
-        self.writer.ask("flush")
         self._next += count
         self.published += numbers
         return numbers

@@ -1,31 +1,28 @@
-"""What the conformance suite of ticket queues works with: a harness with a clock, and how mechanisms differ.
+"""What the conformance suite of queues works with: a harness, and how mechanisms differ.
 
-The harness opens queues on one store (``open``) and moves their clock (``advance``), so that no test sleeps. A
-mechanism that keeps the contract in another way by design says so by a property of the suite, and the tests compare
-accordingly.
+The harness opens queues on the same rings (``open``). A mechanism that keeps the contract in another way by design says
+so by a property of the suite, and the tests compare accordingly.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import pytest
-from queue_waits import QueueWaits, ticket
+from queue_waits import QueuedTicket, QueueWaits, ticket
 
-from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, TicketQueue
+from transport.queue import Claim, DeliveryState, QueueDepth
 
 READY, CLAIMED = DeliveryState.READY, DeliveryState.CLAIMED
 DONE, DISCARDED, DEAD = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD
 
-LEASE_S = 60.0
-
 
 class Harness(Protocol):
-    """One store, its clock, and the queues opened on it."""
+    """Rings, and the queues opened on them."""
 
-    def open(self, *, max_deliveries: int = 20) -> TicketQueue: ...
-    def advance(self, seconds: float) -> None: ...
+    def open(self, *, max_deliveries: int = 20) -> Any: ...
+    def lose_the_holder(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -38,20 +35,11 @@ def ids(claims: list[Claim]) -> list[str]:
 
 
 class QueueSuite(QueueWaits):
-    keeps_dead = True  # what died can be had again
-    stores_tickets = True  # any ticket can be put in; else a payload is in its ring, and another ring's is refused
-    has_leases = True  # a claim ends with its lease; else with its holder, whatever the time
     takes_ahead = False  # payloads come before they are claimed: they count as claimed, and come in the next claims
 
     @pytest.fixture
-    def queue(self, harness: Harness) -> TicketQueue:
+    def queue(self, harness: Harness) -> Any:
         return harness.open()
-
-    def end_claims(self, harness: Harness) -> None:
-        if self.has_leases:
-            harness.advance(LEASE_S)
-        else:
-            harness.lose_the_holder()  # type: ignore[attr-defined]
 
     def same_depth(self, found: QueueDepth, **counts: int) -> bool:
         wanted = QueueDepth(**counts)

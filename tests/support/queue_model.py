@@ -1,15 +1,15 @@
-"""Random operations on a ticket queue and on a model of it that is a dictionary: both must always agree."""
+"""Random operations on a queue and on a model of it that is a dictionary: both must always agree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
-from queue_harness import LEASE_S, Harness, ids
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
+from queue_harness import Harness, ids
 from queue_waits import ticket
 
-from transport.queue import Claim, DeliveryState, QueueDepth
+from transport.queue import Claim, DeliveryState
 
 READY, CLAIMED = DeliveryState.READY, DeliveryState.CLAIMED
 DONE, DISCARDED, DEAD = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD
@@ -19,8 +19,6 @@ class _Delivery:
     def __init__(self) -> None:
         self.state = READY
         self.attempts = 0
-        self.not_before = 0.0
-        self.lease_ends = 0.0
         self.ended: tuple[int, DeliveryState] | None = None  # the attempt whose claim was ended last, and how
 
 
@@ -29,7 +27,6 @@ class QueueMachine(RuleBasedStateMachine):
 
     make_harness: Callable[[], Harness]
     MAX_DELIVERIES = 3
-    forgets = False  # how a claim ended, when its delivery is claimed again
 
     claims = Bundle("claims")
 
@@ -37,7 +34,6 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.harness = type(self).make_harness()
         self.queue = self.harness.open(max_deliveries=self.MAX_DELIVERIES)
-        self.now = 0.0
         self.model: dict[tuple[str, int], _Delivery] = {}  # in the order of publication
         self.expired = self.retried = 0
 
@@ -73,19 +69,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(target=claims, n=st.integers(1, 4), rank=st.integers(0, 1))
     def claim(self, n: int, rank: int) -> object:
-        ready = [
-            (key, delivery)
-            for key, delivery in self.model.items()
-            if key[1] == rank and delivery.state is READY and delivery.not_before <= self.now
-        ]
+        ready = [(key, delivery) for key, delivery in self.model.items() if key[1] == rank and delivery.state is READY]
         claims = self.queue.claim(n, rank=rank, consumer="a")
         assert ids(claims) == [key[0] for key, _ in ready[:n]]
         for claim, (_, delivery) in zip(claims, ready, strict=False):
             delivery.state = CLAIMED
             delivery.attempts += 1
-            if self.forgets:
-                delivery.ended = None
-            delivery.lease_ends = self.now + LEASE_S
             assert claim.attempts == delivery.attempts
         return multiple(*claims)
 
@@ -94,13 +83,11 @@ class QueueMachine(RuleBasedStateMachine):
         accepted, _ = self._end(claim, DONE)
         assert self.queue.ack(claim) == accepted
 
-    @rule(claim=claims, delay_s=st.sampled_from([0.0, 5.0, 100.0]))
-    def retry(self, claim: Claim, delay_s: float) -> None:
+    @rule(claim=claims)
+    def retry(self, claim: Claim) -> None:
         accepted, now = self._end(claim, READY if claim.attempts < self.MAX_DELIVERIES else DEAD)
-        assert self.queue.retry(claim, delay_s) == accepted
-        if now:
-            self.model[claim.ticket_id, claim.rank].not_before = self.now + delay_s
-            self.retried += 1
+        assert self.queue.retry(claim) == accepted
+        self.retried += now
 
     @rule(claim=claims)
     def discard(self, claim: Claim) -> None:
@@ -111,29 +98,8 @@ class QueueMachine(RuleBasedStateMachine):
     def renew(self, claim: Claim) -> None:
         delivery = self._owned(claim)
         assert self.queue.renew([claim]) == ([claim] if delivery else [])
-        if delivery:
-            delivery.lease_ends = self.now + LEASE_S
-
-    @rule(seconds=st.sampled_from([1.0, 5.0, 30.0, 60.0]))
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        self.harness.advance(seconds)
-        for delivery in self.model.values():
-            if delivery.state is CLAIMED and delivery.lease_ends <= self.now:
-                self.expired += 1
-                delivery.state = READY if delivery.attempts < self.MAX_DELIVERIES else DEAD
 
     @rule()
     def reopen(self) -> None:
         self.queue.close()
         self.queue = self.harness.open(max_deliveries=self.MAX_DELIVERIES)
-
-    @invariant()
-    def depth_and_states_agree(self) -> None:
-        states = [delivery.state for delivery in self.model.values()]
-        counts = {state.value: states.count(state) for state in DeliveryState}
-        assert self.queue.depth() == QueueDepth(**counts, retried=self.retried, expired=self.expired)
-        expected: dict[str, tuple[DeliveryState, ...]] = {}
-        for (ticket_id, _), delivery in self.model.items():
-            expected[ticket_id] = (*expected.get(ticket_id, ()), delivery.state)
-        assert self.queue.known(expected) == expected

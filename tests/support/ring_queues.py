@@ -1,4 +1,4 @@
-"""The queue's conformance suite over rings: what it publishes becomes payloads, and claims show the suite's names.
+"""The conformance suite over rings: what it publishes becomes payloads, and claims show the suite's names.
 
 The suite publishes tickets with ids and bytes of its own. Here each becomes a payload that carries the bytes in its
 metadata. A claim of the suite is for what there is at the moment; where payloads come over the network, it waits until
@@ -17,10 +17,12 @@ import msgspec
 import numpy as np
 from helpers import eventually
 from queue_conformance import QueueConformance
+from queue_waits import QueuedTicket
 
 from transport import SharedRingBuffer, UCXXServer
+from transport.claims.looks import known_of
 from transport.claims.places import OnThisHost
-from transport.queue import Claim, DeliveryState, Failure, FoundRings, QueuedTicket, RingQueue, TicketQueue
+from transport.queue import Claim, DeliveryState, Failure, FoundRings, RingQueue
 from transport.settings import Settings
 from transport.ticket import Ticket
 
@@ -34,7 +36,7 @@ class Names:
         self.lock = threading.Lock()  # a payload may be claimed before its name is written down
 
 
-class Named(TicketQueue):
+class Named(FoundRings):
     """In front of a queue of rings: writes what it is told to publish, under the names of whoever published it."""
 
     ring: SharedRingBuffer
@@ -47,16 +49,12 @@ class Named(TicketQueue):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        super().publish([], readers=readers)
+        self._check_open()
         new = 0
         for item in [tickets] if isinstance(tickets, QueuedTicket) else tickets:
             with self.names.lock:
                 new += self._publish(item, readers, policy_version)
         return new
-
-    def put(self, ticket: QueuedTicket) -> int:
-        """As a rollout would, which has written the payload elsewhere."""
-        return super().publish(ticket)
 
     def _publish(self, item: QueuedTicket, readers: int, policy_version: int | None) -> bool:
         if item.id in self.names.own:
@@ -78,9 +76,6 @@ class Named(TicketQueue):
 
     def claim(self, *arguments: Any, **keywords: Any) -> list[Claim]:
         return [self._shown(claim) for claim in super().claim(*arguments, **keywords)]
-
-    def unfinished(self, n: int) -> list[bytes]:
-        return [base64.b64decode(str(Ticket.decode(data).metadata["data"])) for data in super().unfinished(n)]
 
     def _own(self, claim: Claim) -> Claim:
         return msgspec.structs.replace(claim, ticket_id=self.names.own[claim.ticket_id])
@@ -114,7 +109,7 @@ class Named(TicketQueue):
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         names = {self.names.own[each]: each for each in ticket_ids if each in self.names.own}
         endings = {(self.names.own.get(one.ticket_id, ""), one.rank): one.state for one in self.failures(1 << 30)}
-        found = super().known(names)
+        found = known_of([self.ring], names)
         return {
             names[each]: tuple(endings.get((each, rank), state) for rank, state in enumerate(states))
             for each, states in found.items()
@@ -128,7 +123,7 @@ class NamedRings(Named, RingQueue):
         self.names = names
 
 
-class NamedFound(Named, FoundRings):
+class NamedFound(Named):
     def __init__(self, ring: SharedRingBuffer, names: Names, prefix: str, max_deliveries: int) -> None:
         super().__init__(OnThisHost(prefix), max_deliveries=max_deliveries)
         self.ring = ring
@@ -166,12 +161,6 @@ class RingHarness:
         self.queues.append(queue)
         return queue
 
-    def put(self, queue: Named, ticket: QueuedTicket) -> int:
-        return queue.put(ticket)
-
-    def advance(self, seconds: float) -> None:
-        raise NotImplementedError("claims have no lease")
-
     def lose_the_holder(self) -> None:
         self.reader.close()
         self.reader = SharedRingBuffer.attach(self.ring.name, role="writer")
@@ -198,12 +187,6 @@ class FoundHarness:
         queue = NamedFound(self.ring, self.names, self.prefix, max_deliveries)
         self.queues.append(queue)
         return queue
-
-    def put(self, queue: Named, ticket: QueuedTicket) -> int:
-        return queue.put(ticket)
-
-    def advance(self, seconds: float) -> None:
-        raise NotImplementedError("claims have no lease that the suite could let pass")
 
     def lose_the_holder(self) -> None:
         """Every attachment and every connection so far is gone; the queues stay open, and find the ring again."""
@@ -235,7 +218,4 @@ def _cut(demands: Any) -> None:
 class RingConformance(QueueConformance):
     """What is different with rings: see the properties of the suite."""
 
-    keeps_dead = False
-    stores_tickets = False
-    has_leases = False
     has_notices = False

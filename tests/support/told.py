@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from transport.claims.places import OnThisHost
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import FetchedBatch, Trainer
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.rollout import Rollout
-from transport.queue import Claim, RingQueue, open_queue
+from transport.queue import Claim, FoundRings, RingQueue, open_queue
 from transport.queue.group import GroupQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
@@ -55,6 +56,27 @@ def metadata(number: int) -> dict[str, object]:
     return {"number": number, "label": label(number)}
 
 
+class ByTicket(FoundRings):
+    """Rings of this host whose claims bring tickets alone: payloads are read by them, over the wires of the client."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(OnThisHost(prefix))
+        self._maps, self._carries = True, False
+
+    def connect(self, *_: object) -> FoundRings:
+        """Whatever wires the client has, rings are claimed from here."""
+        return self
+
+    def payload_bytes(self, claim: Claim) -> None:
+        """None comes with a claim."""
+
+
+def queue_of(url: str) -> FoundRings:
+    """As `open_queue`; and those of ``tickets:PREFIX``."""
+    kind, _, prefix = url.partition(":")
+    return ByTicket(prefix) if kind == "tickets" else open_queue(url)
+
+
 class ToldTrainer:
     """A trainer whose steps are calls. Payloads have numbers; what is consumed has been compared byte by byte."""
 
@@ -71,7 +93,7 @@ class ToldTrainer:
 
         ``consumed``: what `record` answered to a former trainer.
         """
-        self.queue = RingQueue([SharedRingBuffer.attach(segment, role="reader")]) if segment else open_queue(url)
+        self.queue = RingQueue([SharedRingBuffer.attach(segment, role="reader")]) if segment else queue_of(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store and not group else None
         if group:
             self.queue = GroupQueue(self.queue, open_store(store), group, rank, 2, patience_s=LONG_S)
@@ -134,10 +156,13 @@ class ToldTrainer:
         """The numbers of what the ring may have accepted; `consume` asks again."""
         return sorted(number_of(item.claim) for batch in self.batches for item in _in_question(batch))
 
-    def consume_in_the_queue_only(self) -> list[int]:
-        """What `consume` does first: the queue has accepted, and no ring has heard of it; the numbers."""
-        claims = [item.claim for batch in self.batches for item in batch.items if item.claim is not None]
-        return sorted(number_of(claim) for claim in self.queue.ack_many(claims))
+    def read(self, tickets: list[str]) -> tuple[list[int], list[str]]:
+        """Read by these tickets, as a framework hands them out, and consume: the numbers, and the errors' kinds."""
+        self.packer.start_prefetch(tickets)
+        batch = self.packer.collect_prefetch(LONG_S)
+        assert batch is not None
+        self.batches.append(batch)
+        return self.consume(), [type(each.error).__name__ for each in batch.failures]
 
     def train(self, n: int) -> list[int]:
         """Claim, collect and consume until so many were accepted; their numbers."""
@@ -203,7 +228,7 @@ class ToldWriter:
         file: str = "",
         address: str = "127.0.0.1",
     ) -> None:
-        self.queue = open_queue(url)
+        self.queue = queue_of(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
         self.rollout = Rollout(
             SCHEMA,
@@ -243,9 +268,9 @@ class ToldWriter:
         answer(None)
         sys.stdin.readline()
 
-    def flush(self) -> None:
-        """Wait until the queue has everything."""
-        self.rollout.flush_ucxx(LONG_S)
+    def tickets(self) -> list[str]:
+        """Of what is unread, as text, the oldest first."""
+        return [ticket.to_text() for ticket in self.rollout.ring.tickets()]
 
     def segment(self) -> str:
         """The ring's."""

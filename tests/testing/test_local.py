@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from transport import Schema, StaleSlotError, Ticket, UpTo
+from transport import Schema, StaleSlotError, Ticket, Trainer, UpTo
 from transport.errors import RingFullError, TicketError, TransportError
-from transport.testing import LocalTransport, MemoryQueue, a_ticket
+from transport.testing import LocalTransport, a_ticket
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(16)), reward="float32")
 
@@ -26,6 +26,19 @@ def test_what_is_written_is_claimed_read_and_consumed() -> None:
             local.client.read(claim.data)
 
 
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_trainer_takes_what_is_written_without_a_network(steps: int) -> None:
+    with LocalTransport(SCHEMA) as local, Trainer(schemas=[SCHEMA], queue=local.queue, wire={"mapped"}) as trainer:
+        for step in range(steps):
+            local.write({"tokens": np.arange(step, dtype=np.int32), "reward": float(step)})
+        trainer.start_prefetch(trainer.claim_tickets(steps, timeout_s=20))
+        batch = trainer.collect_prefetch()
+        assert batch is not None
+        assert [float(payload["reward"]) for payload in trainer.consume(batch)] == list(range(steps))
+        assert local.ring.statistics().ready == 0
+        batch.release()
+
+
 def test_a_full_ring_raises_where_a_rollout_would_wait() -> None:
     with LocalTransport(slots=1, slot_bytes=64) as local:
         local.write({"x": np.zeros(2)})
@@ -41,17 +54,6 @@ def test_each_rank_reads_what_is_written_for_two() -> None:
             with local.client.read(claim.data, rank=rank) as payload:
                 assert payload["tokens"].tolist() == [1]
                 payload.ack()
-
-
-def test_a_queue_of_the_tests_own_is_used_and_its_clock_ends_claims() -> None:
-    now = 0.0
-    with MemoryQueue(lease_s=5, clock=lambda: now) as queue, LocalTransport(SCHEMA, queue=queue) as local:
-        local.write({"tokens": np.ones(1, np.int32), "reward": 0.0})
-        [first] = queue.claim(1, consumer="a")
-        now = 5.0
-        [second] = queue.claim(1, consumer="b")
-        assert not queue.ack(first)
-        assert queue.ack(second)
 
 
 def test_a_made_up_ticket_travels_as_any_other_and_its_payload_is_nowhere() -> None:

@@ -17,8 +17,8 @@ from transport import BlockingClient, Schema, SharedRingBuffer
 from transport.errors import (
     ClosedError,
     MemberFailedError,
-    QueueUnavailableError,
     SchemaError,
+    StoreUnavailableError,
     UsageError,
     WeightsChecksumError,
 )
@@ -240,9 +240,9 @@ def test_the_version_on_offer_stays_while_no_other_can_be_announced(
     taker = Taker(ReferenceWorker("own"))
     offers.publish(weights_of(1), 1)
     with monkeypatch.context() as away:
-        away.setattr(queue, "announce", lambda *_: (_ for _ in ()).throw(QueueUnavailableError("away")))
+        away.setattr(queue, "announce", lambda *_: (_ for _ in ()).throw(StoreUnavailableError("away")))
         for version in range(2, 12):
-            with pytest.raises(QueueUnavailableError):
+            with pytest.raises(StoreUnavailableError):
                 offers.publish(weights_of(version), version)
     assert taker.follow(queue, client)
     assert taker.version == 1

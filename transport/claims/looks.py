@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
@@ -60,12 +59,6 @@ def failures_of(rings: Iterable[SharedRingBuffer], limit: int) -> list[Failure]:
             found.append((sequence, failure))
     found.sort(key=lambda each: each[0], reverse=True)
     return [failure for _, failure in found[:limit]]
-
-
-def unfinished_of(rings: Iterable[SharedRingBuffer], n: int) -> list[bytes]:
-    """Up to ``n`` encoded tickets, of each ring the latest written first."""
-    tickets = (ticket for found in _of_each(rings, SharedRingBuffer.tickets) for ticket in reversed(found))
-    return [ticket.encode() for ticket in itertools.islice(tickets, n)]
 
 
 def known_of(rings: Iterable[SharedRingBuffer], ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:

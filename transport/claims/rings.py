@@ -3,15 +3,14 @@
     this host    attached and claimed from (mapped.py); the payload is a view of its slot
     elsewhere    a demand waits at the listener (network.py); the payload comes with its claim
 
-There is no second ledger beside the slots. What differs from a queue of its own (queue/base.py):
+There is no second ledger beside the slots:
 
-* A payload that a writer publishes in its ring is published; `publish` only looks whether it is there.
+* A payload that a writer publishes in its ring is published.
 * A claim is an object that owns its delivery. When nothing refers to it any more the payload goes back. It lasts while
   its holder lives and is heard: the attachment that claimed, or the connection. Any call is a sign of life, and so is
   what a client's loop sends by itself; the holder says with ``lease_s`` after how much silence its claims end.
 * A payload that was claimed for the last time in vain is dead when the next one asks for it.
-* What ended is remembered as counts, and as the last failures of each ring; ids of payloads whose slot has been written
-  anew since are done, unless the failures say otherwise.
+* What ended is remembered as counts, and as the last failures of each ring.
 * Rings end with their host, and with them what they held.
 * A writer says the end of its data in the header of its ring (`SharedRingBuffer.end_data`). Who maps the ring looks
   there (mapped.py), who asks a listener is answered so (demands.py), who comes later has it from the directory.
@@ -39,31 +38,29 @@ from typing import TYPE_CHECKING, Final
 from transport import _ring
 from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
 from transport.claims.in_place import TakenPart, TakenPayloads
-from transport.claims.looks import depth_of, failures_of, known_of, place_of, unfinished_of
+from transport.claims.looks import depth_of, failures_of
 from transport.claims.mapped import MappedClaim, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.waiting import Holder, Known, Reason, Waiting, own_fault, reason
 from transport.config import configuration
-from transport.errors import ClosedError, RingNotFoundError, SchemaError, TransportError, UsageError
+from transport.errors import ClosedError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
     Carrier,
     Claim,
-    DeliveryState,
     Failure,
     FirstAnnouncements,
     Notice,
     PayloadBytes,
     QueueDepth,
-    QueuedTicket,
     TicketQueue,
 )
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.ring.batches import check_claim
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.arguments import seconds, several
+from transport.runtime.arguments import seconds
 from transport.runtime.logs import LOOK_S, LogLimit
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
@@ -181,38 +178,12 @@ class FoundRings(TicketQueue):
     def _served(self) -> Mapping[str, RingAddress]:
         return self._here.served(self._schemas, mapped=self._maps)
 
-    # --- publish and claim ----------------------------------------------------------------------------
-    def publish(
-        self,
-        tickets: QueuedTicket | Iterable[QueuedTicket],
-        *,
-        readers: int = 1,
-        policy_version: int | None = None,
-    ) -> int:
-        """Nothing is stored: the ring has it. How many of these payloads are in their slots, not yet consumed by all.
-
-        RingNotFoundError for the ticket of a ring that is not one of this queue's.
-        """
-        self._check_open()
-        rings = {ring.ring_id: ring for ring in self._here.rings(frozenset())}
-        batch, _, _ = arguments.published(tickets, readers, policy_version)
-        found = 0
-        for ticket in batch:
-            place = place_of(rings, ticket.id)
-            if place is None:
-                raise RingNotFoundError(
-                    f"ticket {ticket.id:.80} is of no ring of this queue; write it into one of them"
-                )
-            ring, slot, generation = place
-            info = ring.native.info(slot)
-            found += info.generation == generation and info.state in (_ring.READY, _ring.READING)
-        return found
-
+    # --- claim ------------------------------------------------------------------------------------------
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of each ring the oldest come first."""
-        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
             here = self._follow(rank, n, oldest_version)
@@ -544,17 +515,6 @@ class FoundRings(TicketQueue):
         logs = [*(network.failures for network in list(self._networks.values())), self._past_failures]
         elsewhere = [each for log in logs for each in reversed(list(log))]
         return [*(each for each in elsewhere if (each.ticket_id, each.rank) not in known), *found][:limit]
-
-    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`, of the rings on this host: of a slot that was used anew only rank 0's state."""
-        self._check_open()
-        asked = several(ticket_ids, "known()")
-        return known_of(self._here.seen({each.partition("/")[0] for each in asked}), asked)
-
-    def unfinished(self, n: int) -> list[bytes]:
-        """See `TicketQueue.unfinished`, of the rings on this host."""
-        self._check_open()
-        return unfinished_of(self._here.seen(), arguments.most(n, "n of unfinished()"))
 
     def segments_here(self) -> list[str]:
         """Names of the segments of the rings on this host."""

@@ -15,7 +15,7 @@ from transport.cli.output import JsonTarget, about, causes, emit, status_of
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-EXAMPLE = "Example: transport bench job --queue rings,redis --wire mapped --peers all --plot job.png"
+EXAMPLE = "Example: transport bench job --queue rings,trainer --wire mapped --peers all --plot job.png"
 
 
 def job(
@@ -26,9 +26,7 @@ def job(
     trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes that share the payloads.")] = 1,
     queue: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,…", help="Queues to measure: some of rings, trainer (rings, by the class Trainer), redis."
-        ),
+        typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, trainer (rings, by the class Trainer)."),
     ] = "rings",
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp.")
@@ -80,8 +78,8 @@ def job(
         return _trajectories(wire, peers, batch, seconds, repetitions, json_target)
     others = chosen(peers, JOB_PEERS) if peers is not None else []
     queues = plan.check_queues(queue)
-    wires = plan.check_wires(wire, queues)
-    shape = plan.check_layout(layout, queues)
+    wires = plan.check_wires(wire)
+    shape = plan.check_layout(layout)
     if plot is not None:
         check(plot)
     work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle)
@@ -113,7 +111,7 @@ def _trajectories(
     from transport.runtime.progress import bar_with_time_left
 
     others = [] if peers is None else chosen(",".join(PEERS) if peers == "all" else peers, JOB_PEERS)
-    wires: Any = plan.check_wires(wire, plan.check_queues("rings"))
+    wires: Any = plan.check_wires(wire)
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
         outcome = run(wires, others, seconds, batch, repetitions, progress)

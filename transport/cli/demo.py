@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ import typer
 
 from transport.cli.epochs import state_folder, store_to_write
 from transport.cli.output import JsonTarget, Said, emit, status_of
-from transport.errors import TransportError, UsageError
+from transport.errors import UsageError
 
 if TYPE_CHECKING:
     from transport.demo.summary import Summary
@@ -23,7 +21,6 @@ EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json de
 
 # Each rollout maps the trainer's ring and the other way round; 16 owner places also serve writer and listener.
 _MOST = 14
-_NONE = "rings"
 _TARGET = 2.0
 _PROCESSES, _RAY = "processes", "ray"
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
@@ -35,13 +32,6 @@ def demo(
     readers: Annotated[
         int, typer.Option(min=1, max=_MOST, help="Trainer processes; each reads every payload once.")
     ] = 1,
-    queue: Annotated[
-        str,
-        typer.Option(
-            metavar="rings|redis://…",
-            help="rings: no queue beside them; redis://host:port/db: tickets on a Redis server (kept with ?run=name).",
-        ),
-    ] = _NONE,
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help=f"Allowed wires: auto, or some of {', '.join(_DEMO_WIRES)}.")
     ] = "auto",
@@ -57,7 +47,7 @@ def demo(
         typer.Option(
             "--resume",
             help="Save policy and snapshots of the rings every other update, at --checkpoint or else in "
-            "~/.local/state, and go on from them if a run was killed. One trainer, rings as the queue.",
+            "~/.local/state, and go on from them if a run was killed. For one trainer.",
         ),
     ] = False,
     trace: Annotated[
@@ -99,7 +89,6 @@ def demo(
         [
             name
             for name, given in (
-                ("--queue", queue != _NONE),
                 ("--checkpoint", checkpoint),
                 ("--resume", resume),
                 ("--trace", trace),
@@ -108,9 +97,8 @@ def demo(
             if given
         ],
     )
-    if resume and (readers > 1 or queue != _NONE):
-        raise UsageError("--resume is for one trainer that takes from the rings: leave --readers and --queue away")
-    queue_text, temporary = _queue_text(queue)
+    if resume and readers > 1:
+        raise UsageError("--resume is for one trainer: leave --readers away")
 
     import uvloop
 
@@ -138,7 +126,6 @@ def demo(
                     run_demo(
                         plan,
                         display,
-                        queue_text,
                         to,
                         resume=(checkpoint or str(state_folder() / "demo")) if resume else None,
                         trace=trace,
@@ -152,8 +139,6 @@ def demo(
     finally:
         if exporter is not None:
             exporter.close()
-        if temporary:
-            _remove_run(temporary)
     emit(summary, str(summary), json_target)
     if target is None:
         target = 0.0 if summary.resumed_from else _TARGET  # a resumed policy need not double its return again
@@ -184,28 +169,3 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
         infiniband.require()
     return tuple(wire for wire in WIRES if wire in wanted)
-
-
-def _queue_text(queue: str) -> tuple[str | None, str | None]:
-    """The URL of the queue, None for the rings; and that of a run to be removed."""
-    from transport.storage.urls import RedisURL, has_scheme, parse_url
-
-    if queue == _NONE:
-        return None, None
-    temporary = queue.startswith(("redis://", "rediss://")) and "?" not in queue
-    if temporary:
-        queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
-    if not has_scheme(queue) or not isinstance(parse_url(queue), RedisURL):
-        raise UsageError(f"--queue {queue}: give rings, or redis://host:port/db")
-    return queue, queue if temporary else None
-
-
-def _remove_run(text: str) -> None:
-    from transport.queue import RedisQueue
-    from transport.storage.urls import RedisURL, parse_url
-
-    parsed = parse_url(text)
-    if isinstance(parsed, RedisURL):
-        # A server that is gone keeps what it had, and the first error is the one to see.
-        with contextlib.suppress(TransportError), RedisQueue(parsed, patience_s=1.0) as queue:
-            queue.remove()

@@ -1,4 +1,4 @@
-"""``transport queue``: what a queue holds, and which tickets ended without being trained on; dead ones again."""
+"""``transport queue``: what the rings of a run hold, and which payloads ended without being trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transport.claims.waiting import Holder
     from transport.queue.base import Failure, QueueDepth
 
-EXAMPLE = "Example: transport queue redis://node7:6379/0?run=train --requeue"
+EXAMPLE = "Example: transport queue rings+redis://node7:6379/0?run=train"
 
 _SHOWN_STATES = ("ready", "claimed", "done", "discarded", "dead")
 _EVENTS = ("retried", "expired", "aged")
@@ -26,7 +26,6 @@ _EVENTS = ("retried", "expired", "aged")
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
 
-    requeued: int  # dead deliveries that --requeue made ready again
     depth: QueueDepth
     failures: list[Failure]  # the latest published first
     nothing: str = ""  # why nothing can be claimed at the moment
@@ -40,50 +39,42 @@ def queue(
         str,
         typer.Argument(
             metavar="URL",
-            help="redis://host:port/db?run=name, rings:NAME for rings of this host, or rings+URL "
-            "for those of this host that are in the directory of a store.",
+            help="rings:NAME for rings of this host, or rings+URL for those of this host that are in the directory of "
+            "a store.",
         ),
     ],
     rank: Annotated[int | None, typer.Option(min=0, max=15, help="Count this rank only. Default: all ranks.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many failed deliveries to list, or to requeue.")] = 20,
-    requeue: Annotated[
-        bool,
-        typer.Option("--requeue", help="Have dead deliveries claimed once more. One that fails again is dead again."),
-    ] = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many failed deliveries to list.")] = 20,
     json_target: JsonTarget = None,
 ) -> None:
-    """Show a queue's depth, and the tickets that were discarded or died, with reasons."""
+    """Show the depth of a run's rings, and the payloads that were discarded or died, with reasons."""
     from transport.claims.open import open_queue
     from transport.claims.places import OnThisHost
-    from transport.claims.rings import FoundRings
     from transport.ring.attachment import file_of
     from transport.runtime.progress import slow
 
     if not has_scheme(url):
-        raise UsageError(f"{url!r} is no URL: give redis://host:port/db?run=name, or rings:NAME")
+        raise UsageError(f"{url!r} is no URL: give rings:NAME, or rings+redis://host:port/db?run=name")
     if url.startswith("rings://"):
         raise UsageError(f"{url}: a ring is counted by its own host; run it on the host of the rings, with rings:NAME")
-    if not url.startswith("rings:"):
-        match parse_url(url.removeprefix("rings+")):  # opening the queue would make the file
+    if url.startswith("rings+"):
+        match parse_url(url.removeprefix("rings+")):  # opening the directory would make the file
             case SQLiteURL(path) if not path.exists():
-                raise UsageError(f"{path} does not exist: give the path of the queue that rollouts and trainers use")
-    with slow("asking the queue"), open_queue(url) as opened:
-        requeued = opened.requeue(limit) if requeue else 0
-        if isinstance(opened, FoundRings) and isinstance(opened.places, OnThisHost):
-            _check_readable(opened)
-        found = opened if isinstance(opened, FoundRings) else None
-        places = found.not_counted() if found is not None else {}
-        nothing = found.why_nothing() if found is not None else None
+                raise UsageError(f"{path} does not exist: give the path that rollouts and trainers use")
+    with slow("asking the rings"), open_queue(url) as rings:
+        if isinstance(rings.places, OnThisHost):
+            _check_readable(rings)
+        places = rings.not_counted()
+        nothing = rings.why_nothing()
         report = Report(
-            requeued=requeued,
-            depth=opened.depth(rank),
-            failures=opened.failures(limit),
+            depth=rings.depth(rank),
+            failures=rings.failures(limit),
             nothing=nothing.text if nothing is not None else "",
-            holders=found.holders() if found is not None else [],
-            files=sorted(filter(None, map(file_of, found.places.segments()))) if found is not None else [],
+            holders=rings.holders(),
+            files=sorted(filter(None, map(file_of, rings.places.segments()))),
             not_counted=sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in places.values() if each.ports),
         )
-    emit(report, _text(report, requeue), json_target)
+    emit(report, _text(report), json_target)
 
 
 def _check_readable(queue: FoundRings) -> None:
@@ -98,7 +89,7 @@ def _check_readable(queue: FoundRings) -> None:
             attach(segment, "observer").close()
 
 
-def _text(report: Report, requeue: bool) -> str:
+def _text(report: Report) -> str:
     depth = report.depth
     lines = []
     if report.not_counted:
@@ -114,12 +105,10 @@ def _text(report: Report, requeue: bool) -> str:
     lines += [str(each) for each in report.holders]
     if report.nothing:
         lines.append(f"nothing can be claimed: {report.nothing}")
-    if requeue:
-        lines.append(f"requeued {report.requeued} of the dead")
     for each in report.failures:
         by = f" by {each.consumer}" if each.consumer else ""
         tries = count(each.attempts, "claim")
         lines.append(f"{each.state.value:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
     if depth.discarded + depth.dead > len(report.failures):
-        lines.append("older failures are not listed; raise --limit, up to what the queue remembers")
+        lines.append("older failures are not listed; raise --limit, up to what the rings remember")
     return "\n".join(lines)

@@ -15,7 +15,6 @@ from transport.errors import SnapshotError
 
 if TYPE_CHECKING:
     from transport.packer.rollout import Rollout
-    from transport.queue.base import TicketQueue
     from transport.runtime.signals import Stopped
     from transport.snapshots import Manifest, Saved
     from transport.snapshots.restoring import SavedPayload
@@ -54,9 +53,7 @@ def restore(
     attempt: Attempt = None,
     queue: Annotated[
         str,
-        typer.Option(
-            metavar="URL", help="Where trainers look: rings:NAME, rings+URL or redis://…. Default: as Rollout()."
-        ),
+        typer.Option(metavar="URL", help="Where trainers look: rings:NAME, or rings+URL. Default: as Rollout()."),
     ] = "rings:",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the payloads and verify every byte; write nothing.")
@@ -123,7 +120,7 @@ def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[R
     from transport.packer.rollout import Rollout
     from transport.ring.consumers import consumers_of
 
-    queue: TicketQueue = stack.enter_context(open_queue(url))
+    queue = stack.enter_context(open_queue(url))
     groups: dict[tuple[str, str, int], list[SavedPayload]] = {}
     for each in saved.payloads:
         groups.setdefault((each.ring.fingerprint, each.ring.consumers, each.ticket.readers), []).append(each)

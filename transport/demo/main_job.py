@@ -1,4 +1,4 @@
-"""The main job from beginning to end: rollouts play, tickets are queued, trainers fetch, one of them learns."""
+"""The main job from beginning to end: rollouts play, trainers fetch, one of them learns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transport.cooldown import EpochRecord
 from transport.demo import resuming
 from transport.demo.checkpoints import Epoch
 from transport.demo.display import Display
-from transport.demo.plan import POLICY_TOPIC, Plan
+from transport.demo.plan import Plan
 from transport.demo.summary import Summary, summarise
 from transport.demo.worker import RolloutDone, TrainerDone
 from transport.demo.workers import Workers
-from transport.errors import RingError, UsageError
+from transport.errors import RingError
 from transport.observe.metrics import Exporter, Sample, client_samples, ring_samples
-from transport.queue import QueueDepth, TicketQueue, open_queue
+from transport.queue import FoundRings, open_queue
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import interruption
 from transport.runtime.blocking_calls import in_thread
@@ -48,7 +48,6 @@ class InterruptedBySignal(Exception):
 async def run_demo(
     plan: Plan,
     display: Display,
-    queue_text: str | None = None,
     checkpoint: CheckpointTo | None = None,
     *,
     resume: str | None = None,
@@ -58,7 +57,6 @@ async def run_demo(
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
-        queue_text: URL of a new run on a Redis server, which stays; None: no queue beside the rings.
         checkpoint: end with a checkpoint there, and begin with the last one; both stay.
         resume: go on from what a killed run has saved at this destination, and save there for the next one.
         trace: file for what every read and write spent its time on, in the Chrome trace format.
@@ -74,9 +72,8 @@ async def run_demo(
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(interruption.temporary_folder("transport-demo-"))
         prefix = segment_prefix("demo")
-        text = queue_text or f"rings:{prefix}rollout-"
+        text = f"rings:{prefix}rollout-"
         with open_queue(text) as queue:
-            _refuse_used(queue)
             async with _unless_interrupted():
                 epoch = None
                 if checkpoint is not None:
@@ -122,15 +119,10 @@ def _updates(workers: Workers) -> int:
     return done.updates if isinstance(done, TrainerDone) else 0
 
 
-def _refuse_used(queue: TicketQueue) -> None:
-    if queue.depth() != QueueDepth() or queue.latest(POLICY_TOPIC) is not None:
-        raise UsageError(f"--queue: {queue!r} is not empty; give a new queue, whose tickets are the demo's alone")
-
-
 @contextlib.asynccontextmanager
 async def _observed(
     workers: Workers,
-    queue: TicketQueue,
+    queue: FoundRings,
     directory: Path,
     trace: Path | None,
     exporter: Exporter | None,

@@ -90,7 +90,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     plan: Plan
     index: int  # of the rollout, or rank of the trainer
-    queue: str  # place of the ticket queue, as `open_queue` takes it
+    queue: str  # the rings, as `open_queue` takes them
     ring: str  # name of the segment it makes, so that the parent can remove it after a crash
     directory: str  # temporary; a worker whose parent was killed removes it
     parent: int  # process id

@@ -22,7 +22,7 @@ from transport.demo.tally import episode_of
 from transport.demo.trainer import batches_of, check, offers_of
 from transport.demo.worker import LOOK_S, RolloutDone, TrainerDone
 from transport.errors import TransportError
-from transport.queue import TicketQueue
+from transport.queue import FoundRings
 from transport.store import Store
 
 
@@ -48,7 +48,7 @@ class Actor:
         """Have `run` end early, in order."""
         self._stopping.set()
 
-    def _begin(self, stack: contextlib.ExitStack) -> tuple[TicketQueue, Store, int, str]:
+    def _begin(self, stack: contextlib.ExitStack) -> tuple[FoundRings, Store, int, str]:
         """Queue, store, which life of the actor this is, and the name of its segment."""
         queue = stack.enter_context(open_rings(self._directory))
         store = stack.enter_context(RayStore(self._directory))

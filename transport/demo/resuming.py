@@ -20,7 +20,7 @@ from transport.demo.tally import Tally
 from transport.errors import CheckpointDamagedError, TransportError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import TicketQueue
+from transport.queue import FoundRings
 from transport.queue.notices import RingNotices
 from transport.ring.attachment import remove_dead
 from transport.runtime.decoders import ready
@@ -125,7 +125,7 @@ def episodes_of(saved: Saved) -> set[int]:
 class Saver:
     """Saves model and snapshot. Belongs to the first trainer."""
 
-    def __init__(self, plan: Plan, queue: TicketQueue, model: Model | None) -> None:
+    def __init__(self, plan: Plan, queue: FoundRings, model: Model | None) -> None:
         self._plan = plan
         self._queue: Any = queue
         self._taken: Snapshot | None = None

@@ -23,7 +23,7 @@ from transport.demo.resuming import restored
 from transport.demo.worker import LOOK_S, Parent, RolloutDone, run, tracing
 from transport.errors import RingFullError
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import TicketQueue, open_queue
+from transport.queue import FoundRings, open_queue
 from transport.weights.offers import Taker
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import ReferenceWorker
@@ -61,7 +61,7 @@ class Player(UCXXRolloutMixin):
         plan: Plan,
         index: int,
         ring: str,
-        queue: TicketQueue,
+        queue: FoundRings,
         policy: Policy,
         life: int,
         wants_stop: Callable[[], bool],

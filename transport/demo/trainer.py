@@ -25,13 +25,13 @@ from transport.errors import InternalError
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 from transport.packer.stream import BatchStream
-from transport.queue import TicketQueue, open_queue
+from transport.queue import FoundRings, open_queue
 from transport.weights.offers import Offers
 
 _FILL_S: Final = 2.0  # for a batch to become full: only the last one of a run does not, or where a rollout is lost
 
 
-def offers_of(plan: Plan, ring: str, queue: TicketQueue) -> Offers:
+def offers_of(plan: Plan, ring: str, queue: FoundRings) -> Offers:
     """The newest policy for the rollouts: each may fetch it, none has to; the trainer waits for none."""
     return Offers(POLICY_SCHEMA, queue, topic=POLICY_TOPIC, name=ring, settings=SETTINGS)
 
@@ -39,7 +39,7 @@ def offers_of(plan: Plan, ring: str, queue: TicketQueue) -> Offers:
 def batches_of(
     plan: Plan,
     rank: int,
-    queue: TicketQueue,
+    queue: FoundRings,
     stopping: Callable[[], bool],
     *,
     trace: Trace | None = None,

@@ -1,9 +1,9 @@
 """Rollout: a worker gets a ring, its server, and tickets for its payloads. UCXXRolloutMixin is the same to be mixed in.
 
-with Rollout(schema, queue=queue) as rollout:
-    ticket = rollout.write_to_buffer(trajectory, metadata={"reward": 1.0})    # published to the queue as well
+with Rollout(schema) as rollout:
+    ticket = rollout.write_to_buffer(trajectory, metadata={"reward": 1.0})    # trainers claim it from the ring
 
-While the ring is full, it is reconciled with the queue every few seconds. A request to stop (hurry.py) ends the wait.
+A request to stop (hurry.py) ends the wait for room in the ring.
 """
 
 from __future__ import annotations
@@ -17,28 +17,21 @@ from operator import index
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-import msgspec
-
+from transport.claims.looks import known_of
 from transport.claims.places import default_prefix
-from transport.claims.rings import FoundRings, RingQueue
+from transport.claims.rings import FoundRings
 from transport.config import configuration
 from transport.errors import (
     ClosedError,
-    QueueFullError,
     RingFullError,
     StopRequestedError,
-    TransportError,
     UsageError,
 )
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
-from transport.packer.publisher import Publisher, PublishMode, Waiting
-from transport.packer.republish import MODULE, Republishing
 from transport.packer.session import check_queue
-from transport.packer.unpublished import Finished, compared, queued, queued_many, ticket_id
 from transport.packer.with_block import WithBlock, ends_normally
 from transport.queue import arguments
-from transport.queue.base import TicketQueue
 from transport.ring.attachment import beginning_of, belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
@@ -46,20 +39,17 @@ from transport.ring.writes import Tickets
 from transport.runtime import hurry
 from transport.runtime.arguments import seconds
 from transport.schema import Schema
-from transport.server.after_writer import AfterWriter
 from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store.directory import Announcement
 from transport.ticket import Ticket
-
-__all__ = ["Rollout", "UCXXRolloutMixin", "queued", "ticket_id"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
-_RECONCILE_EVERY_S = 5.0  # while the ring is full
+_FREE_EVERY_S = 5.0  # what a group has ended, while the ring is full
 _LOOK_S = 0.5  # for a request to stop, while a write waits
 _DRAIN_S, _DRAIN_TOLD_S = 30.0, 2.0
 
@@ -71,9 +61,6 @@ class UCXXRolloutMixin(WithBlock):
     """
 
     _ucxx_ring: SharedRingBuffer | None = None
-    _ucxx_queue: TicketQueue | None = None
-    _ucxx_publisher: Publisher | None = None
-    _ucxx_unsure = False  # a write was interrupted: its payload may be in the ring and not published
     _ucxx_grouped = False
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
@@ -88,10 +75,9 @@ class UCXXRolloutMixin(WithBlock):
         slots: int = 64,
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
-        queue: TicketQueue | None = None,
+        queue: FoundRings | None = None,
         readers: int = 1,
         grouped: bool = False,
-        publish: PublishMode | None = None,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -101,21 +87,16 @@ class UCXXRolloutMixin(WithBlock):
 
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
-                over its old ring, and `reconcile` publishes payloads missing in the queue. A name that does not begin
-                as trainers look for it (``rings:NAME``; without a queue as ``rings:`` does) gets this beginning.
+                over its old ring with what is unread in it. A name that does not begin as trainers look for it
+                (``rings:NAME``; without a queue as ``rings:`` does) gets this beginning.
             file: where the ring lies instead of /dev/shm, see `SharedRingBuffer.create`. What is unread when the worker
                 ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
                 host's next start after a loss of power.
-            queue: where `write_to_buffer` publishes tickets; None: the ring hands its payloads out itself, to trainers
-                of this host that were given no queue either, unless the caller passes the tickets on.
+            queue: the rings of the run, as `open_queue` finds them; None: those of this host whose trainers were given
+                no queue either. The caller may also pass tickets on.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
-            grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
-                the queue (`GroupQueue`), not one for each rank.
-            publish: "background": `write_to_buffer` returns when the payload is in the ring, and a thread publishes
-                tickets in batches, in the order of writing; `flush_ucxx` waits for it. If this process is killed, the
-                server's supervisor has the rest published. "immediate": `write_to_buffer` publishes. Default:
-                "background" if another process can finish the job (mode "process", and a queue that has an address,
-                as RedisQueue has), else "immediate".
+            grouped: these ranks are a model-parallel group, which claims each payload together (`GroupQueue`): what its
+                leader has ended is over for all of them.
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
             settings: the default of this and of the server's addresses, wires and secret is the operator's
@@ -123,23 +104,17 @@ class UCXXRolloutMixin(WithBlock):
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
-            QueueError: a ring was taken over, and the queue cannot be asked what it knows of its payloads.
 
         Where it raises, nothing is set up, and a ring that it had taken over keeps its unread payloads: call it again.
         """
         check_queue(queue)
         readers = index(readers)
-        if publish not in (None, "background", "immediate"):
-            raise UsageError(f"publish={publish!r}; choose 'background' or 'immediate'")
         self._ucxx_ends = False  # another ring follows
         self.cleanup_ucxx()
         self._ucxx_ends = True
         operator = configuration()
-        directory = server.directory
-        prefix = default_prefix() if queue is None else ""
-        if isinstance(queue, FoundRings):
-            prefix = queue.places.prefix
-            directory = directory or queue.places.directory
+        prefix = default_prefix() if queue is None else queue.places.prefix
+        directory = server.directory or (None if queue is None else queue.places.directory)
         if name is not None and prefix and not belongs(name, prefix):
             name = beginning_of(prefix) + name.removeprefix("/transport-")
         made = SharedRingBuffer.create(
@@ -155,16 +130,6 @@ class UCXXRolloutMixin(WithBlock):
         )
         try:
             made.readers_of(None if readers == 1 else readers)
-            after_writer = None
-            if mode == "process" and queue is not None and (address := queue.address) is not None:
-                task = Republishing(
-                    segment=made.name,
-                    queue=address,
-                    grouped=grouped,
-                    log_level=operator.log_level,
-                    log_format=operator.log_format,
-                )
-                after_writer = AfterWriter(module=MODULE, message=msgspec.json.encode(task))
             self._ucxx_server = UCXXServer(
                 made,
                 server.ports,
@@ -177,27 +142,16 @@ class UCXXRolloutMixin(WithBlock):
                 linger_s=server.linger_s,
                 log_level=operator.log_level,
                 log_format=operator.log_format,
-                after_writer=after_writer,
             ).start()
             if directory is not None:
                 self._ucxx_announcement = Announcement(directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
-            if queue is not None and not isinstance(queue, FoundRings):
-                how: PublishMode = publish or ("immediate" if after_writer is None else "background")
-                self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
             if self._ucxx_exporter is not None:
                 self._ucxx_exporter.add_ring(made)
-            self._ucxx_ring, self._ucxx_queue = made, queue
-            self._ucxx_grouped = grouped
-            if isinstance(queue, FoundRings):
+            if queue is not None:
                 queue.hand_out(made)
-            elif queue is None and grouped:  # what a group has ended is freed by `reconcile`
-                self._ucxx_queue = RingQueue([made])
-            if made.native.taken_over and queue is not None:
-                with contextlib.suppress(QueueFullError):  # what the queue does not take waits with the publisher
-                    self.reconcile()
+            self._ucxx_ring, self._ucxx_grouped = made, grouped
         except BaseException:
-            self._ucxx_ring = None  # cleanup_ucxx would give up what the killed worker left unread
             try:
                 self.cleanup_ucxx()
             finally:
@@ -206,28 +160,20 @@ class UCXXRolloutMixin(WithBlock):
         return made
 
     def cleanup_ucxx(self, drain_s: float = 0.0, *, ends: bool = True) -> None:
-        """Publish what waits for it, stop serving, and close the ring. Any state; idempotent.
+        """Stop serving, and close the ring. Any state; idempotent.
 
         Trainers learn that this rollout writes nothing more (`FoundRings.finished`), unless an exception ends its
         ``with``.
 
-        Raises what the queue raises if that fails, when everything else is done.
-
         Args:
-            drain_s: wait this long for tickets to be published and unread payloads to be consumed first, and for
-                connected trainers to hear the end.
+            drain_s: wait this long for unread payloads to be consumed first, and for connected trainers to hear the
+                end.
             ends: False: another process continues in its place, so that this is no end of data.
         """
-        if self._ucxx_unsure and drain_s > 0:
-            with contextlib.suppress(TransportError):
-                self._find_interrupted()
-        self._ucxx_unsure = False
         server, self._ucxx_server = self._ucxx_server, None
         ring, self._ucxx_ring = self._ucxx_ring, None
         announcement, self._ucxx_announcement = self._ucxx_announcement, None
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
-        publisher, self._ucxx_publisher = self._ucxx_publisher, None
-        self._ucxx_queue = None
         begun = time.monotonic()
         give_up_at = begun + drain_s
         # the ring is closed even if the server fails to stop
@@ -242,9 +188,6 @@ class UCXXRolloutMixin(WithBlock):
                 stack.callback(exporter.close)
             if server is not None:
                 stack.callback(lambda: server.close(max(0.0, give_up_at - time.monotonic()), told_s=self._ucxx_told_s))
-            if publisher is not None:
-                stack.callback(publisher.abort)
-                stack.callback(publisher.close, drain_s)  # first: what is drained has to be published
 
     # --- looking ------------------------------------------------------------------------------------
     @property
@@ -278,14 +221,10 @@ class UCXXRolloutMixin(WithBlock):
         deadline_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """Write one trajectory and have its ticket published, see ``publish`` of `setup_ucxx`.
+        """Write one trajectory; its ticket.
 
-        While the ring is full, it is reconciled with the queue every few seconds. Raises what `SharedRingBuffer.write`
-        raises; StopRequestedError, if the ring is full and a signal has asked the program to stop (`until_stopped`);
-        and what the queue's `publish` raised: in the background, for tickets of earlier calls, and this call
-        wrote nothing; with publish="immediate", for this one. Its payload is then withdrawn, unless the outcome is
-        unknown (`QueueUnavailableError`): then it stays in the ring, and its ticket is published by a later call. Where
-        as many tickets wait so as the ring has slots, they are published before anything is written.
+        Raises what `SharedRingBuffer.write` raises, and StopRequestedError, if the ring is full and a signal has asked
+        the program to stop (`until_stopped`).
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_to_buffer()")
         ring = self.ring
@@ -299,19 +238,7 @@ class UCXXRolloutMixin(WithBlock):
                 timeout_s=timeout_s,
             )
 
-        ticket = self._written(write, timeout_s)
-        publisher = self._ucxx_publisher
-        if publisher is not None:
-            waiting = [Waiting(queued(ticket), self._deliveries, version)]
-            try:
-                publisher.add(waiting)
-            except BaseException as error:
-                for _ in publisher.refused(error, waiting):
-                    with contextlib.suppress(TransportError):
-                        ring.discard(ticket)
-                raise
-        self._ucxx_unsure = False
-        return ticket
+        return self._written(write, timeout_s)
 
     def write_many_to_buffer(
         self,
@@ -325,9 +252,7 @@ class UCXXRolloutMixin(WithBlock):
         """Write many trajectories in one call, which costs a fraction of as many `write_to_buffer`; their tickets.
 
         Raises what `SharedRingBuffer.write_many` raises: with RingFullError, ``written`` has the tickets of those
-        payloads that were written, and these are published. StopRequestedError (see `write_to_buffer`) has them, too.
-        Errors of publishing are as with `write_to_buffer`, but no payload is withdrawn: what was written stays in the
-        ring, and is published by a later call.
+        payloads that were written. StopRequestedError (see `write_to_buffer`) has them, too.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
         batch = self.ring.plan_many(
@@ -340,101 +265,37 @@ class UCXXRolloutMixin(WithBlock):
         give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
 
         def write(timeout_s: float) -> None:
-            done = batch.write(timeout_s)
-            self._publish_many(done, version)  # before the next ones wait for room, which its readers make
-            encoded.extend(done.encoded)
+            encoded.extend(batch.write(timeout_s).encoded)
 
         try:
             while batch.left:
                 self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
-                self._ucxx_unsure = False
-        except RingFullError as error:  # of the last payloads, or since tickets wait for a slow queue
+        except RingFullError as error:  # of the last payloads
             error.written = Tickets(encoded)
             raise
         return Tickets(encoded)
 
-    def _publish_many(self, tickets: Tickets, version: int | None) -> None:
-        if self._ucxx_publisher is not None:
-            self._ucxx_publisher.add([Waiting(each, self._deliveries, version) for each in queued_many(tickets)])
-
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
         """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
-        ring, publisher = self.ring, self._ucxx_publisher
         now = time.monotonic()
-        give_up = now if ring.overflow == "error" else float("inf") if timeout_s is None else now + timeout_s
-        reconcile_at = now + _RECONCILE_EVERY_S
-        if self._ucxx_unsure:
-            self._find_interrupted()
+        overflow = self.ring.overflow
+        give_up = now if overflow == "error" else float("inf") if timeout_s is None else now + timeout_s
+        free_at = now + _FREE_EVERY_S
         while True:
-            while publisher is not None and not publisher.room(time.monotonic() + _wait_s(give_up)):
-                _check_wait(
-                    RingFullError(
-                        f"the tickets of {ring.slot_count} payloads are not published yet: the queue is slower than "
-                        "the writer, or does not answer"
-                    ),
-                    give_up,
-                )
-            self._ucxx_unsure = publisher is not None  # until its ticket is with the publisher
             try:
                 return write(_wait_s(give_up))
             except RingFullError as full:
-                self._ucxx_unsure = False
-                if min(reconcile_at, give_up) <= time.monotonic() and not hurry.stop_requested():
-                    # A trainer that was killed between the queue's and the ring's acknowledgement leaves slots unfreed.
-                    reconcile_at = time.monotonic() + _RECONCILE_EVERY_S
-                    if self.reconcile()[1]:
+                if self._ucxx_grouped and min(free_at, give_up) <= time.monotonic() and not hurry.stop_requested():
+                    free_at = time.monotonic() + _FREE_EVERY_S
+                    if self._free_what_a_group_ended():
                         continue
                 _check_wait(full, give_up)
-            except Exception:
-                self._ucxx_unsure = False  # nothing was written
-                raise
 
-    def _find_interrupted(self) -> None:
-        """A write was interrupted (Ctrl-C): what it may have put into the ring is published."""
-        self.reconcile()
-        self._ucxx_unsure = False
-
-    @property
-    def _deliveries(self) -> int:
-        return 1 if self._ucxx_grouped else self.ring.readers_of(None)
-
-    def flush_ucxx(self, timeout_s: float | None = None) -> None:
-        """Wait until the queue has the tickets of everything that was written.
-
-        Raises:
-            TimeoutError: it has not after ``timeout_s``; publishing continues.
-            QueueError kinds: an attempt failed; with publish="background" another one follows.
-        """
-        seconds(timeout_s, "timeout_s of flush_ucxx()")
-        if self._ucxx_publisher is not None:
-            if self._ucxx_unsure:
-                self._find_interrupted()
-            self._ucxx_publisher.flush(timeout_s)
-
-    def reconcile(self) -> tuple[int, int]:
-        """Make ring and queue agree after either restarted; returns (tickets published again, slots freed).
-
-        Unread payloads that the queue does not have are published as those of a write are: in the background, where
-        `flush_ucxx` waits for them, or by this call, which then raises what the queue's `publish` raises. Those it
-        records as finished are freed.
-        """
-        ring, queue, publisher = self.ring, self._ucxx_queue, self._ucxx_publisher
-        if queue is None:
-            return 0, 0
-        # What the publisher has is not unknown; read before the ring, so that none is missed in between.
-        waiting = set() if publisher is None else publisher.pending()
-        missing, freed = compared(ring, queue, grouped=self._ucxx_grouped, waiting=waiting)
-        if publisher is not None:
-            publisher.add(missing)
-        published = len(missing)
-        if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
-            log.warning(
-                "%d unread payloads were unknown to the queue and are published again; if the queue lost its records, "
-                "they may be trained on twice",
-                published,
-            )
-        log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
-        return published, freed
+    def _free_what_a_group_ended(self) -> int:
+        """Free slots whose payloads the leader has ended: a rank that was killed before it told the ring never will."""
+        unread = {payload.ticket.id: payload.ticket for payload in self.ring.unread()}
+        ended = [name for name, states in known_of([self.ring], unread).items() if states[0].final]
+        return sum(self.ring.discard(unread[name]) for name in ended)
 
 
 def _close(ring: SharedRingBuffer, server: UCXXServer | None, waited_s: float) -> None:
@@ -486,10 +347,9 @@ class Rollout(UCXXRolloutMixin):
         slots: int = 64,
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
-        queue: TicketQueue | None = None,
+        queue: FoundRings | None = None,
         readers: int = 1,
         grouped: bool = False,
-        publish: PublishMode | None = None,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -508,7 +368,6 @@ class Rollout(UCXXRolloutMixin):
             queue=queue,
             readers=readers,
             grouped=grouped,
-            publish=publish,
             mode=mode,
             ring=ring,
             server=server,

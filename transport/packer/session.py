@@ -105,9 +105,8 @@ class PackerSession:
         self.metrics_port = exporter.port
 
     def warm_up(self, directory: Directory | None) -> None:
-        """Connect in the background to the rings that directory and queue know of, and that are read by ticket."""
-        queue = None if isinstance(self.queue, FoundRings) else self.queue
-        self.warming = self.thread.submit(warm_up(self.client, directory, queue))
+        """Connect in the background to the rings that the directory knows of."""
+        self.warming = self.thread.submit(warm_up(self.client, directory))
 
     def item(self, each: TicketLike) -> FetchedItem:
         """The item to fetch for a ticket or claim, marked as duplicate if it is the last consumed of its slot."""

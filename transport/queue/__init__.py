@@ -1,4 +1,4 @@
-"""Ticket queues: how tickets come from rollout workers to trainers."""
+"""Rings as a queue: how payloads come from rollout workers to trainers."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from transport.queue.base import (
-    KEEP_FINISHED,
     MAX_DELIVERIES,
     Claim,
     DeliveryState,
     Failure,
     Notice,
     QueueDepth,
-    QueuedTicket,
     TicketQueue,
-    finished,
 )
 
 if TYPE_CHECKING:
     from transport.claims.open import open_queue
     from transport.claims.rings import FoundRings, RingQueue
-    from transport.queue.redis import RedisQueue
 
 # Imported on first use: the rings are a room of their own, which builds on this one.
 _HOMES = {
     "FoundRings": "transport.claims.rings",
-    "RedisQueue": "transport.queue.redis",
     "RingQueue": "transport.claims.rings",
     "open_queue": "transport.claims.open",
 }
 
 __all__ = [
-    "KEEP_FINISHED",
     "MAX_DELIVERIES",
     "Claim",
     "DeliveryState",
@@ -40,11 +34,8 @@ __all__ = [
     "FoundRings",
     "Notice",
     "QueueDepth",
-    "QueuedTicket",
-    "RedisQueue",
     "RingQueue",
     "TicketQueue",
-    "finished",
     "open_queue",
 ]
 

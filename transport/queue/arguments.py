@@ -1,4 +1,4 @@
-"""What callers pass to a queue, looked at before anything is done with it: the same bounds for every queue."""
+"""What callers pass to a queue, looked at before anything is done with it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from transport.config import lease_or_configured
-from transport.errors import RankError, UsageError
-from transport.queue.base import Claim, QueuedTicket
+from transport.errors import UsageError
+from transport.queue.base import Claim
 from transport.ring.batches import check_claim
-from transport.ring.buffer import MAX_READERS
 from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import at_least, seconds, several
 
 
 def number(value: Any, what: str) -> int:
-    """A whole number that any queue can store; also one of numpy's, which no database takes for a number."""
+    """A whole number of 64 bits; also one of numpy's."""
     found = operator.index(value)
     if not -(2**63) <= found < 2**63:
         raise UsageError(f"{what} is {found}: give a whole number that 64 bits hold")
@@ -43,38 +42,8 @@ def lease(lease_s: float | None) -> float:
     return float(chosen)
 
 
-def bounds(max_deliveries: Any, keep_finished: Any) -> tuple[int, int]:
-    """Of every queue."""
-    return at_least(1, max_deliveries, "max_deliveries"), at_least(0, keep_finished, "keep_finished")
-
-
-def published(
-    tickets: QueuedTicket | Iterable[QueuedTicket], readers: int, policy_version: int | None
-) -> tuple[list[QueuedTicket], int, int | None]:
-    """The arguments of a `publish`. RankError: no ticket has so many readers."""
-    readers = number(readers, "readers of publish()")
-    if not 1 <= readers <= MAX_READERS:
-        raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
-    policy_version = number_or_none(policy_version, "policy_version of publish()")
-    batch = [tickets] if isinstance(tickets, QueuedTicket) else several(tickets, "publish()")
-    return batch, readers, policy_version
-
-
-def claimed(n: Any, timeout_s: Any, rank: Any, oldest_version: Any) -> tuple[int, float, int, int | None]:
+def claimed(n: Any, timeout_s: Any, rank: Any, oldest_version: Any) -> tuple[int, float, int | str, int | None]:
     """The arguments of a `claim`, without the consumer's name. UsageError, RankError: nothing can be claimed so."""
-    if isinstance(rank, str):
-        check_consumer(rank, "rank of claim()")
-        raise RankError(
-            f"rank={rank!r:.80}: this queue does not know the names of consumers, rings do; give the number that the "
-            "ring's rank_of() has for it"
-        )
-    n, timeout_s, found, oldest_version = claimed_by_name(n, timeout_s, rank, oldest_version)
-    assert isinstance(found, int)
-    return n, timeout_s, found, oldest_version
-
-
-def claimed_by_name(n: Any, timeout_s: Any, rank: Any, oldest_version: Any) -> tuple[int, float, int | str, int | None]:
-    """The same for queues whose rings know the names of consumers."""
     n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
     rank = check_consumer(rank, "rank of claim()") if isinstance(rank, str) else number(rank, "rank of claim()")

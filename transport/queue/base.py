@@ -1,24 +1,20 @@
-"""Ticket queue: the contract that every queue keeps. Tickets are opaque bytes with an id.
+"""What a trainer claims payloads from: the rings of a run, or a group's view of them. Tickets are opaque bytes.
 
-A ticket published for n readers is n independent *deliveries*, one per rank:
+A payload for n readers is n independent *deliveries*, one per rank:
 
-                    ┌────────────── retry, or the claim ends ──────────────┐
-                    ▼                                                      │
-    publish ──►  ready ──claim──►  claimed ──ack──────────────────────►  done
-                                     │ └──discard──► discarded
-                                     └──retry, or the claim ends, at the last delivery──► dead
+                  ┌────────────── retry, or the claim ends ──────────────┐
+                  ▼                                                      │
+    write ──►  ready ──claim──►  claimed ──ack──────────────────────►  done
+                                   │ └──discard──► discarded
+                                   └──retry, or the claim ends, at the last delivery──► dead
 
-* publish is idempotent per id; deliveries come out in the order of publication, a retried delivery keeps its position.
-  Of more than a thousand that come back to a Redis queue at once, some come out before older ones.
+* Deliveries of a ring come out in the order of writing; a retried delivery keeps its position.
 * A claim belongs to its claimant until it is ended, or its lease is over. What a claim that is over asks for is refused
   and has no effect. An unfinished delivery whose claim is over is claimed again, with ``attempts`` + 1.
 * A claim has one end. A call that asks for the end that it had has the same answer as the first one, so a call that was
-  interrupted is repeated. Redis forgets the end when the delivery is claimed again, and every queue when it forgets the
-  ticket: then the answer is no.
-* A delivery that was claimed ``max_deliveries`` times without success is ``dead``, with its reason: a ticket that kills
-  its trainers must not kill them all.
-* Finished tickets are remembered (without their bytes) for the ``KEEP_FINISHED`` last of them, so that
-  a rollout that reconciles learns of them and does not publish them again.
+  interrupted is repeated.
+* A delivery that was claimed ``max_deliveries`` times without success is ``dead``, with its reason: a payload that
+  kills its trainers must not kill them all.
 """
 
 from __future__ import annotations
@@ -26,15 +22,13 @@ from __future__ import annotations
 import abc
 import enum
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import msgspec
 
-from transport.errors import UsageError
-from transport.runtime.decoders import hiding, ready
-from transport.storage.urls import RedisURL
+from transport.runtime.decoders import hiding
 from transport.wires import Wire
 
 if TYPE_CHECKING:
@@ -44,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 20
-KEEP_FINISHED = 100_000
 
 
 class DeliveryState(enum.StrEnum):
@@ -59,18 +52,7 @@ class DeliveryState(enum.StrEnum):
     @property
     def final(self) -> bool:
         """Whether the state of the delivery will not change again."""
-        return self not in _UNFINISHED
-
-
-_UNFINISHED = frozenset({DeliveryState.READY, DeliveryState.CLAIMED})
-
-
-@hiding("data")
-class QueuedTicket(NamedTuple):
-    """What is published: ``id`` (ring/slot/generation) names the ticket, ``data`` is the encoded ticket."""
-
-    id: str
-    data: bytes
+        return self not in (DeliveryState.READY, DeliveryState.CLAIMED)
 
 
 @hiding("data", "token")
@@ -165,30 +147,14 @@ class FirstAnnouncements:
         return accepted
 
 
-class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How another process opens the same queue, to publish in it: the arguments of `RedisQueue`."""
-
-    url: RedisURL
-    options: dict[str, int | float | None] = {}
-
-
-def finished(states: Sequence[DeliveryState]) -> bool:
-    """Whether a ticket with these states (from ``known``) no longer needs its payload."""
-    return all(state.final for state in states)
-
-
-ready(QueueAddress)
-
-
 def too_old(version: int, oldest_version: int) -> str:
     """Reason of a delivery that was discarded for its age."""
     return f"policy version {version} is older than {oldest_version}"
 
 
 class TicketQueue(abc.ABC):
-    """A queue of tickets. All methods are thread-safe and block; call them from threads, not from an event loop.
-
-    All raise QueueError or one of its kinds when the store fails, and ClosedError after ``close``.
+    """What payloads are claimed from. All methods are thread-safe and block; call them from threads, not from an event
+    loop. All raise ClosedError after ``close``.
     """
 
     lease_s: float  # of claims; renew at a third of it
@@ -198,47 +164,32 @@ class TicketQueue(abc.ABC):
         """What metrics call it."""
         return type(self).__name__
 
-    @property
-    def address(self) -> QueueAddress | None:
-        """How another process opens the same queue; None: it cannot."""
-        return None
-
-    @abc.abstractmethod
-    def publish(
-        self,
-        tickets: QueuedTicket | Iterable[QueuedTicket],
-        *,
-        readers: int = 1,
-        policy_version: int | None = None,
-    ) -> int:
-        """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
-
     @abc.abstractmethod
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``.
 
-        ``rank`` may be the name that a ring has for a consumer, where the queue is the rings; RankError for others.
+        ``rank`` may be the name that a ring has for a consumer; RankError for one that it does not have.
         ``consumer`` names the claimant in reports. Returns an empty list when the time is over. What is due and of an
         older policy than ``oldest_version`` is discarded instead, with that reason, and counted as ``aged``; what was
-        published without a version is never too old.
+        written without a version is never too old.
         """
 
     @abc.abstractmethod
     def ack_many(self, claims: Sequence[Claim]) -> list[Claim]:
         """Consume; returns the claims that the caller still owned, each once. Train only on the returned ones.
 
-        Asked again with the same claims the answer is the same, while the queue remembers their tickets.
+        Asked again with the same claims the answer is the same.
         """
 
+    @abc.abstractmethod
     def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
         """Of claims that `ack_many` did not return: those that may have been accepted; their ring is out of reach.
 
         Keep what was made of them, and give them to `ack_many` again later: it asks the ring again. Only rings
         elsewhere have such claims.
         """
-        return []
 
     def ack(self, claim: Claim) -> bool:
         """Consume one delivery: whether the claim was the caller's."""
@@ -268,39 +219,20 @@ class TicketQueue(abc.ABC):
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded or died, the latest published first."""
 
+    @abc.abstractmethod
     def finished(self, expected_rollouts: int | None = None) -> bool:
         """Whether no payload comes any more: every rollout of the run has closed cleanly, and every payload is done.
 
-        Only rings know; a broker's queue returns False. Ask when a claim has brought nothing.
+        Ask when a claim has brought nothing.
 
         Args:
             expected_rollouts: how many have to end; None: all of those, at least one, that this process has seen; 0:
                 none has to, but none that this process has seen goes on.
         """
-        return False
-
-    def reasons(self) -> Mapping[str, int]:
-        """How often a look, every few seconds without a payload, found why none comes. Only rings know reasons."""
-        return {}
-
-    def requeue(self, limit: int = 100) -> int:
-        """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many.
-
-        One that fails again is dead again; one whose payload is no longer in its ring is discarded when it is read.
-        Raises UsageError for a queue that keeps no dead deliveries, as rings, which free their slots.
-        """
-        raise UsageError(f"{type(self).__name__} keeps no dead deliveries; RedisQueue does")
 
     @abc.abstractmethod
-    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
-
-    def unfinished(self, n: int) -> list[bytes]:
-        """Up to ``n`` tickets that are not finished, claimed or not, the latest published first; claims nothing.
-
-        It shows which rings there are. The default is an empty list, for a queue that does not know.
-        """
-        return []
+    def reasons(self) -> Mapping[str, int]:
+        """How often a look, every few seconds without a payload, found why none comes."""
 
     @abc.abstractmethod
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
@@ -310,16 +242,17 @@ class TicketQueue(abc.ABC):
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
 
+    @abc.abstractmethod
     def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> TicketQueue:
         """The queue as a packer is to use it that has this client, and payloads of these schemas."""
-        return self
 
-    def disconnect(self, client: Carrier) -> None:  # noqa: B027  # most queues need none
+    @abc.abstractmethod
+    def disconnect(self, client: Carrier) -> None:
         """This client is closed from now on; what was claimed through it can be claimed again."""
 
+    @abc.abstractmethod
     def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
         """The payload, where it came with the claim; None: it is to be read by its ticket."""
-        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """GroupQueue: one delivery for all ranks of a model-parallel group, which train on the same payloads in the same order.
 
 The ranks of a group compute one model together, so a payload is for all of them or for none. Rank 0 leads: it alone
-claims, renews and consumes at the queue, and tells the others through a store. Payloads are written for ``readers`` =
-ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=True)``).
+claims, renews and consumes at the rings, and tells the others through a store. Payloads are written for ``readers`` =
+ranks of the group (``setup_ucxx(..., grouped=True)``).
 
     leader     claim ──► record "claims/k" ──► every follower's claim k: the same tickets, the same order
     each rank  ack: votes yes    discard, retry: votes no
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -30,13 +30,10 @@ from transport.queue import arguments
 from transport.queue.base import (
     Carrier,
     Claim,
-    DeliveryState,
     Failure,
     Notice,
     PayloadBytes,
-    QueueAddress,
     QueueDepth,
-    QueuedTicket,
     TicketQueue,
 )
 from transport.runtime.decoders import ready
@@ -144,7 +141,7 @@ class GroupQueue(TicketQueue):
             raise RankError(
                 f"rank {rank!r:.80} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
             )
-        arguments.claimed_by_name(n, timeout_s, 0, oldest_version)
+        arguments.claimed(n, timeout_s, 0, oldest_version)
         step, made = self._next
         if not self.leads:
             claims = self._told(step, timeout_s)
@@ -323,21 +320,6 @@ class GroupQueue(TicketQueue):
     def name(self) -> str:
         return self._queue.name
 
-    @property
-    def address(self) -> QueueAddress | None:
-        """Of the queue beneath."""
-        return self._queue.address
-
-    def publish(
-        self,
-        tickets: QueuedTicket | Iterable[QueuedTicket],
-        *,
-        readers: int = 1,
-        policy_version: int | None = None,
-    ) -> int:
-        """See `TicketQueue.publish`; for a group ``readers`` is 1."""
-        return self._queue.publish(tickets, readers=readers, policy_version=policy_version)
-
     def finished(self, expected_rollouts: int | None = None) -> bool:
         """See `TicketQueue.finished`. The leader finds out, and tells the others behind which claims."""
         step, made = self._next
@@ -365,14 +347,8 @@ class GroupQueue(TicketQueue):
     def failures(self, limit: int = 100) -> list[Failure]:
         return self._queue.failures(limit)
 
-    def requeue(self, limit: int = 100) -> int:
-        return self._queue.requeue(limit)
-
-    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        return self._queue.known(ticket_ids)
-
-    def unfinished(self, n: int) -> list[bytes]:
-        return self._queue.unfinished(n)
+    def reasons(self) -> Mapping[str, int]:
+        return self._queue.reasons()
 
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         return self._queue.announce(topic, version, payload)

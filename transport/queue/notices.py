@@ -19,7 +19,6 @@ from transport import _ring
 from transport.errors import (
     ClosedError,
     PayloadTooLargeError,
-    QueueUnsuitableError,
     RingBusyError,
     RingError,
     StoreError,
@@ -62,7 +61,7 @@ class NoNotices:
 
     def announce(self, topic: str, version: int, payload: bytes) -> bool:
         """Refused."""
-        raise QueueUnsuitableError("rings at addresses have no notices: open rings+redis://…, or announce in a store")
+        raise UsageError("rings at addresses have no notices: open rings+redis://…, or announce in a store")
 
     def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
         """Refused."""

@@ -22,7 +22,6 @@ from transport.runtime import stacks, threads
 from transport.runtime.blocking_calls import started
 from transport.runtime.forks import unforked
 from transport.runtime.loop_thread import LoopThread
-from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
 from transport.server.process import DRAIN_S, ListenerConfig, StartReport, is_ending, is_listener, send
 from transport.server.supervisor import STOP_S, SupervisorConfig
@@ -53,10 +52,9 @@ class Processes:
         ring: SharedRingBuffer,
         config: ListenerConfig,
         ports: tuple[int, ...],
-        after_writer: AfterWriter | None,
     ) -> None:
         self._ring = ring
-        self._config = SupervisorConfig(ports=ports, listener=config, after_writer=after_writer)
+        self._config = SupervisorConfig(ports=ports, listener=config)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         # Invariant: no process is spawned after stop() has begun. Held while one is spawned, not until it has reported.

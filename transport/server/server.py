@@ -26,7 +26,6 @@ from transport.ring.attachment import attached, file_of
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime import hurry, stacks
 from transport.runtime.arguments import seconds, several
-from transport.server.after_writer import AfterWriter
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
@@ -57,7 +56,6 @@ class UCXXServer:
         mode: "process" or "thread", see above.
         linger_s: how long listeners outlive a killed writer that left unread payloads; 0: not at all; default from
             settings.
-        after_writer: what the supervisor runs when the writer has ended without `close`; not with mode "thread".
         log_level, log_format: of what supervisor and listeners write to standard error.
     """
 
@@ -75,7 +73,6 @@ class UCXXServer:
         linger_s: float | None = None,
         log_level: LogLevel = "WARNING",
         log_format: LogFormat = "text",
-        after_writer: AfterWriter | None = None,
     ) -> None:
         ports = [operator.index(port) for port in ports]
         seconds(linger_s, "linger_s")
@@ -104,7 +101,6 @@ class UCXXServer:
                 )
         self._addresses = tuple(addresses)
         self._mode = mode
-        self._after_writer = after_writer
         self._config = ListenerConfig(
             segment=ring.name,
             port=0,
@@ -155,7 +151,7 @@ class UCXXServer:
         run: Processes | OneThread | None = None
         try:
             if self._mode == "process":
-                run = Processes(self._ring, self._config, self._wanted, self._after_writer)
+                run = Processes(self._ring, self._config, self._wanted)
             else:
                 run = OneThread(self._ring, self._config, self._wanted)
             ports = run.start()

@@ -28,7 +28,6 @@ from transport.errors import BusyPortError, RingBusyError, RingNotFoundError, Tr
 from transport.ring.attachment import Attachment, attached
 from transport.runtime import stacks
 from transport.runtime.logs import handler
-from transport.server.after_writer import AfterWriter, AfterWriterProcess
 from transport.server.lifetime import Lifetime, Phase, Watchdog
 from transport.server.process import (
     DRAIN_S,
@@ -106,7 +105,6 @@ class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ports: tuple[int, ...]
     listener: ListenerConfig
     first: bool = True
-    after_writer: AfterWriter | None = None
 
 
 class Supervisor:
@@ -120,7 +118,6 @@ class Supervisor:
         self._gives_up_to = 0  # of the ring's sequence: unread payloads that end with the segment
         self._stop = False
         self._answered = not config.first  # the writer knows whether the first start succeeded
-        self._after_writer = AfterWriterProcess(config.after_writer)
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -322,7 +319,6 @@ class Supervisor:
             alive = self._ring.native.keeper_alive
             if not alive:
                 stacks.leave_pipes()  # before another process inherits them
-            self._after_writer.look(writer_alive=alive)
             now = time.monotonic()
             if self._lifetime.tick(now, writer_alive=alive, unread=unread, sequence=sequence) is Phase.STOP:
                 log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
@@ -338,7 +334,6 @@ class Supervisor:
     async def _stop_listeners(self) -> bool:
         """SIGTERM to own and adopted listeners, SIGKILL to those that stay. True: a writer was alive meanwhile."""
         self._stop = True
-        await self._after_writer.stop()
         writer_was_there: bool = self._ring.native.keeper_alive
         for served in self.served_ports:
             if served.starting is not None:

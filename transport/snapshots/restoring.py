@@ -214,7 +214,7 @@ class Saved:
         progress: Progress = silent,
     ) -> Restored:
         """See `restore`. ``only``: of these `payloads` all that the ring can take, whatever their ring's schema."""
-        rollout, ring = (None, into) if isinstance(into, SharedRingBuffer) else (into, into.ring)
+        ring = into if isinstance(into, SharedRingBuffer) else into.ring
         records = list(consumed)
         number, of = share
         if not 0 <= number < of:
@@ -245,20 +245,15 @@ class Saved:
             expired += bool(due) and each.ticket.deadline is not None and each.ticket.deadline <= now
             if due and (each.ticket.deadline is None or each.ticket.deadline > now):
                 mine.append((each, due))
-        # A queue beside the rings learns of them when all are written: no trainer makes room before.
-        beside = rollout is not None and rollout._ucxx_publisher is not None
-        all_at_once = ring.overflow == "overwrite" or beside
-        if all_at_once and len(mine) > ring.statistics().free:
+        if ring.overflow == "overwrite" and len(mine) > ring.statistics().free:
             raise RingFullError(
                 f"{len(mine)} payloads are to be restored, and this ring cannot hold all of them at once: make it with "
-                'more slots, or with overflow="block" and the rings as the queue'
+                'more slots, or with overflow="block"'
             )
         for each, _ in mine:
             self._check(each, ring)
         self.verify([each for each, _ in mine], progress)
         tickets = self._written(mine, ring, timeout_s)
-        if rollout is not None and beside:
-            rollout.reconcile()
         size = sum(ticket.size for ticket in tickets)
         others, there = len(wanted) - len(fitting), len(share_of) - len(left)
         return Restored(self.manifest, tickets, size, known, expired, others, there)

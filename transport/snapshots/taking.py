@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from transport import _ring
-from transport.claims.open import open_rings
+from transport.claims.open import open_queue
 from transport.claims.rings import FoundRings
 from transport.cooldown.destinations.base import PIECE, Destination, normalise
 from transport.cooldown.destinations.open import open_destination
@@ -148,7 +148,7 @@ def snapshot(
     chosen = manifests.new_attempt() if attempt is None else manifests.check_attempt(attempt)
     with contextlib.ExitStack() as stack:
         if isinstance(queue, str):
-            queue = stack.enter_context(rings_of(queue))
+            queue = stack.enter_context(open_queue(queue))
         if not isinstance(queue, FoundRings):
             raise UsageError("queue of snapshot(): give rings, as open_queue('rings:NAME') finds them")
         elsewhere = queue.not_counted()
@@ -207,13 +207,6 @@ def part_of(ring: SharedRingBuffer, payloads: int, size: int) -> RingPart:
         payloads=payloads,
         bytes=size,
     )
-
-
-def rings_of(text: str) -> FoundRings:
-    """The rings that a text names. UsageError for that of another queue."""
-    if not text.startswith("rings"):
-        raise UsageError(f"{text}: a snapshot is of rings; give rings:NAME, or rings+URL")
-    return open_rings(text)
 
 
 def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progress: Progress) -> Manifest:

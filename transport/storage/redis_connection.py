@@ -1,6 +1,6 @@
-"""One Redis server: connections, scripts, errors of the queue or store that uses it, and wake-ups.
+"""One Redis server: connections, scripts, errors of the store that uses it, and wake-ups.
 
-It handles for its users:
+It handles:
 
 * After a lost connection, a restart of the server, or a reply that says "not now" (it runs another client's script,
   or its replicas are away), it tries again with back-off, for at most ``patience_s``. A write
@@ -29,10 +29,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
+from transport.errors import (
+    ClosedError,
+    ConfigurationError,
+    MissingDependencyError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreUnsuitableError,
+    TransportError,
+)
 from transport.runtime import hurry, threads
 from transport.runtime.installing import install
 from transport.storage.urls import RedisURL
@@ -57,6 +66,7 @@ _NOT_NOW = re.compile(r"(?:^|\s-)(?:BUSY|NOREPLICAS|READONLY|MASTERDOWN|CLUSTERD
 _NOT_CONNECTED = (ConnectionRefusedError, FileNotFoundError)  # nothing listens at the port, or there is no socket
 _JOIN_S = 10.0
 REMEMBER_MS = 60_000  # answers to writes
+_LOST = "decisions, the ends of rollouts and notices, which are written only once"
 
 # Before each script. KEYS[1] is the hash of this client's answers. ARGV[1] is the time in ms (empty: the server's own),
 # a stroke, the field of the answer, and a plus where the call may have run before. Fields are numbers that grow. The
@@ -104,17 +114,6 @@ class Script:
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-class Words(NamedTuple):
-    """What the server is used for ("queue", "store"), and the error classes to raise."""
-
-    what: str  # "queue"
-    lost: str  # with what a killed server forgets
-    failed: type[TransportError]
-    full: type[TransportError]
-    busy: type[TransportError]
-    unsuitable: type[TransportError]
-
-
 class _Room:
     """Connections and wake-ups that the threads of one process share."""
 
@@ -135,22 +134,20 @@ class _Room:
 
 
 class RedisConnection:
-    """A server, for one store or queue of one run.
+    """A server, for the store of one run.
 
     Args:
-        part: of the run's keys, "store" or "queue".
         patience_s: how long to wait for a server that does not answer, at most ``MOST_PATIENCE_S``. With a suspended
             server the wait may be longer by the time limit of a command: ``patience_s``, at least 1 s and at most 5 s.
     """
 
-    def __init__(self, url: RedisURL, part: str, words: Words, *, patience_s: float = 10.0) -> None:
+    def __init__(self, url: RedisURL, *, patience_s: float = 10.0) -> None:
         if not 0 <= patience_s <= MOST_PATIENCE_S:
             raise ConfigurationError(f"patience_s={patience_s}: give 0 to {MOST_PATIENCE_S:.0f} seconds")
         self._redis = require_redis()
         self._url = url
-        self._words = words
         self._patience_s = patience_s
-        self._prefix = f"transport:{{{url.run}}}:{part}:"
+        self._prefix = f"transport:{{{url.run}}}:store:"
         self._closed = False
         # By process id: a lock that another thread held at the fork would stay locked in the child.
         self._rooms: dict[int, _Room] = {}
@@ -186,7 +183,7 @@ class RedisConnection:
         return self._prefix + name
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None) -> Any:
-        """Run a script once. Raises ``words.busy`` if the server does not answer in time; the script may have run."""
+        """Run a script once. StoreUnavailableError: the server did not answer in time; the script may have run."""
         name, field = self._place()
         first = f"{'' if now_ms is None else now_ms}/{field}"
         every_key = [self.key(name), *map(self.key, keys)]
@@ -225,7 +222,7 @@ class RedisConnection:
         while True:
             room = self._room()
             if self._failed_at > hurry.since() and time.monotonic() > hurry.until():
-                raise self._words.busy(f"the {self._words.what} at {self.name} is away, and this process is ending")
+                raise StoreUnavailableError(f"the store at {self.name} is away, and this process is ending")
             client = room.client
             try:
                 with self._translated():
@@ -240,8 +237,8 @@ class RedisConnection:
                     ending = now + pause_s <= give_up_at
                     waited = f"{now - begun:.3g} s, and this process is ending"
                     patience = waited if ending else f"{self._patience_s:g} s"
-                    raise self._words.busy(
-                        f"the {self._words.what} at {self.name} did not answer for {patience}: "
+                    raise StoreUnavailableError(
+                        f"the store at {self.name} did not answer for {patience}: "
                         f"{str(error).rstrip('.')}; check the address, and that Redis runs there"
                     ) from error
             except (AttributeError, TypeError, ValueError):
@@ -262,12 +259,12 @@ class RedisConnection:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Map the server's refusals to the classes of ``words``. What a retry may cure is the package's own error."""
-        what, faults = f"the {self._words.what} at {self.name}", self._redis.exceptions
+        """Map the server's refusals to errors of a store. What a retry may cure is the package's own error."""
+        what, faults = f"the store at {self.name}", self._redis.exceptions
         try:
             yield
         except (faults.AuthenticationError, faults.NoPermissionError) as error:
-            raise self._words.unsuitable(f"{what} denies access: {error}; check user, password and ACL") from error
+            raise StoreUnsuitableError(f"{what} denies access: {error}; check user, password and ACL") from error
         except (faults.ConnectionError, faults.TimeoutError):
             if self._closed:
                 self._room()
@@ -277,17 +274,17 @@ class RedisConnection:
             if self._not_now(error):
                 raise faults.ConnectionError(text) from error
             if isinstance(error, faults.OutOfMemoryError) or "OOM " in text or "MISCONF" in text:
-                raise self._words.full(f"{what} is full: {error}; raise maxmemory, or free disk space") from error
-            raise self._words.failed(f"{what} failed: {error}") from error
+                raise StoreFullError(f"{what} is full: {error}; raise maxmemory, or free disk space") from error
+            raise StoreError(f"{what} failed: {error}") from error
 
     def _check_server(self) -> None:
         info = self._patiently(self._info)
         version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
         if version < OLDEST:
-            raise self._words.unsuitable(f"{self.name} runs Redis {info['redis_version']}; use 6.2 or newer")
+            raise StoreUnsuitableError(f"{self.name} runs Redis {info['redis_version']}; use 6.2 or newer")
         policy = str(info.get("maxmemory_policy", ""))
         if policy.startswith("allkeys") and info.get("maxmemory"):
-            raise self._words.unsuitable(
+            raise StoreUnsuitableError(
                 f"{self.name} evicts keys when its memory is full (maxmemory-policy {policy}): set noeviction"
             )
         if not self._url.may_forget:
@@ -299,11 +296,11 @@ class RedisConnection:
             log.warning(
                 "%s does not report whether its append-only file is enabled: without one, it loses %s if it is killed",
                 self.name,
-                self._words.lost,
+                _LOST,
             )
         elif not kept:
-            raise self._words.unsuitable(
-                f"{self.name} has no append-only file: if it is killed, it loses {self._words.lost}. Enable the file "
+            raise StoreUnsuitableError(
+                f"{self.name} has no append-only file: if it is killed, it loses {_LOST}. Enable the file "
                 "(redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or accept the loss with may_forget=yes in "
                 "the URL"
             )
@@ -314,20 +311,10 @@ class RedisConnection:
             raise self._redis.exceptions.BusyLoadingError("the server is loading its append-only file")
         return found
 
-    def remove_all(self) -> None:
-        """Delete all records of this store or queue. It must not be in use."""
-        pattern = self._prefix + "*"  # a run's name has no special characters of patterns
-
-        def attempt(client: redis.Redis) -> None:
-            for name in list(client.scan_iter(pattern, count=1000)):
-                client.unlink(name)
-
-        self._patiently(attempt)
-
     # --- connections ---------------------------------------------------------------------------
     def _room(self) -> _Room:
         if self._closed:
-            raise ClosedError(f"the {self._words.what} at {self.name} was closed")
+            raise ClosedError(f"the store at {self.name} was closed")
         room = self._rooms.get(os.getpid())
         if room is None:
             room = self._rooms.setdefault(os.getpid(), _Room(self._make_client()))
@@ -394,9 +381,7 @@ class RedisConnection:
         room = self._room()
         with room.lock:
             if room.listener is None and not self._closed:
-                room.listener = threading.Thread(
-                    target=self._listen, args=(room,), name=f"redis {self._words.what}", daemon=True
-                )
+                room.listener = threading.Thread(target=self._listen, args=(room,), name="redis store", daemon=True)
                 threads.start(room.listener)
             return room.rings
 

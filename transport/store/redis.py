@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.storage.redis_connection import RedisConnection, Script, Words
+from transport.errors import StoreUnavailableError, UsageError
+from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry, Store, watched
 from transport.wire.addresses import address_towards
 
-_LOST = "decisions, the ends of rollouts and notices, which are written only once"
-_WORDS = Words("store", _LOST, StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _KEYS = ("values", "versions", "index", "leases", "revision")
 
 _COMMON = """
@@ -156,7 +154,7 @@ class RedisStore(Store):
 
     def __init__(self, url: RedisURL, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock
-        self._connection = RedisConnection(url, "store", _WORDS, patience_s=patience_s)
+        self._connection = RedisConnection(url, patience_s=patience_s)
 
     def __repr__(self) -> str:
         return f"<RedisStore {self._connection.name} {'closed' if self._connection.closed else 'open'}>"

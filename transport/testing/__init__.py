@@ -1,4 +1,4 @@
-"""For tests of programs that use this package: what leaked, a queue in memory, and payloads without UCX.
+"""For tests of programs that use this package: what leaked, and payloads without UCX.
 
 with LocalTransport(schema) as local:             # no UCX, no service, no other process
     ticket = local.write({"obs": obs, "reward": 1.0})
@@ -13,11 +13,10 @@ from transport.testing.leaks import ResourceSnapshot, mark_descendants, run
 
 if TYPE_CHECKING:
     from transport.testing.local import LocalTransport, a_ticket
-    from transport.testing.memory_queue import MemoryQueue
 
-__all__ = ["LocalTransport", "MemoryQueue", "ResourceSnapshot", "a_ticket", "mark_descendants", "run"]
+__all__ = ["LocalTransport", "ResourceSnapshot", "a_ticket", "mark_descendants", "run"]
 
-_HOMES = {"LocalTransport": "local", "MemoryQueue": "memory_queue", "a_ticket": "local"}
+_HOMES = {"LocalTransport": "local", "a_ticket": "local"}
 
 
 def __getattr__(name: str) -> Any:

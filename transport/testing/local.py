@@ -8,16 +8,15 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
+from transport.claims.rings import RingQueue
 from transport.client.blocking import BlockingClient
-from transport.packer.rollout import queued
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema
-from transport.testing.memory_queue import MemoryQueue
 from transport.ticket import Ticket
 
 
 class LocalTransport:
-    """A ring, a client that maps it, and a queue in memory. Closing it removes everything.
+    """A ring, a client that maps it, and the queue of the ring. Closing it removes everything.
 
     The client is a real one, and so are checks of tickets and slots; only what needs a network is missing.
 
@@ -26,12 +25,11 @@ class LocalTransport:
         slots: payloads the ring holds.
         slot_bytes: payload bytes per slot; default the schema's largest payload.
         readers: how many ranks read each payload.
-        queue: default a new `MemoryQueue`.
 
     Attributes:
         ring: of the test; `SharedRingBuffer`.
         client: `BlockingClient`, with ``ack="manual"`` as the packer has it.
-        queue: where `write` publishes.
+        queue: what a `Trainer` claims the payloads from.
     """
 
     def __init__(
@@ -41,15 +39,13 @@ class LocalTransport:
         slots: int = 16,
         slot_bytes: int | None = None,
         readers: int = 1,
-        queue: MemoryQueue | None = None,
     ) -> None:
         self._readers = readers
-        self.queue = MemoryQueue() if queue is None else queue
         with contextlib.ExitStack() as stack:
-            stack.callback(self.queue.close)
             self.ring = stack.enter_context(
                 SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, overflow="error")
             )
+            self.queue = stack.enter_context(RingQueue([self.ring]))
             schemas = [] if schema is None else [schema]
             self.client = stack.enter_context(BlockingClient(schemas=schemas, wire={"mapped"}, ack="manual"))
             self._opened = stack.pop_all()
@@ -58,10 +54,8 @@ class LocalTransport:
         return f"<LocalTransport of {self.ring!r}>"
 
     def write(self, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Ticket:
-        """Write one payload and publish its ticket. Raises RingFullError where a rollout would wait."""
-        ticket = self.ring.write(arrays, metadata=metadata, readers=self._readers)
-        self.queue.publish(queued(ticket), readers=self._readers)
-        return ticket
+        """Write one payload. Raises RingFullError where a rollout would wait."""
+        return self.ring.write(arrays, metadata=metadata, readers=self._readers)
 
     def close(self) -> None:
         """Close client, ring and queue. Idempotent."""

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from transport import _ring
 from transport.claims.batch import CONSUME
 from transport.claims.in_place import TakenPart
-from transport.claims.open import open_rings
+from transport.claims.open import open_queue
 from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient
 from transport.config import configuration
@@ -130,7 +130,7 @@ class Trainer:
             undo.callback(thread.close)
             self._client = thread.run(_client(thread, schemas, wire, settings, client))
             if not isinstance(rings, FoundRings):
-                rings = open_rings("rings:" if rings is None else rings)
+                rings = open_queue("rings:" if rings is None else rings)
                 undo.callback(rings.close)
             undo.callback(rings.disconnect, self._client)
             self._rings = rings.connect(thread, self._client, schemas)

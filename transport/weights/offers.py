@@ -38,7 +38,7 @@ from transport.errors import (
 )
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue.base import Notice, TicketQueue
+from transport.queue.base import Notice
 from transport.runtime.decoders import hiding
 from transport.runtime.error_text import error_text
 from transport.schema import Schema
@@ -99,7 +99,7 @@ class Offers:
     def __init__(
         self,
         schema: Schema,
-        queue: TicketQueue,
+        queue: FoundRings,
         *,
         topic: str = TOPIC,
         name: str | None = None,
@@ -127,7 +127,7 @@ class Offers:
 
         Raises:
             UsageError: this version or a later one was announced under this topic; that one stays on offer.
-            QueueError: the queue cannot be reached; whether the version was announced is unknown.
+            StoreError: the store cannot be reached; whether the version was announced is unknown.
             RingFullError: for 5 s every slot has been held, by replicas that were stopped while they read.
         """
         # Over the oldest that nobody reads; a replica that finds it gone looks again.
@@ -157,10 +157,9 @@ class Offers:
         self.close()
 
 
-def _name_of(queue: TicketQueue, topic: str) -> str:
+def _name_of(queue: FoundRings, topic: str) -> str:
     """Of the ring of a topic's versions on this host."""
-    run = repr(queue.places) if isinstance(queue, FoundRings) else queue.name
-    return f"offers-{hashlib.sha256(f'{run} {topic}'.encode()).hexdigest()[:16]}"
+    return f"offers-{hashlib.sha256(f'{queue.places!r} {topic}'.encode()).hexdigest()[:16]}"
 
 
 class Taker:
@@ -201,7 +200,7 @@ class Taker:
 
     def follow(
         self,
-        queue: TicketQueue,
+        queue: FoundRings,
         client: BlockingClient,
         *,
         topic: str = TOPIC,
@@ -218,7 +217,7 @@ class Taker:
             timeout: of the read, in seconds.
 
         Raises:
-            QueueError: the queue cannot be asked.
+            StoreError: the store cannot be asked.
             TransportError: an error that another version does not mend, such as a wrong secret; the worker's own. The
                 next call tries again.
         """

@@ -43,7 +43,7 @@ def _flat(groups: Any) -> tuple[tuple[str, int], ...]:
     return tuple((point, most) for points, most in groups for point in points)
 
 
-# With the rings as the queue besides: claims, demands and the ends of both.
+# Besides: claims, demands and the ends of both.
 OF_RINGS: dict[str, tuple[tuple[str, int], ...]] = {
     role: _flat(groups)
     for role, groups in {
@@ -74,7 +74,6 @@ POINTS: dict[str, tuple[tuple[str, int], ...]] = {
             (("take.hinted", "take.taken", "publish.written", "publish.published"), 3000),
             (("take.taken", "publish.written", "publish.published"), 300),
             (("discard.discarded", "abort.freed", *_FREEING), 10),
-            (_ASKING, 300),
         ),
         "supervisor": ((_BOARD, 2), (_RECLAIMING, 3), (_FREEING, 20), (("unlink.checked",), 1)),
         "listener": (
@@ -113,7 +112,7 @@ class _Trap:
         self.point, self.after, self.signal = "", 0, signal.SIGKILL
         self._lock = threading.Lock()
         if self.role and rng.random() < told["share"] and not (self.folder / "points.off").exists():
-            points = POINTS[self.role] + (OF_RINGS[self.role] if told["queue"] == "rings" else ())
+            points = POINTS[self.role] + OF_RINGS[self.role]
             self.point, most = rng.choice(points)
             self.after = int(most ** rng.random()) - 1
             # one that stops here has payloads in hand, whose claims run out: fencing is what is to be seen then
@@ -157,11 +156,12 @@ def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) ->
     return marked
 
 
-_CALLED = ("publish", "known", "renew", "ack_many", "retry", "discard", "payload_bytes")
+_CALLED = ("claim", "renew", "ack_many", "retry", "discard", "payload_bytes")
 
 
-def _mark(trap: _Trap, queue: Any, claim: str) -> None:
-    for name in (*_CALLED, claim):
+def _mark(trap: _Trap, module: ModuleType) -> None:
+    queue: Any = module.FoundRings
+    for name in _CALLED:
         setattr(queue, name, _around(trap, getattr(queue, name), "queue.asked", "queue.answered"))
 
 
@@ -194,8 +194,7 @@ def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
 
 CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
     **dict.fromkeys(_NATIVE, _Trap.arm),
-    "transport.queue.redis": lambda trap, module: _mark(trap, module.RedisQueue, "_try_claim"),
-    "transport.claims.rings": lambda trap, module: _mark(trap, module.FoundRings, "claim"),
+    "transport.claims.rings": _mark,
     "transport.claims.connection": _mark_ends,
     "transport.packer.session": _mark_session,
 }

@@ -1,5 +1,19 @@
-"""A ticket queue for these tests, on a real Redis server."""
+"""A queue for these tests, and its URL."""
 
-from ticket_queues import queue, queue_url, redis
+from __future__ import annotations
 
-__all__ = ["queue", "queue_url", "redis"]
+from collections.abc import Iterator
+
+import pytest
+from ticket_queues import queue_url
+
+from transport.queue import FoundRings, open_queue
+
+__all__ = ["queue_url"]
+
+
+@pytest.fixture
+def queue(queue_url: str) -> Iterator[FoundRings]:
+    """The rings of ``queue_url``."""
+    with open_queue(queue_url) as opened:
+        yield opened

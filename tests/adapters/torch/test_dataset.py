@@ -32,8 +32,8 @@ from transport.adapters.torch.tensors import tensors
 from transport.client.blocking import BlockingClient
 from transport.errors import BatchTooLargeError, SchemaError, UsageError
 from transport.packer.options import ClientOptions
-from transport.packer.rollout import UCXXRolloutMixin, queued
-from transport.queue import RedisQueue
+from transport.packer.rollout import UCXXRolloutMixin
+from transport.queue import FoundRings
 from transport.schema import DTYPES, Schema, UpTo
 
 pytestmark = pytest.mark.ucx
@@ -51,7 +51,7 @@ class Worker(UCXXRolloutMixin):
 
 
 @pytest.fixture
-def worker(queue: RedisQueue) -> Iterator[Worker]:
+def worker(queue: FoundRings) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
     yield worker
@@ -59,7 +59,7 @@ def worker(queue: RedisQueue) -> Iterator[Worker]:
 
 
 @pytest.fixture(params=["mapped", "tcp"])
-def dataset(request: pytest.FixtureRequest, queue: RedisQueue) -> Callable[..., TicketDataset]:
+def dataset(request: pytest.FixtureRequest, queue: FoundRings) -> Callable[..., TicketDataset]:
     def make(**options: Any) -> TicketDataset:
         waits = {"fill_s": 0.0, "idle_s": 0.0}
         return TicketDataset(
@@ -129,7 +129,7 @@ def test_a_loader_without_workers_gives_the_same(
 
 
 def test_asking_for_the_next_batch_acknowledges_the_one_before(
-    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(8)
     batches = iter(TicketLoader(dataset()))
@@ -140,7 +140,7 @@ def test_asking_for_the_next_batch_acknowledges_the_one_before(
     batches.close()
 
 
-def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: RedisQueue) -> None:
+def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: FoundRings) -> None:
     worker.play(4)
     dataset = TicketDataset(queue, batch_size=4, collate=torch_loop.pad, idle_s=0.0, schemas=[SCHEMA], wire={"mapped"})
     batches = iter(dataset)
@@ -151,7 +151,7 @@ def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: 
 
 
 def test_a_loop_that_is_left_gives_back_what_it_had_not_used(
-    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(12)
     loader = TicketLoader(dataset())
@@ -166,7 +166,7 @@ def test_a_loop_that_is_left_gives_back_what_it_had_not_used(
 
 
 def test_what_was_consumed_before_a_break_is_not_given_back(
-    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(12)
     loader = TicketLoader(dataset())
@@ -222,7 +222,7 @@ def test_a_tensor_that_does_not_fit_is_told_how_torch_casts() -> None:
 
 
 def test_a_loader_that_asks_for_several_batches_at_once_is_refused(
-    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(4)
     with pytest.raises(UsageError, match="batch_size=None"):
@@ -233,7 +233,7 @@ def test_a_loader_that_asks_for_several_batches_at_once_is_refused(
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.parametrize("kind", [TicketLoader, lambda dataset: DataLoader(dataset, batch_size=None)])
 def test_a_loader_that_asks_ahead_is_refused(
-    kind: Callable[..., Any], worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+    kind: Callable[..., Any], worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:
     from accelerate import Accelerator
 
@@ -245,7 +245,7 @@ def test_a_loader_that_asks_ahead_is_refused(
 
 
 def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
-    with pytest.raises(UsageError, match="give its URL, not a RedisQueue"):
+    with pytest.raises(UsageError, match="give its URL, not a FoundRings"):
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))
 
 
@@ -302,7 +302,7 @@ def test_a_batch_is_written_into_the_callers_tensor() -> None:
 
 
 def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
-    worker: Worker, queue: RedisQueue, dataset: Callable[..., TicketDataset]
+    worker: Worker, queue: FoundRings, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(4)
     with pytest.raises(BatchTooLargeError, match="more than the 3 that the batch is padded to"):
@@ -314,10 +314,11 @@ def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
         dataset(layout="packed", shape={"out": {}})
 
 
-def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: RedisQueue) -> None:
+def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: FoundRings) -> None:
     with serving(None, slots=4, slot_bytes=4096) as (ring, _):
         for payload in ({"x": np.zeros(3, np.int8)}, {"y": np.zeros(3, np.int8)}):
-            queue.publish(queued(ring.write(payload)))
+            ring.write(payload)
+        queue.hand_out(ring)
         dataset = TicketDataset(queue, batch_size=2, layout="packed", fill_s=0.0, idle_s=0.0, wire={"mapped"})
         with pytest.raises(SchemaError, match="for several schemas use collate= with the layout list"):
             next(iter(dataset))
@@ -326,7 +327,7 @@ def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: RedisQu
 
 # --- in worker processes --------------------------------------------------------------------------------
 @pytest.fixture
-def served(queue: RedisQueue) -> Iterator[Worker]:
+def served(queue: FoundRings) -> Iterator[Worker]:
     worker = Worker()
     worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
     worker.play(32)
@@ -405,7 +406,7 @@ def test_an_iteration_behind_the_end_of_data_ends_and_one_with_another_rollout_h
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue: RedisQueue, queue_url: str) -> None:
+def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue: FoundRings, queue_url: str) -> None:
     with loop("fork", queue_url, "wait") as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "waiting\n"

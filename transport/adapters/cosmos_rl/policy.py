@@ -22,7 +22,6 @@ from transport.errors import ClosedError, TicketError, TransportError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch
-from transport.packer.rollout import ticket_id
 from transport.runtime.loop_thread import Job
 from transport.ticket import Ticket
 
@@ -71,7 +70,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
 
     def cache_key(self, rollout_output: Any) -> str:
         """Ring, slot and generation. TicketError for any other reference."""
-        return ticket_id(_ticket_of(rollout_output))
+        return _ticket_of(rollout_output).id
 
     def fetch_batch(self, tasks: list[Any]) -> Any:
         """The payloads of ``(index, reference)`` pairs by key, as a lease whose release consumes them.
@@ -139,11 +138,11 @@ class _Lease(ReceivedBatch):  # type: ignore[misc]  # as above
     """A batch by cache key, until its last reader has released it."""
 
     def __init__(self, batch: FetchedBatch, released: Callable[[FetchedBatch, bool], None]) -> None:
-        values = {ticket_id(payload.ticket): _trajectory(payload) for payload in batch.payloads}
+        values = {payload.ticket.id: _trajectory(payload) for payload in batch.payloads}
         super().__init__(
             values,
             nbytes=storage_bytes(values.values()),
-            rejected_keys=[ticket_id(item.ticket) for item in batch.failures if item.error and item.error.unreadable],
+            rejected_keys=[item.ticket.id for item in batch.failures if item.error and item.error.unreadable],
             on_release=lambda: released(batch, self.consumer_owned),
         )
 

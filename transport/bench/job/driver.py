@@ -16,7 +16,6 @@ import numpy as np
 
 from transport.bench.job import work
 from transport.bench.job.plan import JobCase
-from transport.bench.job.queues import KINDS
 from transport.bench.processes import Worker
 from transport.bench.reads.harness import percentile
 from transport.bench.registry import JOB_PEERS, interpreter
@@ -125,8 +124,7 @@ class _Run:
 
     def _service(self, common: dict[str, Any], stack: contextlib.ExitStack) -> Worker | None:
         """The process beside the others, where there is one."""
-        ours = self._case.peer == OURS
-        service = KINDS[self._case.queue].service if ours else JOB_PEERS[self._case.peer].service
+        service = "" if self._case.peer == OURS else JOB_PEERS[self._case.peer].service
         if not service:
             return None
         command = [sys.executable, "-P", "-m", "transport.bench.job.redis_service"]
@@ -137,13 +135,12 @@ class _Run:
         return stack.enter_context(Worker(f"{self._who} service", job, command))
 
     def _place(self, service: Worker | None, rings: str) -> str:
-        """Where the payloads or their tickets go."""
-        ours = self._case.peer == OURS
+        """Where the payloads go."""
         if service is None:
-            return f"rings:{rings}" if ours else ""
+            return f"rings:{rings}" if self._case.peer == OURS else ""
         place: str = service.answer()["place"]
         self._helpers.append(service.pid)
-        return f"redis://{place}/0?run=job&may_forget=yes" if ours else place
+        return place
 
     def flow(self, count: int) -> bool:
         """Have ``count`` payloads of each writer written and consumed; False when no more come before all are there."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from transport.bench.job import redis_service
 from transport.bench.job.queues import KINDS
 from transport.bench.job.work import HEADER
 from transport.bench.registry import Peer
 from transport.bench.result import OURS
 from transport.bench.units import parse_names, show_size
-from transport.errors import MissingDependencyError, UsageError
-from transport.runtime.installing import install
+from transport.errors import UsageError
 
 WIRES = ("mapped", "shm", "tcp")
 LAYOUTS = ("list", "padded", "packed")
@@ -46,7 +43,7 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Without the size: "redis, tcp" for ours, a peer by its name."""
+        """Without the size: "rings, tcp" for ours, a peer by its name."""
         return f"{self.queue}, {self.wire}" if self.peer == OURS else self.peer
 
     @property
@@ -62,40 +59,19 @@ def window_for(size: int) -> int:
 
 
 def check_queues(names: str) -> list[str]:
-    """Queues that can be measured here.
-
-    Raises:
-        UsageError: not a queue, or not one of this version.
-        MissingDependencyError: something that a queue needs is not installed.
-    """
-    queues = parse_names("--queue", names, tuple(KINDS))
-    for name in queues:
-        if KINDS[name].service == "redis":
-            redis_service.check()
-            if importlib.util.find_spec("redis") is None:
-                raise MissingDependencyError(f"--queue {name} needs redis: {install('redis')}")
-    return queues
+    """Queues that are measured. UsageError: not a queue, or not one of this version."""
+    return parse_names("--queue", names, tuple(KINDS))
 
 
-def check_wires(names: str, queues: Iterable[str]) -> list[str]:
-    """Wires that are known. UsageError: not a wire, or none of them is one that a queue's payloads take."""
-    wires = parse_names("--wire", names, WIRES)
-    for queue in queues:
-        carried = KINDS[queue].wires
-        if not set(wires) & set(carried):
-            raise UsageError(
-                f"--queue {queue} --wire {names}: not in this version; with {queue} choose {', '.join(carried)}"
-            )
-    return wires
+def check_wires(names: str) -> list[str]:
+    """Wires that are known. UsageError: not a wire."""
+    return parse_names("--wire", names, WIRES)
 
 
-def check_layout(name: str, queues: Iterable[str]) -> str:
-    """The layout of a batch. UsageError: not a layout, or not one of these queues."""
+def check_layout(name: str) -> str:
+    """The layout of a batch. UsageError: not a layout."""
     if name not in LAYOUTS:
         raise UsageError(f"--layout {name}: choose one of {', '.join(LAYOUTS)}")
-    for queue in queues:
-        if name not in KINDS[queue].layouts:
-            raise UsageError(f"--queue {queue} --layout {name}: batches of {queue} are lists of payloads; choose list")
     return name
 
 
@@ -119,7 +95,7 @@ def cases(
         raise UsageError(f"--idle needs --writers 1, got {writers}")
     if min(sizes) <= HEADER.size:
         raise UsageError(f"--sizes {min(sizes)}: give more than {HEADER.size} bytes, the size of a payload's header")
-    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires if wire in KINDS[queue].wires]
+    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires]
     ways += [(peer.name, "", peer.wire, "list") for peer in peers]
     found = []
     for size in sizes:

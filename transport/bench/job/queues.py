@@ -19,12 +19,10 @@ from transport.bench.job.work import HEADER, Job, Training, Writing, main
 from transport.claims.batch import TakenBatch, Verdicts
 from transport.claims.in_place import TakenPart, TakenPayloads, in_place
 from transport.client.client import UCXXClient
-from transport.errors import InternalError, RingFullError
-from transport.packer.mixin import UCXXDataPackerMixin
+from transport.errors import RingFullError
 from transport.packer.options import ServerOptions
-from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import FoundRings, open_queue
+from transport.queue import open_queue
 from transport.ring.batch_shape import Shape
 from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer
@@ -49,11 +47,8 @@ def schema_of(size: int) -> Schema:
 class _Rollout(UCXXRolloutMixin): ...
 
 
-class _Packer(UCXXDataPackerMixin): ...
-
-
-class TicketWriter:
-    """Payloads into the ring, their tickets into the queue of ``job.place``."""
+class RingWriter:
+    """Payloads into the ring, which hands them out itself: many with one call."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -82,64 +77,13 @@ class TicketWriter:
         while values:
             self._job.check()
             try:
-                self._write(values)
+                self._rollout.ring.write_many(values, timeout_s=_LOOK_S)
                 return
             except RingFullError as error:
                 del values[: len(error.written)]
 
-    def _write(self, values: Sequence[Any]) -> object:
-        return self._rollout.write_many_to_buffer(values, timeout_s=_LOOK_S)
-
     def close(self) -> None:
         """The ring goes, and its listeners."""
-        self._open.close()
-
-
-class RingWriter(TicketWriter):
-    """Payloads into the ring, which hands them out itself: many with one call."""
-
-    def _write(self, values: Sequence[Any]) -> object:
-        return self._rollout.ring.write_many(values, timeout_s=_LOOK_S)
-
-
-class TicketTrainer:
-    """As `Trainer` is used: batches of claims; the next one is fetched while one is consumed."""
-
-    def __init__(self, job: Job) -> None:
-        self._packer = _Packer()
-        self._fetching = False
-        wire: Wire = job.wire  # type: ignore[assignment]
-        with contextlib.ExitStack() as stack:
-            queue = stack.enter_context(open_queue(job.place))
-            stack.callback(self._packer.cleanup_ucxx_packer)
-            self._packer.setup_ucxx_packer(
-                schemas=[schema_of(job.size_bytes)],
-                queue=queue,
-                consumer=f"trainer {job.index}",
-                wire=frozenset({wire}),
-            )
-            self._open = stack.pop_all()
-
-    def claim(self, n: int, timeout_s: float) -> FetchedBatch | None:
-        """The batch that was being fetched, or the first one that comes."""
-        packer = self._packer
-        if not self._fetching:
-            claims = packer.claim_tickets(n, timeout_s)
-            if not claims:
-                return None
-            packer.start_prefetch(claims)
-        following = packer.claim_tickets(n)
-        if following:
-            packer.defer_prefetch(following)
-        self._fetching = bool(following)
-        return packer.collect_prefetch()
-
-    def consume(self, batch: FetchedBatch) -> Sequence[tuple[Any, Any]]:
-        """What may be trained on."""
-        return [(payload["header"], payload["body"]) for payload in self._packer.consume(batch)]
-
-    def close(self) -> None:
-        """Claims that are in hand go back."""
         self._open.close()
 
 
@@ -229,8 +173,6 @@ class TakingTrainer:
             stack.callback(thread.close)
             client = thread.run(make())
             queue = stack.enter_context(open_queue(job.place))
-            if not isinstance(queue, FoundRings):
-                raise InternalError(f"{job.place} names no rings")
             self._queue = queue.connect(thread, client, [schema])
             self._schema = schema
             layout: BatchLayout = job.layout  # type: ignore[assignment]
@@ -285,20 +227,13 @@ def _ring_trainer(job: Job) -> Training:
 
 
 class Kind(NamedTuple):
-    """How a queue is used; ``service`` is what runs beside: "redis", or "" for nothing."""
+    """How payloads are written and claimed."""
 
     writer: Callable[[Job], Writing]
     trainer: Callable[[Job], Training]
-    service: str = ""
-    wires: tuple[str, ...] = ("mapped", "shm", "tcp")
-    layouts: tuple[str, ...] = ("list",)
 
 
-KINDS = {
-    "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
-    "trainer": Kind(RingWriter, BatchTrainer, layouts=("list", "padded", "packed")),
-    "redis": Kind(TicketWriter, TicketTrainer, "redis"),
-}
+KINDS = {"rings": Kind(RingWriter, _ring_trainer), "trainer": Kind(RingWriter, BatchTrainer)}
 
 
 def _make(job: Job) -> Writing | Training:

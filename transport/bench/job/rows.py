@@ -78,7 +78,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Without the size: "redis, tcp" for ours, a peer by its name."""
+        """Without the size: "rings, tcp" for ours, a peer by its name."""
         if self.peer != OURS:
             return self.peer
         return f"{self.queue}, {self.wire}" + (f", {self.layout}" if self.layout != "list" else "")
