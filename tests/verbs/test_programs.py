@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -67,6 +68,16 @@ def test_bench_job(there: SecondGuest) -> None:
     begun = packets()
     transport("bench", "job", "--wire", "rdma", "--queue", "rings", "--sizes", "64KiB", "--seconds", "0.1")
     assert packets() > begun
+
+
+def test_bytes_of_a_payload_come_by_reads_of_the_device(there: SecondGuest) -> None:
+    """At 1 MiB: 256 packets of bytes, and few messages."""
+    command = [sys.executable, "benchmarks/rdma.py", "--sizes", "1MiB", "--seconds", "0.1", "--wires", "rdma"]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures = re.findall(r"^rdma .* packets ([\d.]+), messages ([\d.]+)", shown, re.MULTILINE)
+    assert len(figures) == 2
+    for packets_each, messages in figures:
+        assert float(packets_each) >= 256 > 8 * float(messages)
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])

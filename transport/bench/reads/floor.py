@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -28,24 +29,25 @@ _CONNECTIONS = 8  # as many as a client has to one port by default
 
 @cache
 def program() -> Path:
-    """The program, built where that is needed.
+    """The program, built where that is needed with the headers of the libucx wheel.
 
     Raises:
         MissingDependencyError: UCX's headers, the project's sources or cmake are not here.
     """
-    library = _wheel() / "lib"
-    headers = _wheel() / "include"
-    if not (headers / "ucp" / "api" / "ucp.h").exists():
+    wheel = find_spec("libucx")
+    if wheel is None or wheel.origin is None:
         raise MissingDependencyError(f"the libucx wheel with UCX's headers is not installed: {install('libucx')}")
-    return build(ROOT, _NAME, [f"-DTRANSPORT_UCX_INCLUDE={headers}", f"-DTRANSPORT_UCX_LIBRARIES={library}"])
+    folder = Path(wheel.origin).parent
+    given = {"TRANSPORT_UCX_INCLUDE": folder / "include", "TRANSPORT_UCX_LIBRARIES": folder / "lib"}
+    return build(ROOT, _NAME, [f"-D{name}={path}" for name, path in given.items()])
 
 
-def _wheel() -> Path:
-    """The folder of the libucx wheel whose library this process has loaded."""
+def _library() -> Path:
+    """The folder of the UCX that this process has loaded: the wheel's, or one with verbs."""
     path = ucx.library_path()
     if path is None:
         raise MissingDependencyError(f"the loaded libucp was not found: {install('libucx')}")
-    return path.parent.parent
+    return path.parent
 
 
 def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -> Sample:
@@ -59,7 +61,7 @@ def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -
     numbers = (case.size_bytes, case.concurrency, seconds, case.payloads, connections, int(case.checksum))
     settings = {**settings_to_load(), **settings_of(case.wire), "WARN_UNUSED_ENV_VARS": "n"}
     environment = {f"UCX_{name}": value for name, value in settings.items()}
-    environment["LD_LIBRARY_PATH"] = str(_wheel() / "lib")
+    environment["LD_LIBRARY_PATH"] = str(_library())
     output = run([str(program()), *map(str, numbers)], environment, _TIMEOUT_S + 4 * seconds)
     try:
         return msgspec.json.decode(output, type=Sample)
