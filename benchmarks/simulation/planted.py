@@ -22,12 +22,13 @@ from transport.client.connections.routes import PortQuarantine, Routes
 from transport.cooldown.epochs.coordinator import Coordinator
 from transport.cooldown.epochs.election import checkpointers
 from transport.cooldown.epochs.ledger import Ledger
-from transport.cooldown.epochs.records import Phase, encode
+from transport.cooldown.epochs.records import Phase
 from transport.errors import RetriesExhaustedError
 from transport.rendezvous import decisions
 from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Finder
 from transport.store.memory import MemoryStore
+from transport.store.stored import encode
 from transport.wire.frames import END_ASKED, UNKNOWN
 
 

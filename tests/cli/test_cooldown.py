@@ -11,9 +11,10 @@ import pytest
 from transport.cli import run
 from transport.cooldown import Ledger, Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, encode, upload_folder
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, upload_folder
 from transport.cooldown.restoring import outcome_path
 from transport.store.sqlite import SQLiteStore
+from transport.store.stored import encode
 
 CLIENTS = tuple("abcdef")
 

@@ -18,9 +18,10 @@ from transport.cli import run
 from transport.cooldown import Outcome, Phase
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.manifest import File, Manifest
-from transport.cooldown.epochs.records import Checkpoint, EpochRecord, encode, upload_folder
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, upload_folder
 from transport.cooldown.restoring import outcome_path
 from transport.snapshots import snapshot, steps
+from transport.store.stored import encode
 
 SCHEMA = Schema.of(number=("int64",))
 

@@ -14,10 +14,9 @@ from transport.cooldown.epochs.records import (
     Phase,
     Refusal,
     ReportKind,
-    decode,
-    encode,
 )
 from transport.errors import StoreUnsuitableError
+from transport.store.stored import decode, encode
 
 
 def test_enums_are_stored_by_name() -> None:
@@ -33,7 +32,7 @@ def test_enums_are_stored_by_name() -> None:
         "refusal": "not_elected",
         "detail": "run run, epoch 7",
     }
-    assert decode(encode(machine.record), EpochRecord) == machine.record
+    assert decode(EpochRecord, "k", encode(machine.record)) == machine.record
     for enum in (Phase, Outcome, ReportKind, Refusal):
         assert all(member.value == member.name.lower() for member in enum)
 
@@ -43,9 +42,9 @@ def test_enums_are_stored_by_name() -> None:
 )
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(StoreUnsuitableError):
-        decode(data, EpochRecord)
+        decode(EpochRecord, "k", data)
 
 
 def test_an_unread_note_has_a_default() -> None:
-    assert decode(encode(RECORD), EpochRecord).notes == {}
+    assert decode(EpochRecord, "k", encode(RECORD)).notes == {}
     assert Note(kind=ReportKind.FAILED).refusal is None

@@ -30,7 +30,7 @@ from transport.cooldown import client as client_module
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import StoredCoordinator
-from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
+from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, outcomes_folder
 from transport.cooldown.epochs.shares import Saved
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
@@ -45,6 +45,7 @@ from transport.errors import (
 from transport.store.base import Change
 from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
+from transport.store.stored import encode
 
 
 @pytest.fixture

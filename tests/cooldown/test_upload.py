@@ -125,7 +125,7 @@ LIES = [
     ("altered", Refusal.WRONG_CHECKSUM),
     ("no manifest", Refusal.MANIFEST_MISSING),
     ("other manifest", Refusal.MANIFEST_ALTERED),
-    ("a folder instead", Refusal.WRONG_SIZE),
+    ("a folder instead", Refusal.FILE_MISSING),
 ]
 
 
@@ -334,7 +334,7 @@ def test_a_destination_that_vanishes_on_the_way_is_an_error(model: Path, destina
 # --- what is uploaded -----------------------------------------------------------------------------------
 def test_only_plain_files_are_uploaded(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc/passwd")
-    with pytest.raises(UsageError, match="cannot contain links"):
+    with pytest.raises(UsageError, match="leads out of the checkpoint"):
         plain_files(tmp_path)
     (tmp_path / "link").unlink()
     with pytest.raises(UsageError, match="no file to upload"):
@@ -342,6 +342,41 @@ def test_only_plain_files_are_uploaded(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="neither a file nor a folder"):
         plain_files(tmp_path)
+
+
+# --- symbolic links -------------------------------------------------------------------------------------
+def cache(folder: Path) -> Path:
+    """A folder as Hugging Face's cache has it: the files under their checksums, and links with their names."""
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "snapshots" / "main" / "shards").mkdir(parents=True)
+    for name, blob in (("config.json", "aa"), ("shards/1.bin", "bb")):
+        (folder / "blobs" / blob).write_text(name)
+        link = folder / "snapshots" / "main" / name
+        link.symlink_to(Path("../" * (2 + name.count("/"))) / "blobs" / blob)
+    (folder / "latest").symlink_to("snapshots/main")
+    return folder
+
+
+def test_links_that_stay_in_the_folder_stand_for_their_files(tmp_path: Path, destination: Folder) -> None:
+    folder = cache(tmp_path / "cache")
+    (tmp_path / "named").symlink_to(folder)
+    found = plain_files(tmp_path / "named")
+    names = ["blobs/aa", "blobs/bb"]
+    names += [f"{each}/{name}" for each in ("latest", "snapshots/main") for name in ("config.json", "shards/1.bin")]
+    assert [name for name, _ in found] == names
+    assert {path for _, path in found} == {folder / "blobs" / "aa", folder / "blobs" / "bb"}
+    uploaded = upload(tmp_path / "named", destination, RECORD, "a", ATTEMPT)
+    sizes = {file.name: file.size for file in uploaded.manifest.files}
+    assert sizes["latest/shards/1.bin"] == len("shards/1.bin")
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "../../", "nowhere", "link", ".", "inner/.."])
+def test_other_links_are_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "model" / "inner").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "model" / "link").symlink_to(target)
+    with pytest.raises(UsageError, match="link"):
+        plain_files(tmp_path / "model")
 
 
 def test_restored_files_are_on_disk_before_their_folder_appears(

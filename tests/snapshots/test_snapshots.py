@@ -355,7 +355,7 @@ def test_a_snapshot_that_is_cancelled_leaves_nothing_and_holds_nothing(
         slow.let.set()
         with pytest.raises(UploadCancelledError):
             taken.wait(60)
-    assert [path for path in place.rglob("*") if path.is_file()] == [] and steps(str(place)) == {}
+    assert list(place.rglob("step-*/*/*")) == [] and steps(str(place)) == {}
     ring.consume(ring.claim(8))
     assert ring.statistics().free == 8
 
@@ -525,8 +525,8 @@ def test_snapshots_of_another_run_step_or_format_are_refused(ring: SharedRingBuf
         manifest.write_bytes(manifest.read_bytes().replace(b'"run":"mine"', b'"run":"else"'))
         with pytest.raises(CheckpointDamagedError, match="another snapshot"):
             restore(str(place), 5, second, run="mine")
-        manifest.write_bytes(msgspec.json.encode({"format": 2, "created": 1.0, "new": {}}))
-        with pytest.raises(UsageError, match="format 2"):
+        manifest.write_bytes(msgspec.json.encode({"format": 3, "created": 1.0, "new": {}}))
+        with pytest.raises(UsageError, match="format 3"):
             restore(str(place), 5, second, run="mine")
         assert second.unread() == []
 
@@ -657,7 +657,7 @@ def test_a_full_destination_makes_no_snapshot_and_keeps_nothing(prefix: str, tmp
                 ring.write_raw(bytes(1 << 20))
             with RingQueue([ring]) as queue, pytest.raises(DestinationError, match="no space left"):
                 snapshot(queue, str(path), 1).wait(60)
-            assert [each for each in path.rglob("*") if each.is_file()] == []
+            assert list(path.rglob("step-*/*/*")) == []
             assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
     finally:
         subprocess.run(["umount", "-l", path], check=True)
@@ -718,6 +718,41 @@ def test_after_a_return_to_a_lower_step_the_newest_snapshot_is_the_one_taken_las
         with Saved(str(place)) as newest:
             assert newest.manifest.attempt == taken.attempt
     assert list(steps(str(place))) == [100, 150]
+
+
+def test_the_order_of_snapshots_does_not_depend_on_clocks_nor_on_the_counter_being_there(
+    ring: SharedRingBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(ring, [1])
+    real = time.time
+    for number, step in enumerate((100, 200, 50)):
+        monkeypatch.setattr(time, "time", lambda number=number: real() - 1000 * number)  # it goes back
+        saved_of(ring, place, step)
+        (place / "run/snapshots/last-cut").unlink()
+    (place / "run/snapshots/last-cut").write_bytes(b"nine")
+    saved_of(ring, place, 70)
+    assert list(steps(str(place))) == [100, 200, 50, 70]
+    prune(str(place), 1)
+    assert list(steps(str(place))) == [70]
+
+
+def test_a_part_of_a_snapshot_that_is_under_way_is_not_removed(
+    ring: SharedRingBuffer, prefix: str, place: Path
+) -> None:
+    written(ring, [1])
+    saved_of(ring, place, 300)
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as other, RingQueue([other]) as theirs:
+        written(other, [2])
+        attempt = new_attempt()
+        snapshot(theirs, str(place), 50, part=(1, 2), attempt=attempt).wait(60)
+        assert prune(str(place), 1) == []
+        with RingQueue([ring]) as queue:
+            assert snapshot(queue, str(place), 50, part=(0, 2), attempt=attempt).wait(60).payloads == 2
+            snapshot(queue, str(place), 60, part=(1, 2), attempt=new_attempt()).wait(60)  # whose first part never comes
+    assert [(each.step, each.complete) for each in prune(str(place), 1)] == [(300, True)]
+    saved_of(ring, place, 40)
+    assert sorted((each.step, each.complete) for each in prune(str(place), 1)) == [(50, True), (60, False)]
+    assert list(steps(str(place))) == [40]
 
 
 def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, prefix: str, place: Path) -> None:

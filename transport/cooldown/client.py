@@ -21,6 +21,7 @@ from typing import Final, NamedTuple, TypedDict, TypeVar
 from transport.cooldown.destinations.base import check_permissions
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.coordinator import MOST_DETAIL
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
     EpochRecord,
@@ -35,6 +36,7 @@ from transport.cooldown.upload import Stop, remove, upload
 from transport.errors import ConfigurationError, CoordinatorLostError, RunError, UsageError
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.runtime.durable import flush
+from transport.runtime.error_text import error_text, reportable
 from transport.runtime.progress import Progress, silent
 from transport.store.base import ABSENT, Store
 
@@ -130,9 +132,9 @@ class EpochClient(abc.ABC):
     async def cooldown(self, epoch: int) -> Taken:
         """Take part in an epoch's cooldown; returns when it has ended, and a collective save of this member has.
 
-        Cancelling this call cancels the upload, reports that to the coordinator, and leaves no manifest unless the
-        upload is already the checkpoint. What still waits for the destination is removed by its thread when that
-        answers. A save that runs then goes on in its thread.
+        Cancelling this call cancels the upload, or withdraws one that is complete, reports that to the coordinator, and
+        leaves no manifest unless the upload is already the checkpoint. What still waits for the destination is removed
+        by its thread when that answers. A save that runs then goes on in its thread.
 
         Raises:
             CoordinatorLostError: the coordinator has not changed the record for ``patience_s``. If no member had begun
@@ -143,17 +145,41 @@ class EpochClient(abc.ABC):
         self._part, self._record = Part.NOT_ELECTED, None
         self._uploads.clear()
         self._changed = asyncio.get_running_loop().create_future()
+        try:
+            record = await self._to_the_end(epoch)
+        except asyncio.CancelledError:
+            await self._withdraw()
+            raise
+        await self._tidy(record)
+        return Taken(self._part, record)
+
+    async def _to_the_end(self, epoch: int) -> EpochRecord:
+        """Follow the epoch to its end, and upload meanwhile."""
         watcher = asyncio.create_task(self._watch(epoch))
         uploader: asyncio.Task[None] | None = None
         try:
             record = await self._begun(watcher, epoch)
             if await self._has_files(record) and record.phase is Phase.COOLDOWN:
                 uploader = asyncio.create_task(self._skip(record) if self._skip_upload else self._carry(record))
-            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
+            return await self._until(watcher, lambda record: record.phase is Phase.ENDED, uploader)
         finally:
             await self._stopped([task for task in (watcher, uploader) if task is not None])
-        await self._tidy(record)
-        return Taken(self._part, record)
+
+    async def _withdraw(self) -> None:
+        """Take back complete uploads but the checkpoint: no call of this client removes them any more.
+
+        A share stays: it belongs to the set of all members.
+        """
+        record = self._record
+        if record is None or record.hosts:
+            return
+        for mine in sorted(self._uploads):
+            report = self._report(record, ReportKind.CANCELLED, mine.partition("/")[2])
+            call = in_thread(self._ledger.withdraw, report)
+            if why := await failure(call, REPORT_S):
+                log.warning("epoch %d: upload %s is not withdrawn, and stays: %s", record.epoch, mine, masked(why))
+            elif call.result():
+                await removed(record.destination, record.folder(mine))
 
     async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
         """The record of the cooldown that has begun."""
@@ -200,7 +226,7 @@ class EpochClient(abc.ABC):
             await self._tell_cancelled(record, attempt)
             raise
         except Exception as error:  # of the destination, or of the program's own calls
-            why = f"{type(error).__name__}: {error}"
+            why = error_text(error)
             log.warning("epoch %d: %s failed, retrying: %s", record.epoch, what, masked(why))
             await self._failed(record, why, attempt)
             return None
@@ -270,7 +296,7 @@ class EpochClient(abc.ABC):
             kind=kind,
             attempt=attempt,
             manifest_sha256=sha256,
-            detail=detail[:500],
+            detail=reportable(detail, MOST_DETAIL),
         )
 
     async def _stopped(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -281,7 +307,7 @@ class EpochClient(abc.ABC):
         for task in tasks[1:]:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 self._part = Part.FAILED
-                log.warning("upload failed: %s: %s", type(error).__name__, masked(str(error)))
+                log.warning("upload failed: %s", masked(error_text(error)))
 
 
 class CooldownClient(EpochClient):
@@ -390,7 +416,7 @@ def save_into(save: Save, folder: Path, step: int) -> None:
     try:
         save(folder, step)
     except Exception as error:
-        raise RunError(f"save() of step {step} failed: {type(error).__name__}: {error}") from error
+        raise RunError(f"save() of step {step} failed: {error_text(error)}") from error
 
 
 def made_durable(folder: Path, *, below: bool = True) -> None:

@@ -30,6 +30,7 @@ from transport.cooldown.restoring import epochs_at, publish, put_outcome
 from transport.cooldown.upload import Stop
 from transport.cooldown.verify import Proof, RefusedUpload, verified
 from transport.errors import ConfigurationError, DestinationError, StoreError, UsageError
+from transport.runtime.arguments import at_least, several
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
 from transport.store.base import ABSENT, Store
 
@@ -90,13 +91,13 @@ class CooldownHost:
             DestinationError: the run's newest checkpoint there is not listed: the share is not mounted, or was emptied.
         """
         there = await self._epochs_there()
-        if epoch in there and (await in_thread(self._ledger.look, epoch))[0] is None:
+        if epoch in there and epoch not in await in_thread(self._ledger.numbers):
             raise UsageError(
                 f"epoch {epoch} of run {self._ledger.run} is at {self.destination}, and not in this store: a run of "
                 f"this name had another store; open epoch {max(there) + 1}, or give the run another name"
             )
         while True:
-            known = {*await in_thread(self._ledger.epochs), *there}
+            known = {*await in_thread(self._ledger.numbers), *there}
             chosen = epoch if epoch is not None else max(known, default=0) + 1
             record = EpochRecord(
                 run=self._ledger.run,
@@ -149,8 +150,10 @@ class CooldownHost:
             UsageError: the cooldown has begun with another ``step`` or other ``clients``, which its members act on.
             StoreUnavailableError: the store is unavailable for a minute. The cooldown can be resumed.
         """
+        step = at_least(0, step, "step")
         hosts = dict(clients) if isinstance(clients, Mapping) else {}
-        for client in clients:
+        names = several(clients, "clients of cooldown()")
+        for client in names:
             check_name(client, "client")
         for host in hosts.values():
             check_name(host, "host")
@@ -159,7 +162,7 @@ class CooldownHost:
         coordinator = await retry_store(lambda: StoredCoordinator(self._ledger, epoch, self._wall))
         destination = await in_thread(open_destination, coordinator.machine.record.destination)
         try:
-            coordinator.machine.begin(step, tuple(clients), hosts)
+            coordinator.machine.begin(step, names, hosts)
             await retry_store(coordinator.write)
             await self._lead(coordinator, destination)
             await self._copy_outcome(coordinator.machine.record, destination)

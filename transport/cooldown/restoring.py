@@ -18,21 +18,13 @@ from typing import Final, NamedTuple
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import NAME, File, Manifest
-from transport.cooldown.epochs.records import (
-    EpochRecord,
-    Outcome,
-    Phase,
-    check_name,
-    decode,
-    encode,
-    is_upload,
-    outcomes_folder,
-)
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, check_name, is_upload, outcomes_folder
 from transport.cooldown.upload import FILES_AT_ONCE, Moving
 from transport.cooldown.verify import RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
 from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
+from transport.store.stored import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +158,7 @@ def put_outcome(record: EpochRecord, destination: Destination) -> None:
     found = destination.read(path, _MOST_RECORD)
     if found is not None and found != data:
         try:
-            theirs = decode(found, EpochRecord).checkpoint
+            theirs = decode(EpochRecord, path, found).checkpoint
         except StoreUnsuitableError:
             theirs = None
         if theirs is not None and theirs != record.checkpoint:
@@ -191,9 +183,9 @@ def epochs_at(url: str, run: str) -> set[int]:
 
 
 def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
-    """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
+    """Return the ended epochs as recorded at the destination, for use when the store is lost. Blocks.
 
-    Raises DestinationError; StoreUnsuitableError for a file that is not a record.
+    A file that is not a record is left out, with a warning. Raises DestinationError.
     """
     found: dict[int, EpochRecord] = {}
     for record in all_outcomes(destination, run):  # the first of an epoch is that of the run
@@ -208,8 +200,14 @@ def all_outcomes(destination: Destination, run: str, epochs: Collection[int] | N
         number = _OUTCOME.fullmatch(name)
         if epochs is not None and (number is None or int(number[1]) not in epochs):
             continue
-        data = destination.read(f"{outcomes_folder(run)}/{name}", _MOST_RECORD)
-        if data is not None:
-            record = decode(data, EpochRecord)
-            if record.run == run and record.phase is Phase.ENDED:
-                yield record
+        path = f"{outcomes_folder(run)}/{name}"
+        data = destination.read(path, _MOST_RECORD)
+        if data is None:
+            continue
+        try:
+            record = decode(EpochRecord, path, data)
+        except StoreUnsuitableError as error:
+            log.warning("%s: a record is left out: %s", destination.url, error)
+            continue
+        if record.run == run and record.phase is Phase.ENDED:
+            yield record

@@ -37,6 +37,7 @@ from transport.cooldown.restoring import checkpoint_manifest
 from transport.cooldown.upload import Stop, copied, plain_files, removed_on_failure
 from transport.errors import ConfigurationError, CoordinatorLostError, TransportError, UsageError
 from transport.runtime.blocking_calls import failure, in_thread, retry_store, settled
+from transport.runtime.error_text import error_text, reportable
 from transport.runtime.progress import Progress
 from transport.store.base import ABSENT, Store
 
@@ -75,11 +76,11 @@ class ShardedClient(EpochClient):
         super().__init__(store, run, name, save=save, scratch=scratch.absolute() / run / name, **options)
         if takeover_s <= 0:
             raise ConfigurationError(f"takeover_s={takeover_s}: give seconds above 0")
-        if not launch:
+        if not launch or launch != reportable(launch):
             raise ConfigurationError(
-                "launch is missing: give the same text to all members of one launch of the job, and another one after "
-                "each restart, such as a random text that rank 0 broadcasts; torchrun's count of restarts is not one, "
-                "since it differs between its agents"
+                "launch is missing, or not UTF-8: give the same text to all members of one launch of the job, and "
+                "another one after each restart, such as a random text that rank 0 broadcasts; torchrun's count of "
+                "restarts is not one, since it differs between its agents"
             )
         self._launch = launch
         self._takeover_s = takeover_s
@@ -140,7 +141,7 @@ class ShardedClient(EpochClient):
             await self._tell_cancelled(record, "")
             raise
         except (TransportError, OSError) as error:
-            await self._failed(record, str(error))
+            await self._failed(record, error_text(error))
             return None
         self._last = (record.epoch, saved)
         return saved

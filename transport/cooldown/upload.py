@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,6 +21,7 @@ from transport.runtime.blocking_calls import in_parallel
 from transport.runtime.progress import Progress, silent
 
 FILES_AT_ONCE: Final = 4
+_OUTSIDE: Final = "copy the folder with the files themselves (cp -rL), or give a folder that has both"
 
 
 class Stop:
@@ -113,16 +115,39 @@ def remove(destination: Destination, place: str) -> None:
 
 
 def plain_files(folder: Path) -> list[tuple[str, Path]]:
-    """Names and paths of all files below a folder, in order; perhaps none. Raises UsageError as `upload` does."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        mode = path.lstat().st_mode
-        name = path.relative_to(folder).as_posix()
-        if stat.S_ISREG(mode):
-            found.append((manifests.check_file_name(name), path))
-        elif not stat.S_ISDIR(mode):
-            raise UsageError(f"{path} is neither a file nor a folder; a checkpoint cannot contain links")
-    return found
+    """Return names and paths of all files below a folder, in order; perhaps none.
+
+    A symbolic link stands for the file or folder that it leads to, which lies below ``folder``, too. The path is that
+    of the file itself. Raises UsageError as `upload` does.
+    """
+    return sorted(_files_below(folder, _target(folder), ()))
+
+
+def _files_below(folder: Path, root: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
+    """Yield the names below ``folder``, and the paths. ``above``: where the folders that it is in really are."""
+    here = _target(folder)
+    if here in above:
+        raise UsageError(f"{folder} is a symbolic link to a folder that it is in; remove it from the checkpoint")
+    if not here.is_relative_to(root):
+        raise UsageError(f"{folder} is a symbolic link that leads out of the checkpoint's folder: {_OUTSIDE}")
+    for path in folder.iterdir():
+        target = _target(path)
+        mode = target.stat().st_mode
+        if stat.S_ISDIR(mode):
+            inner = _files_below(path, root, (*above, here))
+            yield from ((manifests.check_file_name(f"{path.name}/{name}"), file) for name, file in inner)
+        elif not stat.S_ISREG(mode):
+            raise UsageError(f"{path} is neither a file nor a folder; a checkpoint cannot contain it")
+        elif not target.is_relative_to(root):
+            raise UsageError(f"{path} is a symbolic link that leads out of the checkpoint's folder: {_OUTSIDE}")
+        else:
+            yield manifests.check_file_name(path.name), target
+
+
+def _target(path: Path) -> Path:
+    """Return the path without links. UsageError for a link that leads nowhere, or to itself."""
+    with _reading(path):
+        return Path(os.path.realpath(path, strict=True))
 
 
 class Stream(NamedTuple):

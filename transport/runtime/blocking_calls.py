@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from transport.errors import StoreError
 from transport.runtime import threads
+from transport.runtime.error_text import error_text
 
 STORE_PATIENCE_S: Final = 60.0
 _AGAIN_S: Final = 0.5
@@ -139,11 +140,11 @@ async def settled(future: asyncio.Future[T], most_s: float) -> bool:
 
 
 async def failure(future: asyncio.Future[T], most_s: float) -> str | None:
-    """Why a future has no result: its error, or that it has not ended within ``most_s``; None: it has one."""
+    """Say why a future has no result: its error, or that it has not ended within ``most_s``; None: it has one."""
     if not await settled(future, most_s):
         return f"no answer within {most_s:g} s"
     error = future.exception()
-    return None if error is None else str(error) or type(error).__name__
+    return None if error is None else error_text(error)
 
 
 async def retry_store(call: Callable[[], T]) -> T:

@@ -1,13 +1,14 @@
 """The snapshots of a run at a destination, in the order of their cuts, and the removal of old ones. Blocks.
 
-A run that goes back to an earlier checkpoint takes snapshots of lower steps again. So the newest snapshot is the one
-whose manifest was created last, whatever its step.
+A run that goes back to an earlier checkpoint takes snapshots of lower steps again, perhaps on a host whose clock is
+behind. So a counter at the destination numbers the cuts, and the newest snapshot is the one with the greatest number.
+An incomplete upload is not removed before a later cut is complete: until then it may be under way.
 """
 
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from transport.config import configuration
 from transport.cooldown.destinations.base import Destination
@@ -17,13 +18,16 @@ from transport.cooldown.upload import remove
 from transport.errors import UsageError
 from transport.snapshots import manifest as manifests
 
+_MOST_DIGITS: Final = 18
+
 
 class Listed(NamedTuple):
-    """The folder of one snapshot. ``created``: when its cut was made; None: it has no manifest, so it is incomplete."""
+    """Folder of one snapshot. ``number``: of its cut; without a manifest, as the counter was when it was begun."""
 
-    created: float | None
+    number: int
     step: int
     attempt: str
+    complete: bool
 
 
 def run_of(name: str | None) -> str:
@@ -35,7 +39,7 @@ def run_of(name: str | None) -> str:
 
 
 def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
-    """The attempts of each step of which there is a complete snapshot. DestinationError.
+    """Return the attempts of each step of which there is a complete snapshot. DestinationError.
 
     The newest is last: of a step's attempts, and of the steps, each with its newest attempt.
     """
@@ -44,7 +48,7 @@ def steps(destination: str, run: str | None = None) -> dict[int, list[str]]:
 
 
 def listed(destination: Destination, run: str, only: int | None = None) -> list[Listed]:
-    """All of a run, or those of one step."""
+    """Return all of a run, or those of one step."""
     found: list[Listed] = []
     destination.names("")  # raises where it is away: a folder that is not there has no names
     for name in destination.names(manifests.folder_of(run)):
@@ -53,18 +57,45 @@ def listed(destination: Destination, run: str, only: int | None = None) -> list[
             continue
         folder = manifests.step_folder(run, step)
         for attempt in destination.names(folder):
-            data = destination.read(f"{folder}/{attempt}/{manifests.NAME}", manifests.MOST_BYTES)
-            found.append(Listed(None if data is None else manifests.created(data), step, attempt))
+            place = f"{folder}/{attempt}"
+            data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
+            number = _begun(destination, place) if data is None else manifests.number_of(data)
+            found.append(Listed(number, step, attempt, data is not None))
     return found
 
 
+def _begun(destination: Destination, place: str) -> int:
+    """Return the counter as it was when the last part of an incomplete snapshot was begun."""
+    marks = [name for name in destination.names(place) if manifests.is_begun_name(name)]
+    return max((_number(destination, f"{place}/{name}") or 0 for name in marks), default=0)
+
+
+def _number(destination: Destination, path: str) -> int | None:
+    """Return the number in a small file; None: there is none."""
+    text = destination.read(path, manifests.MOST_BYTES) or b""
+    return int(text) if text.isdigit() and len(text) <= _MOST_DIGITS else None
+
+
+def last_cut(destination: Destination, run: str) -> int:
+    """Return the number of a run's last cut. Where the counter is lost, that of the newest snapshot."""
+    counted = _number(destination, manifests.counter_path(run))
+    return max((each.number for each in listed(destination, run)), default=0) if counted is None else counted
+
+
+def count_cut(destination: Destination, run: str) -> int:
+    """Count one more cut of a run, and return its number."""
+    number = last_cut(destination, run) + 1
+    destination.put(manifests.counter_path(run), b"%d" % number)
+    return number
+
+
 def complete(found: list[Listed]) -> list[Listed]:
-    """Those that have a manifest, the newest last."""
-    return sorted((each for each in found if each.created is not None), key=lambda each: (each.created, each.step))
+    """Return those that have a manifest, the newest last."""
+    return sorted(each for each in found if each.complete)
 
 
 def by_step(ordered: list[Listed]) -> dict[int, list[str]]:
-    """Attempts by step, in the order of `complete`."""
+    """Return attempts by step, in the order of `complete`."""
     attempts: dict[int, list[str]] = {}
     for each in ordered:
         attempts[each.step] = [*attempts.pop(each.step, []), each.attempt]
@@ -81,12 +112,11 @@ class Surplus(NamedTuple):
 
 
 def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool = False) -> list[Surplus]:
-    """Remove the snapshots of a run but those of its ``keep`` newest steps, and what is incomplete of lower steps.
+    """Remove the snapshots of a run but those of its ``keep`` newest steps, and incomplete ones before the newest.
 
-    The newest are those whose cuts were made last, also after the run has gone back to a lower step. Returns what was
-    removed (with ``dry_run``: what would be). Call it where the next snapshot is complete: an upload of a lower step
-    that is under way would be removed. Jobs that share a destination give ``run``, each its own: without it they are
-    one run. UsageError for ``keep`` below 1; DestinationError.
+    The newest are those whose cuts were made last, also after the run has gone back to a lower step. An upload that is
+    under way stays. Returns what was removed (with ``dry_run``: what would be). Jobs that share a destination give
+    ``run``, each its own: without it they are one run. UsageError for ``keep`` below 1; DestinationError.
     """
     if keep < 1:
         raise UsageError(f"keep={keep}: give 1 or more; the newest snapshot is never removed")
@@ -98,7 +128,7 @@ def prune(destination: str, keep: int, run: str | None = None, *, dry_run: bool 
 
 
 def plan(destination: Destination, run: str, keep: int, oldest: int | None = None) -> list[Surplus]:
-    """What may go. ``oldest``: what is older than all snapshots of this step and above, instead of all but ``keep``."""
+    """Return what may go. ``oldest``: not all but ``keep``, but all older than the snapshots of this step and above."""
     found = listed(destination, run)
     ordered = complete(found)
     if not ordered:
@@ -108,8 +138,5 @@ def plan(destination: Destination, run: str, keep: int, oldest: int | None = Non
         surplus = [each for each in ordered if each.step not in kept]
     else:
         surplus = list(takewhile(lambda each: each.step < oldest, ordered[:-1]))
-    surplus += [each for each in found if each.created is None and each.step < ordered[-1].step]
-    return [
-        Surplus(each.step, manifests.place_of(run, each.step, each.attempt), each.created is not None)
-        for each in surplus
-    ]
+    surplus += [each for each in found if not each.complete and each.number < ordered[-1].number]
+    return [Surplus(each.step, manifests.place_of(run, each.step, each.attempt), each.complete) for each in surplus]

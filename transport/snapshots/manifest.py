@@ -1,4 +1,4 @@
-"""What a snapshot consists of at its destination: places, the manifest, the index of each ring. Pure."""
+"""Parts of a snapshot at its destination: places, the manifest, the index of each ring. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from transport.cooldown.epochs.records import check_name, is_attempt
 from transport.errors import CheckpointDamagedError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS
 from transport.runtime.decoders import hiding, ready
+from transport.store.stored import encode
 from transport.ticket import Ticket
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 NAME: Final = "manifest.json"
 MOST_BYTES: Final = 64 << 20  # of a manifest
 MOST_STEP: Final = 10**12 - 1  # twelve digits, so that names sort like numbers
 
+_BEGUN: Final = ".begun"
 _STEP: Final = re.compile(r"step-(\d{12})")
 
 
 class RingPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one ring held. Without payloads it has no files.
+    """Contents of one ring. Without payloads it has no files.
 
     Attributes:
         ring, segment: id and name; host: `host_identity()` of where it was.
@@ -54,14 +56,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     run: str
     step: int
     attempt: str  # 16 hexadecimal digits
-    created: float  # seconds since 1970, when the cut was made
+    created: float  # seconds since 1970 by the clock of the cut's host, for display; no order depends on it
+    number: int = 0  # of the cut, by the counter at the destination: later cuts have greater ones
     rings: tuple[RingPart, ...]
     elsewhere: tuple[str, ...] = ()  # ids of rings that this host knew and could not see; other parts have them
     format: int = FORMAT
 
     @property
     def payloads(self) -> int:
-        """Of all rings."""
+        """Number of payloads of all rings."""
         return sum(ring.payloads for ring in self.rings)
 
     @property
@@ -79,8 +82,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{self.place}/{FILES}/{file.name}"
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return msgspec.json.encode(self)
+        """Return the manifest as JSON."""
+        return encode(self)
 
 
 @hiding("ticket")
@@ -101,7 +104,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class _Head(msgspec.Struct, frozen=True):
     format: int
-    created: float = 0.0
+    number: int = 0
 
 
 ready(Manifest, _Head)
@@ -125,13 +128,23 @@ def place_of(run: str, step: int, attempt: str) -> str:
 
 
 def part_name(part: int) -> str:
-    """Of the file that says that one host's part is complete."""
+    """Return the name of the file that says that one host's part is complete."""
     return f"part-{part}.json"
 
 
 def begun_name(part: int) -> str:
-    """Of the empty file that says that one host's part was begun."""
-    return f"part-{part}.begun"
+    """Return the name of the file that says when one host's part was begun, by the counter at the destination."""
+    return f"part-{part}{_BEGUN}"
+
+
+def is_begun_name(name: str) -> bool:
+    """Return whether this is a name of `begun_name`."""
+    return name.endswith(_BEGUN)
+
+
+def counter_path(run: str) -> str:
+    """Return the path of the counter of a run's cuts."""
+    return f"{folder_of(run)}/last-cut"
 
 
 def step_of(name: str) -> int | None:
@@ -191,12 +204,12 @@ def decode(data: bytes, run: str, step: int, attempt: str) -> Manifest:
     return manifest
 
 
-def created(data: bytes) -> float:
-    """When the snapshot of a manifest was made; 0: nothing can be said."""
+def number_of(data: bytes) -> int:
+    """Return the number of a manifest's cut; 0, before all others, for one that cannot be read or has none."""
     try:
-        return msgspec.json.decode(data, type=_Head).created
+        return msgspec.json.decode(data, type=_Head).number
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 0.0
+        return 0
 
 
 def decode_index(data: bytes, part: RingPart) -> tuple[bytes, list[tuple[Ticket, Entry]]]:

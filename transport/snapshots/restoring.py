@@ -372,7 +372,7 @@ def _found(destination: Destination, run: str, step: int | None, attempt: str | 
         if not named:
             which = "no complete snapshot" if step is None else f"no complete snapshot of step {step}"
             raise NoCheckpointError(f"{destination.url}: run {run} has {which}{_others(destination, run, step)}")
-        _, step, attempt = named[-1]
+        step, attempt = named[-1].step, named[-1].attempt
     place = manifests.place_of(run, step, attempt)
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:

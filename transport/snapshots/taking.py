@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from transport.ring.leases import ReadLease
 from transport.runtime.blocking_calls import started
 from transport.runtime.progress import Progress, silent
 from transport.snapshots import manifest as manifests
-from transport.snapshots.listing import run_of
+from transport.snapshots.listing import count_cut, last_cut, run_of
 from transport.snapshots.manifest import Entry, Index, Manifest, RingPart
 from transport.ticket import host_identity
 
@@ -138,7 +139,7 @@ def snapshot(
     name = run_of(run)
     step = manifests.check_step(step)
     url = normalise(destination)
-    number, parts = part
+    number, parts = part = operator.index(part[0]), operator.index(part[1])
     if not 0 <= number < parts:
         raise UsageError(f"part={part}: give this host's number, from 0 on, and how many hosts there are")
     if parts > 1 and attempt is None:
@@ -213,10 +214,10 @@ def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progre
     place = manifests.place_of(cut.run, cut.step, cut.attempt)
     number, parts = cut.part
     with rings, open_destination(url) as destination, contextlib.ExitStack() as stack:
-        _begin(cut, destination, place)
+        count = _begin(cut, destination, place)
         if parts == 1:  # else the other parts lie in the same place; `prune` removes what has no manifest
             stack.enter_context(removed_on_failure(destination, place))
-        manifest = _sent(cut, destination, place, stop, progress)
+        manifest = msgspec.structs.replace(_sent(cut, destination, place, stop, progress), number=count)
         if parts > 1:
             destination.put(f"{place}/{manifests.part_name(number)}", manifest.encode())
             if number:
@@ -227,8 +228,11 @@ def _upload(rings: contextlib.ExitStack, cut: _Cut, url: str, stop: Stop, progre
         return manifest
 
 
-def _begin(cut: _Cut, destination: Destination, place: str) -> None:
-    """An attempt is one cut, of which each part is taken once. SnapshotError where this one was begun before."""
+def _begin(cut: _Cut, destination: Destination, place: str) -> int:
+    """Begin a part of an attempt, which is one cut. SnapshotError where this part was begun before.
+
+    Returns the cut's number; of a part but the first, the number of the last cut that the destination has counted.
+    """
     number, parts = cut.part
     mark = manifests.begun_name(number)
     there = destination.names(place)
@@ -237,12 +241,13 @@ def _begin(cut: _Cut, destination: Destination, place: str) -> None:
             f"attempt {cut.attempt} of step {cut.step} was begun before, at another cut: take the snapshot with a new "
             "attempt, on every host"
         )
-    if parts > 1:
-        destination.put(f"{place}/{mark}", b"")
+    count = last_cut(destination, cut.run) if number else count_cut(destination, cut.run)
+    destination.put(f"{place}/{mark}", b"%d" % count)
+    return count
 
 
 def _sent(cut: _Cut, destination: Destination, place: str, stop: Stop, progress: Progress) -> Manifest:
-    """Files of every ring that holds something are at the destination."""
+    """Send the files of every ring that holds something."""
     with contextlib.ExitStack() as stack:
         sources: list[tuple[str, Stream]] = []
         parts: list[RingPart] = []

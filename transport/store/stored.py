@@ -41,7 +41,7 @@ def decode(kind: type[Record], key: str, value: bytes) -> Record:
     try:
         return msgspec.json.decode(value, type=kind)
     except _UNREADABLE as error:
-        what = f"the store has no valid {kind.__name__} under {key!r}: {error_text(error)}"
+        what = f"no valid {kind.__name__} under {key!r}: {error_text(error)}"
         raise StoreUnsuitableError(f"{what}; remove it, or choose another run name") from error
 
 

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, TransportError, UsageError
+from transport.runtime.error_text import error_text
 
 PROBE: Final = ".probe-"  # what names of test files begin with
 PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
@@ -165,7 +166,7 @@ def service_errors(url: str, operation: str, path: str) -> Iterator[None]:
     except TransportError:
         raise
     except Exception as error:  # the services' packages have no common base, and some errors none but this
-        text = f"{type(error).__name__}: {error}"
+        text = error_text(error)
         denied = isinstance(error, PermissionError) or any(each in text for each in _DENIALS)
         kind = DestinationDeniedError if denied else DestinationError
         # The cause's text has not been masked.

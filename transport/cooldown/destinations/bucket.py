@@ -18,6 +18,7 @@ from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import PIECE, Destination, service_errors
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationError, MissingDependencyError
+from transport.runtime.error_text import error_text
 from transport.runtime.installing import install
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Bucket(Destination):
                 f"destinations {scheme}://… need {_PACKAGES[scheme]} ({error}): {install(scheme)}"
             ) from error
         except Exception as error:  # the services' packages have no common base
-            raise DestinationError(f"{url}: cannot be opened: {masked(str(error))}") from error
+            raise DestinationError(f"{url}: cannot be opened: {masked(error_text(error))}") from error
 
     def __repr__(self) -> str:
         return f"<Bucket {self.url}>"

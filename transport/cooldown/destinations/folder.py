@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ from transport.runtime.durable import flush, write_whole
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DRAFT = re.compile(r"\.[0-9a-f]{16}\.tmp$")
-_MISSING = {errno.ENOENT, errno.ENOTDIR}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # ELOOP: a symbolic link that leads to itself
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -40,18 +41,21 @@ class Folder(Destination):
         with self.translated("list", path):
             try:
                 return sorted(entry.name for entry in os.scandir(self.root / path))
-            except (FileNotFoundError, NotADirectoryError):
-                if not path:
+            except OSError as error:
+                if not path or error.errno not in _MISSING:
                     raise
                 return []
 
     def size(self, path: str) -> int | None:
         with self.translated("look at", path):
             try:
-                return (self.root / path).stat().st_size
-            except (FileNotFoundError, NotADirectoryError):
+                found = (self.root / path).stat()
+            except OSError as error:
+                if error.errno not in _MISSING:
+                    raise
                 self.root.stat()  # raises if the root itself is missing, which is an error
                 return None
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
         return (self.root / path).open("rb")
@@ -106,12 +110,9 @@ class Folder(Destination):
         within(path, root=operation == "list")
         try:
             at = self.root / path
-            # A link itself may be removed or replaced; what it leads to is not of this destination.
-            if (
-                not (at.parent if operation in ("delete", "create") else at)
-                .resolve()
-                .is_relative_to(self.root.resolve())
-            ):
+            # A link itself may be removed or replaced; its target does not belong to this destination.
+            target = os.path.realpath(at.parent if operation in ("delete", "create") else at)
+            if not Path(target).is_relative_to(os.path.realpath(self.root)):
                 raise DestinationError(
                     f"{self.url}: cannot {operation} {path}: a symbolic link leads out of the folder; remove it"
                 )

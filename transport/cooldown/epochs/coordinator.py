@@ -1,4 +1,4 @@
-"""The coordinator of one epoch's cooldown: what it learns changes its record, which is in the store.
+"""The coordinator of one epoch's cooldown: news changes its record, which is in the store.
 
 `Coordinator` decides, without I/O and without a clock of its own; `StoredCoordinator` reads reports for it, and writes
 its record.
@@ -42,10 +42,12 @@ from transport.cooldown.epochs.records import (
 )
 from transport.cooldown.epochs.shares import NameConflict, complete, composed, set_name
 from transport.errors import RunError, UsageError
+from transport.runtime.error_text import reportable
 from transport.store.base import ABSENT
 
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destination could not be read
+MOST_DETAIL: Final = 500  # characters of a note
 MOST_UNELECTED: Final = 16  # notes on reports of clients that were not elected
 
 
@@ -104,6 +106,8 @@ class Coordinator:
         if record.phase is not Phase.COOLDOWN or report.upload in self._unproven:
             return
         known = record.notes.get(report.client)
+        if known is not None and known.refused and known.attempt == report.attempt:
+            return  # for good, whatever its client reports afterwards
         if known is not None and (known.kind, known.attempt) == (report.kind, report.attempt):
             open_ones = (None, Refusal.UNREADABLE) if report.kind is ReportKind.UPLOADED else ()
             if known.refusal not in open_ones:
@@ -135,7 +139,7 @@ class Coordinator:
         if refusal is Refusal.UNREADABLE:
             self._unproven[report.upload] = (report, self._elapsed + LOOK_AGAIN_S)
         elif upload:
-            why = f"{refusal.value}: {detail}"[:500]
+            why = reportable(f"{refusal.value}: {detail}", MOST_DETAIL)
             self._change(refused={**self.record.refused, upload: why})
         self._note(report, refusal, detail)
 
@@ -206,7 +210,9 @@ class Coordinator:
             strangers = set(notes) - known
             if report.client not in strangers and len(strangers) >= MOST_UNELECTED:
                 return
-        note = Note(kind=report.kind, attempt=report.attempt[:16], refusal=refusal, detail=detail[:500])
+        note = Note(
+            kind=report.kind, attempt=report.attempt[:16], refusal=refusal, detail=reportable(detail, MOST_DETAIL)
+        )
         if notes.get(report.client) != note:
             self._change(notes={**notes, report.client: note})
 

@@ -19,7 +19,6 @@ open end as timed out, and all but their own records is removed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -27,27 +26,25 @@ import msgspec
 
 from transport.cooldown.epochs.records import (
     EpochRecord,
+    Note,
     Outcome,
     Phase,
-    R,
+    Refusal,
     Report,
     check_epoch,
     check_name,
-    decode,
-    encode,
 )
 from transport.cooldown.epochs.shares import Saved, Share
-from transport.errors import NoCheckpointError, StoreUnsuitableError
-from transport.store.base import ABSENT, Change, Store
+from transport.errors import NoCheckpointError
+from transport.store.base import ABSENT, Change, Entry, Store
 from transport.store.decision import Next, advance, decide
-
-log = logging.getLogger(__name__)
+from transport.store.stored import Record, decode, decode_each, encode
 
 PREFIX: Final = "cooldown/"
 
 
 class Ledger:
-    """One run's epochs. Raises the store's errors, and StoreUnsuitableError for values that are not these records."""
+    """One run's epochs. Raises the store's errors. Of several records, one that cannot be read is left out."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.run = check_name(run, "run")
@@ -56,20 +53,27 @@ class Ledger:
 
     # --- epochs ---------------------------------------------------------------------------------------
     def epochs(self) -> dict[int, EpochRecord]:
-        """All epochs that were ever opened, in order."""
-        found = self._store.scan(f"{self._prefix}epoch/")
-        records = [decode(entry.value, EpochRecord) for entry in found.values()]
-        return {record.epoch: record for record in records}
+        """Return all epochs that were ever opened and can be read, in order."""
+        records = decode_each(EpochRecord, self._store.scan(f"{self._prefix}epoch/"))
+        return {record.epoch: record for record in records.values()}
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of all epochs that were ever opened, of those that cannot be read as well."""
+        names = (key.rpartition("/")[2] for key in self._store.scan(f"{self._prefix}epoch/"))
+        return {int(name) for name in names if name.isdecimal()}
 
     def look(self, epoch: int) -> tuple[EpochRecord | None, int]:
-        """The epoch's record and its version; (None, ABSENT) if it was not opened."""
-        entry = self._store.get(self._key("epoch", epoch))
-        return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
+        """Return the epoch's record and its version; (None, ABSENT) if it was not opened."""
+        return self._read(epoch, self._store.get(self._key("epoch", epoch)))
 
     def watch(self, epoch: int, version: int, timeout_s: float) -> tuple[EpochRecord | None, int]:
-        """As `look`, after the version differs from ``version`` or ``timeout_s`` seconds have passed."""
-        entry = self._store.watch(self._key("epoch", epoch), version, timeout_s)
-        return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
+        """Return as `look`, after the version differs from ``version`` or ``timeout_s`` seconds have passed."""
+        return self._read(epoch, self._store.watch(self._key("epoch", epoch), version, timeout_s))
+
+    def _read(self, epoch: int, entry: Entry | None) -> tuple[EpochRecord | None, int]:
+        if entry is None:
+            return None, ABSENT
+        return decode(EpochRecord, self._key("epoch", epoch), entry.value), entry.version
 
     def open(self, record: EpochRecord) -> bool:
         """Write the first record of an epoch; False if it has another one. May be repeated after a lost answer."""
@@ -79,11 +83,13 @@ class Ledger:
     def advance(self, epoch: int, step: Callable[[EpochRecord | None], EpochRecord | None]) -> None:
         """Replace the epoch's record by what ``step`` makes of it, see `transport.store.decision.advance`."""
 
+        key = self._key("epoch", epoch)
+
         def encoded(standing: bytes | None) -> Next | None:
-            record = step(None if standing is None else decode(standing, EpochRecord))
+            record = step(None if standing is None else decode(EpochRecord, key, standing))
             return None if record is None else Next(encode(record))
 
-        advance(self._store, self._key("epoch", epoch), encoded)
+        advance(self._store, key, encoded)
 
     def end_before(self, epoch: int, ended_at: float) -> list[EpochRecord]:
         """End the earlier epochs that are still open as timed out, and remove what the members of all have written.
@@ -109,7 +115,7 @@ class Ledger:
         return [found[each] for each in still_open if each in found]
 
     def newest_checkpoint(self) -> EpochRecord:
-        """The last epoch with a checkpoint. Raises NoCheckpointError if there is none."""
+        """Return the last epoch with a checkpoint. Raises NoCheckpointError if there is none."""
         return newest_checkpoint(self.epochs(), self.run)
 
     # --- reports --------------------------------------------------------------------------------------
@@ -122,22 +128,35 @@ class Ledger:
             ]
         )
 
+    def withdraw(self, report: Report) -> bool:
+        """Take an upload back: report so, and refuse the upload in the epoch's record, for good.
+
+        Returns False if the upload is the checkpoint. Otherwise no coordinator makes it the checkpoint any more, not
+        even one that is verifying it, and its client removes it.
+        """
+        kept = False
+        note = Note(kind=report.kind, attempt=report.attempt, refusal=Refusal.WITHDRAWN)
+
+        def refuse(standing: EpochRecord | None) -> EpochRecord | None:
+            nonlocal kept
+            if standing is None or standing.phase is Phase.ENDED:
+                checkpoint = None if standing is None else standing.checkpoint
+                kept = checkpoint is not None and checkpoint.upload == report.upload
+                return None
+            return msgspec.structs.replace(standing, notes={**standing.notes, report.client: note})
+
+        self.report(report)
+        self.advance(report.epoch, refuse)
+        return not kept
+
     def reports(self, epoch: int) -> list[Report]:
-        """All reports of an epoch. A report that cannot be decoded is logged and left out."""
-        found = []
+        """Return all reports of an epoch."""
         prefix = self._key("report", epoch, "")
-        for key, entry in self._store.scan(prefix).items():
-            try:
-                report = decode(entry.value, Report)
-            except StoreUnsuitableError as error:
-                log.warning("report %s is ignored: %s", key, error)
-                continue
-            if report.client == key.removeprefix(prefix):
-                found.append(report)
-        return found
+        reports = decode_each(Report, self._store.scan(prefix))
+        return [report for key, report in reports.items() if report.client == key.removeprefix(prefix)]
 
     def wait_for_report(self, epoch: int, version: int, timeout_s: float) -> int:
-        """The version of the bell key, after it differs from ``version`` or ``timeout_s`` seconds have passed."""
+        """Return the bell's version, after it differs from ``version`` or ``timeout_s`` seconds have passed."""
         entry = self._store.watch(self._key("bell", epoch), version, timeout_s)
         return ABSENT if entry is None else entry.version
 
@@ -152,12 +171,12 @@ class Ledger:
         return decide(self._store, key, process.encode()).decode(errors="replace")
 
     def put_saved(self, epoch: int, saved: Saved) -> None:
-        """Record what a member has saved, once; a second record of the same member changes nothing."""
+        """Record the files that a member has saved, once; a second record of the same member changes nothing."""
         decide(self._store, self._key("saved", epoch, saved.host, saved.member), encode(saved))
         self._store.put_many([self._ring_host(epoch, saved.host), Change(self._key("bell", epoch), b"")])
 
     def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
-        """What the members have saved, of one host or of all, by member."""
+        """Return the saved files of the members, of one host or of all, by member."""
         return {each.member: each for each in self._of_host("saved", Saved, epoch, host)}
 
     def put_share(self, epoch: int, share: Share) -> None:
@@ -167,7 +186,7 @@ class Ledger:
         self._store.put_many([*changes, Change(self._key("bell", epoch), share.client.encode())])
 
     def shares(self, epoch: int, host: str | None = None) -> list[Share]:
-        """The uploaded shares, of one host or of all."""
+        """Return the uploaded shares, of one host or of all."""
         return self._of_host("share", Share, epoch, host)
 
     def beat(self, epoch: int, host: str, number: int, moved: int) -> None:
@@ -176,31 +195,31 @@ class Ledger:
         self._store.put_many([Change(key, str(moved).encode()), self._ring_host(epoch, host)])
 
     def beats(self, epoch: int, host: str) -> dict[int, int]:
-        """The versions of the beats of a host's shares."""
+        """Return the versions of the beats of a host's shares."""
         prefix = self._key("beat", epoch, host, "")
         beats = {key.removeprefix(prefix): entry.version for key, entry in self._store.scan(prefix).items()}
         return {int(number): version for number, version in beats.items() if number.isdecimal()}  # others are not ours
 
     def wait_for_host(self, epoch: int, host: str, version: int, timeout_s: float) -> int:
-        """As `wait_for_report`, for what the members of one host write."""
+        """Wait as `wait_for_report`, for the records of one host's members."""
         entry = self._store.watch(self._ring_host(epoch, host).key, version, timeout_s)
         return ABSENT if entry is None else entry.version
 
     def _ring_host(self, epoch: int, host: str) -> Change:
         return Change(self._key("host", epoch, host), b"")
 
-    def _of_host(self, kind: str, record: type[R], epoch: int, host: str | None) -> list[R]:
-        """The records of a kind, of one host or of all."""
+    def _of_host(self, kind: str, record: type[Record], epoch: int, host: str | None) -> list[Record]:
+        """Return the records of a kind, of one host or of all."""
         prefix = self._key(kind, epoch, "") if host is None else self._key(kind, epoch, host, "")
-        return [decode(entry.value, record) for entry in self._store.scan(prefix).values()]
+        return list(decode_each(record, self._store.scan(prefix)).values())
 
     def _key(self, kind: str, epoch: int, *parts: str) -> str:
-        """The key of a record of an epoch; with "" for the last part, what all keys of the others begin with."""
+        """Return the key of a record of an epoch; with "" for the last part, the prefix of the keys below it."""
         return "/".join([f"{self._prefix}{kind}", f"{check_epoch(epoch):012d}", *parts])
 
 
 def newest_checkpoint(epochs: Mapping[int, EpochRecord], run: str) -> EpochRecord:
-    """The last of these that has a checkpoint. Raises NoCheckpointError if none has."""
+    """Return the last of these that has a checkpoint. Raises NoCheckpointError if none has."""
     for epoch in sorted(epochs, reverse=True):
         if epochs[epoch].phase is Phase.ENDED and epochs[epoch].outcome is Outcome.CHECKPOINTED:
             return epochs[epoch]
@@ -208,5 +227,5 @@ def newest_checkpoint(epochs: Mapping[int, EpochRecord], run: str) -> EpochRecor
 
 
 def runs(store: Store) -> list[str]:
-    """Names of the runs that have epochs in the store."""
+    """Return the names of the runs that have epochs in the store."""
     return sorted({key.split("/")[1] for key in store.scan(PREFIX) if key.split("/")[2:3] == ["epoch"]})

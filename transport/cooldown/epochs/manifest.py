@@ -13,6 +13,7 @@ import msgspec
 from transport.cooldown.epochs.records import is_upload, upload_folder
 from transport.errors import CheckpointDamagedError, UsageError
 from transport.runtime.decoders import ready
+from transport.store.stored import encode
 
 NAME: Final = "manifest.json"
 FILES: Final = "files"  # the folder beside it
@@ -72,8 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"{place}/{FILES}/{file.name}"
 
     def encode(self) -> bytes:
-        """The manifest as JSON: the same bytes for the same files."""
-        return msgspec.json.encode(self)
+        """Return the manifest as JSON: the same bytes for the same files."""
+        return encode(self)
 
 
 ready(Manifest)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from transport.cooldown.epochs.election import ALGORITHM, elect
-from transport.errors import StoreUnsuitableError, UsageError
+from transport.errors import UsageError
 from transport.runtime.decoders import ready
 
 LAYOUT: Final = 1
@@ -24,7 +24,7 @@ _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 
 
 class Phase(enum.Enum):
-    """Phase of an epoch."""
+    """State of an epoch."""
 
     TRAINING = "training"
     COOLDOWN = "cooldown"
@@ -48,7 +48,7 @@ class ReportKind(enum.Enum):
 
 
 class Refusal(enum.Enum):
-    """Why a report does not end the cooldown."""
+    """Reason for which a report does not end the cooldown."""
 
     NOT_ELECTED = "not_elected"
     OTHER_EPOCH = "other_epoch"
@@ -59,6 +59,7 @@ class Refusal(enum.Enum):
     WRONG_CHECKSUM = "wrong_checksum"
     NAME_CONFLICT = "name_conflict"  # two members saved different files under one name
     UNREADABLE = "unreadable"  # the destination failed; verification is repeated
+    WITHDRAWN = "withdrawn"  # by its client, which was cancelled and removes it
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,7 +109,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch. Written by its coordinator, or ended by that of a later one; ``phase`` "ended" is final."""
+    """One epoch. Written by its coordinator, by a client that withdraws its upload, or ended by a later coordinator.
+
+    ``phase`` "ended" is final.
+    """
 
     run: str
     epoch: int
@@ -130,19 +134,23 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: int = ALGORITHM
     layout: int = LAYOUT
 
+    def __post_init__(self) -> None:
+        if self.layout != LAYOUT:
+            raise ValueError(f"epoch record layout mismatch: found {self.layout}, this build reads {LAYOUT}")
+
     @property
     def elected(self) -> tuple[str, ...]:
-        """The clients that upload. Raises UsageError for an unknown algorithm."""
+        """Names of the clients that upload. Raises UsageError for an unknown algorithm."""
         if not self.hosts:
             return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
         return tuple(name for host in sorted(set(self.hosts.values())) for name in self.elected_of(host))
 
     def elected_of(self, host: str) -> tuple[str, ...]:
-        """The members of one host that upload its files: the election among these members alone."""
+        """Return the members of one host that upload its files: the election among these members alone."""
         return elect(self.members_of(host), seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
 
     def members_of(self, host: str) -> tuple[str, ...]:
-        """The members on one host, in order of their names."""
+        """Return the members on one host, in order of their names."""
         return tuple(sorted(name for name, its in self.hosts.items() if its == host))
 
     @property
@@ -155,31 +163,13 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
         return upload_folder(self.run, self.epoch, upload)
 
     def accepts(self, client: str, kind: ReportKind) -> bool:
-        """Whether this client's report of this kind counts. What members upload counts as one set only."""
+        """Return whether this client's report of this kind counts. Uploads of members count as one set only."""
         if not self.hosts:
             return client in self.elected
         return client == SET if kind is ReportKind.UPLOADED else client in self.hosts
 
 
 ready(Report, EpochRecord)
-
-R = TypeVar("R", bound=msgspec.Struct)
-
-
-def encode(record: msgspec.Struct) -> bytes:
-    """As stored."""
-    return msgspec.json.encode(record)
-
-
-def decode(data: bytes, kind: type[R]) -> R:
-    """Decode a stored record. Raises StoreUnsuitableError for anything else."""
-    try:
-        record = msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
-    if isinstance(record, EpochRecord) and record.layout != LAYOUT:
-        raise StoreUnsuitableError(f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT}")
-    return record
 
 
 # --- names --------------------------------------------------------------------------------------------
@@ -198,26 +188,26 @@ def check_epoch(epoch: int) -> int:
 
 
 def is_attempt(text: str) -> bool:
-    """Whether it can be the name of one client's attempt."""
+    """Return whether a text can be the name of one client's attempt."""
     return bool(_ATTEMPT.fullmatch(text))
 
 
 def is_upload(text: str) -> bool:
-    """Whether it can be the name of an upload, "CLIENT/ATTEMPT"."""
+    """Return whether a text can be the name of an upload, "CLIENT/ATTEMPT"."""
     client, _, attempt = text.partition("/")
     return bool(_NAME.fullmatch(client)) and is_attempt(attempt)
 
 
 def epoch_folder(run: str, epoch: int) -> str:
-    """Folder of an epoch's uploads at the destination."""
+    """Return the folder of an epoch's uploads at the destination."""
     return f"{run}/epoch-{epoch:012d}"
 
 
 def upload_folder(run: str, epoch: int, upload: str) -> str:
-    """Folder of one upload at the destination; each upload has its own."""
+    """Return the folder of one upload at the destination; each upload has its own."""
     return f"{epoch_folder(run, epoch)}/{upload}"
 
 
 def outcomes_folder(run: str) -> str:
-    """Folder of the outcomes' copies at the destination."""
+    """Return the folder of the outcomes' copies at the destination."""
     return f"{run}/outcomes"
