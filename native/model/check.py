@@ -172,6 +172,7 @@ FAULTS = (
     Case("LOADS_SIDE_BY_SIDE", "", "C3_changed_while_it_serves", model="weights"),
     Case("RECORD_SET_AGAIN", "TOGETHER", "C5_committed_and_refused", model="weights"),
     Case("RETURNS_ALONE", "TOGETHER", "C5_committed_and_refused", model="weights"),
+    Case("KEPT_IS_FORGOTTEN", "TOGETHER", "C5_committed_and_refused", model="weights"),
     # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
     Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
 )

@@ -4,8 +4,10 @@
  *
  * Without TOGETHER it is `WeightUpdate`: a manager calls receivers within limits, and each receiver that cannot load the
  * version loads the one before by itself. A load that outlasts its limit goes on, and the manager with other things.
- * With TOGETHER it is `Meeting`: receivers act on records in a store, of which a second one says whether what was loaded
- * stays. The first sender may be killed, and begins the next attempt while others are still in the one before.
+ * With TOGETHER it is `UpdateBarrier`: receivers act on one record in a store, which goes on to say whether what was
+ * loaded stays. The first sender may be killed, and begins the next attempt while others are still in the one before: it
+ * replaces the record, what was open in it has failed, and which version was loaded last it goes on to say. A receiver
+ * that cannot ask the record takes as long as it likes between its load and the answer.
  *
  * Before the last version is begun, receivers are killed between any two steps and start again, loads fail in the middle,
  * anybody refuses the version for any reason, which covers every limit of time, and any step takes as long as it likes.
@@ -121,6 +123,9 @@ end:
 #ifdef TOGETHER
   :: d_step { at[me] == loaded && stays[mine[me]] == go -> act(seen_stays[mine[me]], go); resume(mine[me]) }
   :: d_step { at[me] == loaded && stays[mine[me]] == no -> at[me] = returns }
+#ifdef MUT_KEPT_IS_FORGOTTEN
+  :: d_step { at[me] == loaded && mine[me] < now -> at[me] = returns }
+#endif
 #ifdef MUT_RETURNS_ALONE
   :: d_step { at[me] == loaded && mine[me] < UPDATES -> at[me] = returns }
 #else
@@ -159,7 +164,9 @@ proctype Leader() {
 end:
   do
 #ifdef TOGETHER
-  :: d_step { now < UPDATES -> now++; group[now] = ALL; printf("version %d\n", now) }      /* also one that was killed */
+  :: d_step { now < UPDATES ->  /* also one that was killed */
+       if :: now > 0 -> propose(commit[now], no); propose(stays[now], no) :: else fi;
+       now++; group[now] = ALL; printf("version %d\n", now) }
   :: d_step { now > 0 && stays[now] == nothing && has_loaded[now] == ALL -> stays[now] = go }
   :: d_step { now > 0 && now < UPDATES && commit[now] == go -> propose(stays[now], no) }
 #else

@@ -36,7 +36,8 @@ from sharded_models import of_torch
 
 from transport.adapters import sglang as adapter
 from transport.errors import WeightsError
-from transport.weights.meeting import Meeting, Member
+from transport.weights.barrier import UpdateBarrier
+from transport.weights.barrier_rank import BarrierRank
 
 pytestmark = pytest.mark.ucx
 
@@ -114,16 +115,16 @@ class Server:
 class Group:
     """A trainer and its servers. A process of SGLang has one model; here the function's name tells them apart."""
 
-    def __init__(self, meeting: Meeting, models: list[Any], draft: Any = None) -> None:
-        self.meeting, self.models = meeting, models
+    def __init__(self, barrier: UpdateBarrier, models: list[Any], draft: Any = None) -> None:
+        self.barrier, self.models = barrier, models
         self.training = Whole()
         self.servers = [Server(model, draft if number == 0 else None) for number, model in enumerate(models)]
-        self.member = Member(of_torch(self.training), sends=True, **OPTIONS)
+        self.member = BarrierRank(of_torch(self.training), sends=True, **OPTIONS)
 
     def update(self, version: int) -> None:
         self.training.step(version)
-        self.meeting.stage(self.member, version, lambda: self.call(version, "stage"))
-        self.meeting.commit(self.member, version, lambda: self.call(version, "commit"))
+        self.barrier.stage(self.member, version, lambda: self.call(version, "stage"))
+        self.barrier.commit(self.member, version, lambda: self.call(version, "commit"))
 
     def call(self, version: int, phase: Any) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -132,22 +133,22 @@ class Group:
             futures = []
             for number, server in enumerate(self.servers):
                 function = f"sharded_models:of_torch{number or ''}"
-                address = adapter.address(self.meeting, function, version, phase, **OPTIONS)
+                address = adapter.address(self.barrier, function, version, phase, **OPTIONS)
                 futures.append(threads.submit(server.update, address))
         for future in futures:
             future.result()
 
 
 @pytest.fixture
-def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_state: None) -> Iterator[Meeting]:
+def barrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_state: None) -> Iterator[UpdateBarrier]:
     monkeypatch.setattr(sharded_models, "of_torch1", of_torch, raising=False)
-    yield Meeting(store=f"sqlite:///{tmp_path}/store", run="test", senders=1, receivers=WORKERS, timeout_s=60)
+    yield UpdateBarrier(store=f"sqlite:///{tmp_path}/store", run="test", senders=1, receivers=WORKERS, timeout_s=60)
     adapter.close()
 
 
-def test_three_updates_of_one_trainer_and_two_workers_and_a_draft(meeting: Meeting, caplog: Any) -> None:
+def test_three_updates_of_one_trainer_and_two_workers_and_a_draft(barrier: UpdateBarrier, caplog: Any) -> None:
     draft = Derives(0, WORKERS)
-    group = Group(meeting, [Derives(rank, WORKERS) for rank in range(WORKERS)], draft)
+    group = Group(barrier, [Derives(rank, WORKERS) for rank in range(WORKERS)], draft)
     with group.member, caplog.at_level(logging.WARNING):
         for version in (1, 2, 3):
             group.update(version)
@@ -156,8 +157,8 @@ def test_three_updates_of_one_trainer_and_two_workers_and_a_draft(meeting: Meeti
     assert "a draft, gets no weights" in caplog.text
 
 
-def test_a_version_that_one_worker_cannot_load_is_served_by_none_and_ends_no_server(meeting: Meeting) -> None:
-    group = Group(meeting, [Derives(rank, WORKERS) for rank in range(WORKERS)])
+def test_a_version_that_one_worker_cannot_load_is_served_by_none_and_ends_no_server(barrier: UpdateBarrier) -> None:
+    group = Group(barrier, [Derives(rank, WORKERS) for rank in range(WORKERS)])
     with group.member:
         group.update(1)
         derive, failures = group.models[1].post_load_weights, [RuntimeError("out of memory")]
@@ -179,7 +180,7 @@ def test_a_version_that_one_worker_cannot_load_is_served_by_none_and_ends_no_ser
 def trainer_process(group: Group) -> Iterator[Callable[[int, str], bool]]:
     """A trainer's process; what has it send a version, and kills it at the call of a phase. Whether it was sent."""
     script = Path(__file__).parents[1] / "support" / "sglang_trainer.py"
-    given = json.dumps([msgspec.to_builtins(group.meeting), OPTIONS])
+    given = json.dumps([msgspec.to_builtins(group.barrier), OPTIONS])
     command = [sys.executable, str(script), given]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -209,9 +210,9 @@ def trainer_process(group: Group) -> Iterator[Callable[[int, str], bool]]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 def test_a_trainer_that_was_killed_and_started_again_goes_on_with_the_same_servers(
-    meeting: Meeting, phase: str
+    barrier: UpdateBarrier, phase: str
 ) -> None:
-    hurried = msgspec.structs.replace(meeting, timeout_s=20)
+    hurried = msgspec.structs.replace(barrier, timeout_s=20)
     group = Group(hurried, [Derives(rank, WORKERS) for rank in range(WORKERS)])
     group.member.close()  # trainers are processes here
     with trainer_process(group) as send:
@@ -224,8 +225,8 @@ def test_a_trainer_that_was_killed_and_started_again_goes_on_with_the_same_serve
             assert all(model.serves(version) for model in group.models)
 
 
-def test_weights_that_are_a_mixture_end_the_server(meeting: Meeting) -> None:
-    group = Group(meeting, [Derives(rank, WORKERS) for rank in range(WORKERS)])
+def test_weights_that_are_a_mixture_end_the_server(barrier: UpdateBarrier) -> None:
+    group = Group(barrier, [Derives(rank, WORKERS) for rank in range(WORKERS)])
     with group.member:
         group.update(1)
         group.models[1].post_load_weights = lambda: 1 / 0

@@ -174,8 +174,8 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, list[Any], dict[str, An
 @pytest.fixture
 def fields(models: Any, tmp_path: Path) -> dict[str, Any]:
     """Of `Init`."""
-    meeting = {"store": f"sqlite:///{tmp_path}/store", "run": "test", "senders": 1, "receivers": WORKERS}
-    return {"meeting": {**meeting, "timeout_s": 15}, "options": OPTIONS, "worker_options": OPTIONS, **models[2]}
+    barrier = {"store": f"sqlite:///{tmp_path}/store", "run": "test", "senders": 1, "receivers": WORKERS}
+    return {"barrier": {**barrier, "timeout_s": 15}, "options": OPTIONS, "worker_options": OPTIONS, **models[2]}
 
 
 @pytest.fixture
@@ -352,11 +352,11 @@ def test_a_draft_model_is_refused_before_anything_is_written(group: Any) -> None
 def test_what_does_not_fit_together_is_refused(group: Any) -> None:
     training, _, client, _ = group
     with pytest.raises(UsageError, match="give both functions or none"):
-        adapter.Init(rank=0, meeting={}, shards="a:b")
+        adapter.Init(rank=0, barrier={}, shards="a:b")
     with pytest.raises(UsageError, match="give the WeightSource"):
-        Factory.trainer_init(adapter.Init(rank=0, meeting={}), client=client)
+        Factory.trainer_init(adapter.Init(rank=0, barrier={}), client=client)
     with pytest.raises(UsageError, match="needs a client with pause_generation"):
-        info = adapter.Init(rank=0, meeting={}, pause="wait")
+        info = adapter.Init(rank=0, barrier={}, pause="wait")
         Factory.trainer_init(info, client=object(), source=ModuleSource(training))
 
 

@@ -32,7 +32,7 @@ from transport.store.base import Change, Entry
 from transport.store.decision import Next
 from transport.ticket import Ticket
 from transport.weights import offers
-from transport.weights.meeting import Meeting
+from transport.weights.barrier import UpdateBarrier
 from transport.weights.options import EngineOptions
 from transport.weights.sharding import roles
 from transport.weights.transfer import messages
@@ -68,7 +68,7 @@ RECORDS = [
     messages.Slices(0, 0, 0, TICKET.encode()),
     messages.Placed(0, TICKET.encode(), 0),
     offers.Offer(7, 0, TICKET.encode()),
-    Meeting(store=PLACE, run="run", senders=1, receivers=1),
+    UpdateBarrier(store=PLACE, run="run", senders=1, receivers=1),
     Configuration(store=PLACE),
     Loaded(configuration=Configuration(store=PLACE), sources={}),
     roles.ShardDescription(name="p", host="h", address="127.0.0.1", port=1, token=WORD, layout="", bucket_bytes=1),
@@ -147,7 +147,7 @@ _WITHIN_A_PROCESS = {"_Delivery"}  # its token names a batch of a worker process
 
 
 def showing(source: str) -> list[str]:
-    """Records of a module that have such a field, or how to reach a `Meeting`, and show it."""
+    """Records of a module that have such a field, or how to reach an `UpdateBarrier`, and show it."""
     found = []
     for record in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
         bases = {ast.unparse(each) for each in (*record.bases, *record.decorator_list)}
@@ -156,9 +156,10 @@ def showing(source: str) -> list[str]:
         hidden = "".join(each for each in bases if each.startswith("hiding("))
         for field in (node for node in record.body if isinstance(node, ast.AnnAssign)):
             name, said = ast.unparse(field.target), ast.unparse(field.annotation)
-            telling = name in (*_TELLING, "meeting") or encoded_tickets(name, said)
+            telling = name in (*_TELLING, "barrier") or encoded_tickets(name, said)
             hides = f"'{name}'" in hidden or (field.value is not None and "repr=False" in ast.unparse(field.value))
-            if telling and not hides and said not in ("Meeting", "RedisURL | SQLiteURL"):  # these hide it themselves
+            hides |= said in ("UpdateBarrier", "RedisURL | SQLiteURL")  # which hide it themselves
+            if telling and not hides:
                 found.append(f"{record.name}.{name}")
     return found
 
@@ -171,4 +172,4 @@ def test_records_of_adapters_hide_such_fields(path: Path) -> None:
 def test_the_search_finds_a_record_that_shows_its_key() -> None:
     assert showing("class A(NamedTuple):\n    key: int\n    ticket: bytes") == ["A.key", "A.ticket"]
     assert showing("@hiding('key')\nclass A(msgspec.Struct):\n    key: int") == []
-    assert showing("@dataclass\nclass A:\n    meeting: dict\n    token: str = field(repr=False)") == ["A.meeting"]
+    assert showing("@dataclass\nclass A:\n    barrier: dict\n    token: str = field(repr=False)") == ["A.barrier"]

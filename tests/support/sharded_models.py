@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from shard_members import local, served, trained, version_of
 
-from transport.weights.meeting import RankShards
+from transport.weights.rank_shards import RankShards
 
 TRAINERS, WORKERS = 2, 2
 

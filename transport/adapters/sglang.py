@@ -1,13 +1,13 @@
 """SGLang's custom weight loader: --custom-weight-loader transport.adapters.sglang.load
 
     def call(phase):                                               # on the trainer that makes SGLang's calls
-        named = [("payload_transport", torch.from_numpy(address(meeting, "my_job:shards", version, phase)))]
+        named = [("payload_transport", torch.from_numpy(address(barrier, "my_job:shards", version, phase)))]
         engine.begin_weight_update()
         engine.update_weights_from_tensor(named, "transport.adapters.sglang.load", flush_cache=phase == "commit")
         engine.end_weight_update()
 
-    meeting.stage(member, version, lambda: call("stage"))          # on its other ranks without the call
-    meeting.commit(member, version, lambda: call("commit"))
+    barrier.stage(member, version, lambda: call("stage"))          # on its other ranks without the call
+    barrier.commit(member, version, lambda: call("commit"))
 
 One small tensor carries our address instead of weights. In every worker SGLang calls `load`: "stage" begins to receive
 the worker's slices beside its weights and returns, so that it generates meanwhile; "commit" copies them into its own
@@ -29,7 +29,9 @@ import numpy as np
 from transport.devices.arrays import to_host
 from transport.errors import ProtocolError, UsageError
 from transport.runtime.releases import require_fitting
-from transport.weights.meeting import Meeting, Member, RankShards, copied_into, described
+from transport.weights.barrier import UpdateBarrier
+from transport.weights.barrier_rank import BarrierRank
+from transport.weights.rank_shards import RankShards, copied_into, described
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +39,17 @@ Phase = Literal["stage", "commit"]
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    meeting: Meeting
+    barrier: UpdateBarrier
     shards: str
     version: int
     phase: Phase
     options: dict[str, Any] = {}
 
 
-_members: dict[str, tuple[Any, Member]] = {}  # by function: a worker process has one model that takes part
+_members: dict[str, tuple[Any, BarrierRank]] = {}  # by function: a worker process has one model that takes part
 
 
-def address(meeting: Meeting, shards: str, version: int, phase: Phase, **options: Any) -> np.ndarray[Any, Any]:
+def address(barrier: UpdateBarrier, shards: str, version: int, phase: Phase, **options: Any) -> np.ndarray[Any, Any]:
     """A uint8 array for `update_weights_from_tensor` (torch.from_numpy makes a tensor of it).
 
     Args:
@@ -56,32 +58,32 @@ def address(meeting: Meeting, shards: str, version: int, phase: Phase, **options
     """
     version = operator.index(version)
     try:
-        found = _Address(meeting=meeting, shards=shards, version=version, phase=phase, options=options)
+        found = _Address(barrier=barrier, shards=shards, version=version, phase=phase, options=options)
         return np.frombuffer(msgspec.json.encode(found), np.uint8).copy()
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"address(): {error}: give what JSON can hold") from error
 
 
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """What SGLang calls. An error is logged, and the trainer's `Meeting` raises it.
+    """What SGLang calls. An error is logged, and the trainer's `UpdateBarrier` raises it.
 
     SGLang ends its server for an error of a loader, so it gets one only where the weights are a mixture: a load failed,
     and the version before could not be loaded again.
     """
-    member: Member | None = None
+    member: BarrierRank | None = None
     try:
         found = _found(named_tensors)
         if found.shards not in _members:
             rank = described(found.shards, model)
-            made = Member(rank, sends=False, load=partial(_loaded, model, rank), **found.options)
+            made = BarrierRank(rank, sends=False, load=partial(_loaded, model, rank), **found.options)
             _members[found.shards] = model, made
         owner, member = _members[found.shards]
         if owner is not model:
             log.warning("a second model of this process, a draft, gets no weights by %s", found.shards)
         elif found.phase == "stage":
-            found.meeting.begin(member, found.version)
+            found.barrier.begin(member, found.version)
         else:
-            found.meeting.commit(member, found.version)
+            found.barrier.commit(member, found.version)
     except Exception as error:  # SGLang ends its server on what a loader raises: only a mixture is worth that
         if member is not None and member.mixed:
             raise

@@ -34,7 +34,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from transport.devices.host_tensors import as_tensor
 from transport.errors import UsageError
 from transport.runtime.releases import require_fitting
-from transport.weights.meeting import Meeting, Member, RankShards, described
+from transport.weights.barrier import UpdateBarrier
+from transport.weights.barrier_rank import BarrierRank
+from transport.weights.rank_shards import RankShards, described
 
 require_fitting("vllm")
 
@@ -43,9 +45,9 @@ BACKEND = "payload_transport"
 
 @dataclass
 class WorkerInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's are not there when types are checked
-    """For `init_weight_transfer_engine`: fields of `Meeting`, the function, and options of `WeightsEngine`."""
+    """For `init_weight_transfer_engine`: fields of `UpdateBarrier`, the function, and options of `WeightsEngine`."""
 
-    meeting: dict[str, Any] = field(repr=False)  # the URL of its store may contain a password
+    barrier: dict[str, Any] = field(repr=False)  # the URL of its store may contain a password
     shards: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -62,13 +64,13 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 class Init(TrainerInitInfo):  # type: ignore[misc]
     """For `trainer_init`, on every trainer rank.
 
-    meeting: fields of `Meeting`. version: of the last update, where a trainer goes on with its numbers.
+    barrier: fields of `UpdateBarrier`. version: of the last update, where a trainer goes on with its numbers.
     pause: "abort", "wait" or "keep", around the load; "": running requests go on.
     """
 
     backend: ClassVar[str] = BACKEND
 
-    meeting: dict[str, Any] = field(repr=False)
+    barrier: dict[str, Any] = field(repr=False)
     shards: str = ""
     worker_shards: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -102,19 +104,19 @@ class Receiver(WeightTransferEngine[WorkerInit, Update]):  # type: ignore[misc]
     init_info_cls = WorkerInit
     update_info_cls = Update
     supports_draft_weight_update = False
-    _member: Member | None = None
+    _member: BarrierRank | None = None
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         """Take part in updates from now on; what an earlier trainer has begun ends."""
         self.shutdown()
-        self._meeting = Meeting(**init_info.meeting)
+        self._barrier = UpdateBarrier(**init_info.barrier)
         parallel = self.parallel_config
         if init_info.shards:
             rank, load = described(init_info.shards, self), None
         else:
             number = parallel.data_parallel_index * parallel.world_size + parallel.rank
             rank, load = RankShards(number, None, {}), self._load_whole
-        self._member = Member(rank, sends=False, load=load, **init_info.options)
+        self._member = BarrierRank(rank, sends=False, load=load, **init_info.options)
 
     def start_weight_update(self) -> None:
         """Nothing: weights change in one call of `receive_weights`."""
@@ -127,9 +129,9 @@ class Receiver(WeightTransferEngine[WorkerInit, Update]):  # type: ignore[misc]
         if self._member is None:
             raise UsageError("call init_weight_transfer_engine before update_weights")
         if update_info.phase == "stage":
-            self._meeting.begin(self._member, update_info.version)
+            self._barrier.begin(self._member, update_info.version)
         else:
-            self._meeting.commit(self._member, update_info.version)
+            self._barrier.commit(self._member, update_info.version)
 
     def _load_whole(self, tensors: dict[str, Any]) -> None:
         """Load tensors of the checkpoint's names; the model derives the others from them (quantised, fused)."""
@@ -162,13 +164,13 @@ class Sender(TrainerWeightTransferEngine[Init]):  # type: ignore[misc]
             raise UsageError(f"pause={init_info.pause!r} needs a client with pause_generation and resume_generation")
         made: Self = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
         made._version, made._pause = init_info.version, init_info.pause
-        made._meeting = Meeting(**init_info.meeting)
+        made._barrier = UpdateBarrier(**init_info.barrier)
         shards = RankShards(made.rank, None, made._whole)
         if init_info.shards:
             shards = described(init_info.shards, source)
-        made._member = Member(shards, sends=True, **init_info.options)
+        made._member = BarrierRank(shards, sends=True, **init_info.options)
         if made.is_sender:
-            info = {"meeting": init_info.meeting, "shards": init_info.worker_shards}
+            info = {"barrier": init_info.barrier, "shards": init_info.worker_shards}
             try:
                 client.init_weight_transfer_engine({**info, "options": init_info.worker_options})
             except BaseException:  # an interrupt, too: nobody else could release what was made
@@ -184,8 +186,8 @@ class Sender(TrainerWeightTransferEngine[Init]):  # type: ignore[misc]
         After an error of the load, with ``pause``, generation stays paused until an update succeeds.
         """
         self._version += 1
-        self._meeting.stage(self._member, self._version, self._call("stage"))
-        self._meeting.commit(self._member, self._version, self._call("commit"))
+        self._barrier.stage(self._member, self._version, self._call("stage"))
+        self._barrier.commit(self._member, self._version, self._call("commit"))
 
     def _call(self, phase: str) -> Any:
         """vLLM's calls of a phase, which wait for the workers, or None."""

@@ -1,4 +1,4 @@
-"""Ranks that meet without a manager, in threads."""
+"""Ranks that load a version all or none, without a manager, in threads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from transport.errors import (
 )
 from transport.store.base import ABSENT, Store
 from transport.store.open import open_store
-from transport.weights import meeting as meeting_module
-from transport.weights.meeting import Meeting, Member, RankShards, _unless, described, of_dtensors
+from transport.weights import barrier_rank
+from transport.weights.attempts import NO_ATTEMPT, Attempt, AttemptPhase
+from transport.weights.barrier import UpdateBarrier
+from transport.weights.barrier_rank import BarrierRank, _unless
+from transport.weights.rank_shards import RankShards, described, of_dtensors
 from transport.weights.versions.layout import weights_checksum
 
 pytestmark = pytest.mark.ucx
@@ -38,9 +41,9 @@ OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> Meeting:
+def barrier(tmp_path: Path) -> UpdateBarrier:
     url = f"sqlite:///{tmp_path}/store"
-    return Meeting(store=url, run="test", senders=TRAINERS, receivers=WORKERS, timeout_s=30)
+    return UpdateBarrier(store=url, run="test", senders=TRAINERS, receivers=WORKERS, timeout_s=30)
 
 
 def serves(model: Model, version: int) -> bool:
@@ -49,20 +52,20 @@ def serves(model: Model, version: int) -> bool:
 
 @contextlib.contextmanager
 def everyone_of(
-    meeting: Meeting, *, in_place: bool = False
-) -> Iterator[tuple[list[Member], list[Model], Callable[[int], list[Any]]]]:
+    barrier: UpdateBarrier, *, in_place: bool = False
+) -> Iterator[tuple[list[BarrierRank], list[Model], Callable[[int], list[Any]]]]:
     """Senders, then receivers; the receivers' models; and an update of all."""
     models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
-    everyone = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
+    everyone = [BarrierRank(of_training(training), sends=True, **OPTIONS) for training in trainings]
     everyone += [
-        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, in_place=in_place, **OPTIONS)
+        BarrierRank(RankShards(model.rank, model.layout, model.parameters), sends=False, in_place=in_place, **OPTIONS)
         for model in models
     ]
 
     def update(version: int) -> list[BaseException | None]:
         for training in trainings:
             training.step(version)
-        return together(*(partial(meeting.update, member, version) for member in everyone))
+        return together(*(partial(barrier.update, member, version) for member in everyone))
 
     try:
         yield everyone, models, update
@@ -72,8 +75,8 @@ def everyone_of(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting, in_place: bool) -> None:
-    with everyone_of(meeting, in_place=in_place) as (everyone, models, update):
+def test_a_rank_that_fails_takes_all_back_to_the_version_before(barrier: UpdateBarrier, in_place: bool) -> None:
+    with everyone_of(barrier, in_place=in_place) as (everyone, models, update):
         assert update(1) == [None] * 4
         assert all(serves(model, 1) for model in models)
         sender = everyone[1]
@@ -91,35 +94,37 @@ def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting
         assert all(serves(model, 3) for model in models)
 
 
-def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixture(meeting: Meeting) -> None:
+def test_a_first_version_that_one_rank_cannot_load_leaves_those_that_have_a_mixture(barrier: UpdateBarrier) -> None:
     def fail(_: object) -> None:
         raise MemoryError("no room")
 
-    with everyone_of(meeting) as (everyone, models, update):
-        load, everyone[3]._load = everyone[3]._load, fail
+    with everyone_of(barrier) as (everyone, models, update):
+        load, everyone[3].load_tensors = everyone[3].load_tensors, fail
         assert isinstance(update(1)[3], MemoryError)
-        assert [member.mixed for member in everyone[2:]] == [True, True]  # what was there before is not there any more
-        everyone[3]._load = load
+        # what was there before is not there any more, unless the other one heard of it before it began to load
+        loaded = any(array.any() for array in models[0].parameters.values())
+        assert [member.mixed for member in everyone[2:]] == [loaded, True]
+        everyone[3].load_tensors = load
         assert update(2) == [None] * 4
         assert [member.mixed for member in everyone[2:]] == [False, False]
         assert all(serves(model, 2) for model in models)
 
 
 def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loaded(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with everyone_of(meeting) as (_, models, update):
+    with everyone_of(barrier) as (_, models, update):
         assert update(1) == [None] * 4
-        waited = meeting_module.wait_decided
+        reached = Attempt.has_reached
 
-        def interrupted(store: Store, key: str, timeout_s: float) -> bytes | None:
-            found = waited(store, key, timeout_s)
-            if found is not None and key.endswith("/loaded"):
+        def interrupted(self: Attempt, name: str, phase: AttemptPhase) -> bool:
+            found = reached(self, name, phase)
+            if found and phase is AttemptPhase.LOADED:
                 raise KeyboardInterrupt
             return found
 
-        monkeypatch.setattr(meeting_module, "wait_decided", interrupted)
-        assert [type(error) for error in update(2)] == [type(None), *[KeyboardInterrupt] * 3]
+        monkeypatch.setattr(Attempt, "has_reached", interrupted)
+        assert [type(error) for error in update(2)] == [KeyboardInterrupt] * 4
         assert all(serves(model, 2) for model in models)
         monkeypatch.undo()
         assert update(3) == [None] * 4
@@ -127,24 +132,22 @@ def test_a_rank_that_is_interrupted_after_the_decision_keeps_what_all_have_loade
 
 
 def test_a_rank_that_is_interrupted_in_a_commit_long_after_the_stage_keeps_what_all_have_loaded(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with everyone_of(meeting) as (everyone, models, update):
+    with everyone_of(barrier) as (everyone, models, update):
         assert update(1) == [None] * 4
-        monkeypatch.setattr(Meeting, "commit", lambda *_: None)
+        monkeypatch.setattr(UpdateBarrier, "commit", lambda *_: None)
         assert update(2) == [None] * 4
         monkeypatch.undo()
-        with open_store(meeting.store) as store:
-            store.delete(meeting._name(everyone[0].attempt.name, "landed"))  # as the end of its lease does
-        agree = Meeting._agree
+        agree = UpdateBarrier._agree
 
-        def interrupted(self: Meeting, store: Store, member: Member, *arguments: Any) -> None:
+        def interrupted(self: UpdateBarrier, store: Store, member: BarrierRank, *arguments: Any) -> None:
             agree(self, store, member, *arguments)
             if member is everyone[-1]:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(Meeting, "_agree", interrupted)
-        errors = together(*(partial(meeting.commit, member, 2) for member in everyone))
+        monkeypatch.setattr(UpdateBarrier, "_agree", interrupted)
+        errors = together(*(partial(barrier.commit, member, 2) for member in everyone))
         assert [type(error) for error in errors] == [*[type(None)] * 3, KeyboardInterrupt]
         assert all(serves(model, 2) for model in models)
         monkeypatch.undo()
@@ -152,16 +155,16 @@ def test_a_rank_that_is_interrupted_in_a_commit_long_after_the_stage_keeps_what_
         assert all(serves(model, 3) for model in models)
 
 
-def landed_everywhere(meeting: Meeting, member: Member) -> None:
+def landed_everywhere(barrier: UpdateBarrier, member: BarrierRank) -> None:
     """Wait until all ranks but the last have landed what it takes part in."""
-    with open_store(meeting.store) as store:
-        for key in meeting._keys(member.attempt.name, "landed")[:-1]:
+    with open_store(barrier.store) as store:
+        for key in barrier._of_all(member.attempt.name, "landed")[:-1]:
             assert store.watch(key, ABSENT, 30) is not None
 
 
 @pytest.mark.parametrize("by", ["the rank itself", "the framework"])
-def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by: str) -> None:
-    with everyone_of(meeting) as (everyone, models, update):
+def test_a_version_that_one_has_seen_fail_is_loaded_by_none(barrier: UpdateBarrier, by: str) -> None:
+    with everyone_of(barrier) as (everyone, models, update):
         assert update(1) == [None] * 4
         first, last = everyone[0], everyone[-1]
         transfer = last.transfer
@@ -169,7 +172,7 @@ def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by
 
         def failing(version: int, *rest: Any) -> None:
             transfer(version, *rest)
-            landed_everywhere(meeting, last)
+            landed_everywhere(barrier, last)
             landed.set()
             if by == "the rank itself":
                 raise RuntimeError("failed at the end")
@@ -186,11 +189,11 @@ def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by
 
         def lead() -> None:
             try:
-                meeting.stage(first, 2, call)
+                barrier.stage(first, 2, call)
             finally:
                 go_on.set()
 
-        errors = together(lead, *(partial(meeting.update, member, 2) for member in everyone[1:]))
+        errors = together(lead, *(partial(barrier.update, member, 2) for member in everyone[1:]))
         assert isinstance(errors[0], ConnectionError if by == "the framework" else WeightsError), errors
         assert isinstance(errors[-1], WeightsError if by == "the framework" else RuntimeError)
         assert all(isinstance(error, WeightsError) for error in errors[1:-1]), errors
@@ -201,16 +204,16 @@ def test_a_version_that_one_has_seen_fail_is_loaded_by_none(meeting: Meeting, by
         assert all(serves(model, 3) for model in models)
 
 
-def test_a_rank_that_was_started_again_takes_part_in_the_next_attempt(meeting: Meeting) -> None:
-    with everyone_of(meeting) as (everyone, models, update):
+def test_a_rank_that_was_started_again_takes_part_in_the_next_attempt(barrier: UpdateBarrier) -> None:
+    with everyone_of(barrier) as (everyone, models, update):
         assert update(1) == [None] * 4
-        hurried = msgspec.structs.replace(meeting, timeout_s=2.0)
+        hurried = msgspec.structs.replace(barrier, timeout_s=2.0)
         for member in (everyone[0], everyone[-1]):  # begins an attempt, and takes part in one, of which nothing comes
             with pytest.raises(WeightsTimeoutError):
                 hurried.stage(member, 2)
         before, everyone[-1] = (
             everyone[-1],
-            Member(RankShards(models[-1].rank, models[-1].layout, models[-1].parameters), sends=False, **OPTIONS),
+            BarrierRank(RankShards(models[-1].rank, models[-1].layout, models[-1].parameters), sends=False, **OPTIONS),
         )
         before.close()
         assert update(2) == [None] * 4
@@ -218,51 +221,176 @@ def test_a_rank_that_was_started_again_takes_part_in_the_next_attempt(meeting: M
         assert all(serves(model, 2) for model in models)
 
 
-def test_what_was_staged_and_not_committed_is_dropped(meeting: Meeting) -> None:
-    with everyone_of(meeting) as (everyone, models, update):
+def test_what_was_staged_and_not_committed_is_dropped(barrier: UpdateBarrier) -> None:
+    with everyone_of(barrier) as (everyone, models, update):
         assert update(1) == [None] * 4
-        assert together(*(partial(meeting.stage, member, 2) for member in everyone)) == [None] * 4
+        assert together(*(partial(barrier.stage, member, 2) for member in everyone)) == [None] * 4
         assert all(serves(model, 1) for model in models)
         with pytest.raises(UsageError, match="version 3 is not staged"):
-            meeting.commit(everyone[-1], 3)
+            barrier.commit(everyone[-1], 3)
         assert update(3) == [None] * 4
         assert all(serves(model, 3) for model in models)
 
 
 def test_a_rank_that_lost_its_way_to_the_store_is_not_counted(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    barrier: UpdateBarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transport.weights.meeting._THERE_S", 0.3)
-    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.05)
-    with everyone_of(meeting) as (everyone, models, update):
+    monkeypatch.setattr("transport.weights.barrier._THERE_S", 0.3)
+    monkeypatch.setattr("transport.weights.barrier.LOOK_S", 0.05)
+    with everyone_of(barrier) as (everyone, models, update):
         cut, slow = everyone[-2:]
         transfer = slow.transfer
-        agree = Meeting._agree
+        agree, settled = UpdateBarrier._agree, UpdateBarrier._settle
         gone = threading.Event()
 
-        def cut_off(self: Meeting, store: Any, member: Member, phase: str, called: Any) -> None:
+        def cut_off(self: UpdateBarrier, store: Any, member: BarrierRank, phase: AttemptPhase, *rest: Any) -> None:
             if member is cut and member.attempt.version == 2:
-                store.put(self._key(member.attempt.name, member, phase), b"", lease_s=0.3)
+                store.put(self._of_rank(member.attempt.name, member, phase), b"", lease_s=0.3)
                 gone.set()
                 raise StoreUnavailableError("cut off")
-            agree(self, store, member, phase, called)
+            agree(self, store, member, phase, *rest)
+
+        def settle(self: UpdateBarrier, store: Any, member: BarrierRank, why: BaseException) -> Attempt:
+            if member is cut and member.attempt.version == 2:
+                raise StoreUnavailableError("it can tell nobody")
+            return settled(self, store, member, why)
 
         def late(version: int, *rest: Any) -> None:
             transfer(version, *rest)
             assert gone.wait(30)
 
         assert update(1) == [None] * 4
-        monkeypatch.setattr(Meeting, "_agree", cut_off)
-        monkeypatch.setattr(Meeting, "_stays", lambda *_: False)  # it can tell nobody
+        monkeypatch.setattr(UpdateBarrier, "_agree", cut_off)
+        monkeypatch.setattr(UpdateBarrier, "_settle", settle)
         slow.transfer = late  # type: ignore[method-assign]
-        hurried = msgspec.structs.replace(meeting, timeout_s=3.0)
+        hurried = msgspec.structs.replace(barrier, timeout_s=3.0)
         errors = together(*(partial(hurried.update, member, 2) for member in everyone))
         assert all(isinstance(error, WeightsError | StoreUnavailableError) for error in errors), errors
         assert all(serves(model, 1) for model in models)
 
 
-def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) -> None:
-    with everyone_of(meeting) as (_, models, update):
+class Cut:
+    """The store as those threads reach it that are not cut off."""
+
+    def __init__(self, store: Store, away: set[int]) -> None:
+        self._store, self._away = store, away
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() in self._away:
+            raise StoreUnavailableError("the store is away")
+        return getattr(self._store, name)
+
+    def __enter__(self) -> Cut:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_rank_that_cannot_learn_whether_its_version_stays_is_mixed_and_asks_again(
+    barrier: UpdateBarrier, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = msgspec.structs.replace(barrier, timeout_s=3)
+    with everyone_of(barrier) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        for training in range(TRAINERS):
+            everyone[training].tensors["flag"][...] = 7
+        assert together(*(partial(barrier.stage, member, 2) for member in everyone)) == [None] * 4
+        away: set[int] = set()
+        doubtful, agree = everyone[-1], UpdateBarrier._agree
+
+        def cut_off(self: UpdateBarrier, store: Any, member: BarrierRank, *rest: Any) -> None:
+            if member is doubtful:
+                if stays:  # it says that it has loaded the version, and the others go on
+                    store.put(self._of_rank(member.attempt.name, member, "loaded"), b"", lease_s=60)
+                    while not self._record(store).has_reached(member.attempt.name, AttemptPhase.LOADED):
+                        store.watch(self._key, ABSENT, 0.01)
+                away.add(threading.get_ident())
+            agree(self, store, member, *rest)
+
+        monkeypatch.setattr("transport.weights.barrier.open_store", lambda url: Cut(open_store(url), away))
+        monkeypatch.setattr(UpdateBarrier, "_agree", cut_off)
+        others = barrier if stays else quick
+        calls = [*(partial(others.commit, member, 2) for member in everyone[:-1]), partial(quick.commit, doubtful, 2)]
+        errors = together(*calls)
+        monkeypatch.undo()
+        assert isinstance(errors[-1], StoreUnavailableError)
+        assert [error is None for error in errors[:-1]] == [stays] * 3
+        assert serves(models[0], 1) is not stays
+        assert [member.mixed for member in everyone[2:]] == [False, True], "it is not sure, and does not go back alone"
+        if stays:
+            barrier.commit(doubtful, 2)
+        else:
+            with pytest.raises(WeightsError, match="not all ranks"):
+                barrier.commit(doubtful, 2)
+        assert not doubtful.mixed
+        assert [serves(model, 1) for model in models] == [not stays] * 2
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
+def test_a_receiver_that_was_called_by_a_trainer_that_is_gone_follows_the_next_one(barrier: UpdateBarrier) -> None:
+    patient = msgspec.structs.replace(barrier, timeout_s=3600)
+    with everyone_of(patient) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        senders, receivers = everyone[:TRAINERS], everyone[TRAINERS:]
+        for version in (2, 3):  # that nobody sends
+            for each in receivers:
+                patient.begin(each, version)
+        for each in senders:
+            each.tensors["flag"][...] = 7
+
+        def follow(member: BarrierRank) -> None:
+            patient.begin(member, 4)
+            patient.commit(member, 4)
+
+        calls = [partial(patient.update, each, 4) for each in senders] + [partial(follow, each) for each in receivers]
+        assert together(*calls) == [None] * 4
+        assert not any(serves(model, 1) for model in models)
+
+
+def test_an_attempt_ends_for_all_when_the_first_sender_begins_another_one(barrier: UpdateBarrier) -> None:
+    patient = msgspec.structs.replace(barrier, timeout_s=3600)
+    with everyone_of(patient) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        assert together(*(partial(patient.stage, member, 2) for member in everyone)) == [None] * 4
+
+        def begin_again() -> None:  # after the others have loaded version 2, as a trainer that was started again
+            with open_store(patient.store) as store:
+                for key in patient._of_all(everyone[0].attempt.name, "loaded")[1:]:
+                    assert store.watch(key, ABSENT, 30) is not None
+            everyone[0].attempt = NO_ATTEMPT
+            msgspec.structs.replace(patient, timeout_s=0.5).stage(everyone[0], 3)
+
+        errors = together(begin_again, *(partial(patient.commit, member, 2) for member in everyone[1:]))
+        assert isinstance(errors[0], WeightsTimeoutError)
+        assert all(isinstance(error, WeightsError) for error in errors[1:]), errors
+        assert all(serves(model, 1) for model in models)
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
+def test_an_error_of_any_text_is_told_to_all(barrier: UpdateBarrier) -> None:
+    with everyone_of(msgspec.structs.replace(barrier, timeout_s=3600)) as (everyone, models, update):
+        assert update(1) == [None] * 4
+        load = everyone[3].load_tensors
+
+        def fail(_: object) -> None:
+            everyone[3].load_tensors = load  # of the version before
+            raise OSError("cannot map /data/\udcff")
+
+        everyone[3].load_tensors = fail
+        errors = update(2)
+        assert isinstance(errors[3], OSError)
+        assert all("cannot map /data/?" in str(error) for error in errors[:3]), errors
+        assert all(serves(model, 1) for model in models)
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+
+
+def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(barrier: UpdateBarrier) -> None:
+    with everyone_of(barrier) as (_, models, update):
         assert update(1) == [None] * 4
         name = next(name for name, array in models[1].parameters.items() if array.size)
         models[1].parameters[name].flags.writeable = False
@@ -280,14 +408,14 @@ def test_a_load_that_fails_on_one_rank_takes_all_ranks_back(meeting: Meeting) ->
     "own", [np.zeros((), np.float32), np.zeros(4, np.float32), np.zeros(1, np.int8), np.zeros(1, ">f4"), None]
 )
 def test_a_rank_whose_tensor_differs_in_dtype_or_shape_or_is_not_there_is_told_and_nothing_is_copied(
-    meeting: Meeting, own: Any
+    barrier: UpdateBarrier, own: Any
 ) -> None:
-    alone = msgspec.structs.replace(meeting, senders=1, receivers=1)
+    alone = msgspec.structs.replace(barrier, senders=1, receivers=1)
     sent = {"first": np.full(3, 7, np.float32), "bias": np.full(1, 300.5, np.float32)}
     tensors = {"first": np.zeros(3, np.float32)} | ({} if own is None else {"bias": own})
     with (
-        Member(RankShards(0, None, sent), sends=True, address="127.0.0.1") as sender,
-        Member(RankShards(0, None, tensors), sends=False, address="127.0.0.1") as receiver,
+        BarrierRank(RankShards(0, None, sent), sends=True, address="127.0.0.1") as sender,
+        BarrierRank(RankShards(0, None, tensors), sends=False, address="127.0.0.1") as receiver,
     ):
         errors = together(*(partial(alone.update, member, 1) for member in (sender, receiver)))
         assert isinstance(errors[0], WeightsError)
@@ -299,13 +427,15 @@ def test_a_rank_whose_tensor_differs_in_dtype_or_shape_or_is_not_there_is_told_a
         assert all((tensors[name] == sent[name]).all() for name in sent)
 
 
-def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(meeting: Meeting) -> None:
-    patient = msgspec.structs.replace(meeting, timeout_s=600)
+def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(barrier: UpdateBarrier) -> None:
+    patient = msgspec.structs.replace(barrier, timeout_s=600)
     with everyone_of(patient) as (everyone, models, update):
         assert update(1) == [None] * 4
         assert together(*(partial(patient.stage, member, 2) for member in everyone)) == [None] * 4
         everyone[3].close()
-        everyone[3] = Member(RankShards(models[1].rank, models[1].layout, models[1].parameters), sends=False, **OPTIONS)
+        everyone[3] = BarrierRank(
+            RankShards(models[1].rank, models[1].layout, models[1].parameters), sends=False, **OPTIONS
+        )
         errors = together(*(partial(patient.commit, member, 2) for member in everyone))
         assert isinstance(errors[3], UsageError)
         assert all(isinstance(error, WeightsError) and "not staged" in str(error) for error in errors[:3]), errors
@@ -314,15 +444,15 @@ def test_a_rank_that_was_started_again_since_the_stage_ends_the_commit_of_all(me
         assert all(serves(model, 2) for model in models)
 
 
-def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(meeting: Meeting) -> None:
-    alone = msgspec.structs.replace(meeting, senders=1, receivers=1, timeout_s=0.5)
+def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(barrier: UpdateBarrier) -> None:
+    alone = msgspec.structs.replace(barrier, senders=1, receivers=1, timeout_s=0.5)
     returns, returned = threading.Event(), threading.Event()
 
     def call() -> None:
         returns.wait(60)
         returned.set()
 
-    with Member(of_training(Training(0)), sends=True, **OPTIONS) as member:
+    with BarrierRank(of_training(Training(0)), sends=True, **OPTIONS) as member:
         try:
             with pytest.raises(WeightsTimeoutError, match=r"call did not return within 0\.5 s"):
                 alone.stage(member, 1, call)
@@ -331,11 +461,11 @@ def test_a_call_of_the_framework_that_does_not_return_ends_the_wait(meeting: Mee
     assert returned.wait(60)
 
 
-def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(meeting: Meeting) -> None:
+def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(barrier: UpdateBarrier) -> None:
     async def refused(**arguments: Any) -> None:
         raise RuntimeError("no way")
 
-    with everyone_of(msgspec.structs.replace(meeting, timeout_s=3600)) as (everyone, _, update):
+    with everyone_of(msgspec.structs.replace(barrier, timeout_s=3600)) as (everyone, _, update):
         everyone[-1].engine.init_process_group = refused  # type: ignore[method-assign]
         errors = update(1)
     assert isinstance(errors[-1], RuntimeError)
@@ -344,13 +474,13 @@ def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(meetin
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("step", ["init_process_group", "send_weights"])
-def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: Meeting, step: str) -> None:
-    soon = msgspec.structs.replace(meeting, timeout_s=1.0)
+def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(barrier: UpdateBarrier, step: str) -> None:
+    soon = msgspec.structs.replace(barrier, timeout_s=1.0)
 
     async def never(*arguments: Any, **named: Any) -> None:
         await asyncio.Event().wait()
 
-    patient = msgspec.structs.replace(meeting, timeout_s=3600)
+    patient = msgspec.structs.replace(barrier, timeout_s=3600)
     with everyone_of(patient) as (everyone, *_):
         setattr(everyone[0].engine, step, never)
         others = (partial(patient.update, member, 1) for member in everyone[1:])
@@ -362,7 +492,7 @@ def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: 
 
 @asynchronous
 async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
+    monkeypatch.setattr("transport.weights.barrier_rank.LOOK_S", 0.01)
     loop = asyncio.get_running_loop()
     looked = asyncio.Event()
 
@@ -379,7 +509,7 @@ async def test_a_store_that_is_away_fails_no_transfer(monkeypatch: pytest.Monkey
 
 @asynchronous
 async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.meeting._LOOK_S", 0.01)
+    monkeypatch.setattr("transport.weights.barrier_rank.LOOK_S", 0.01)
     looks = iter([StoreUnavailableError("the store is away"), None, "sender 1 failed"])
 
     def failed() -> str | None:
@@ -392,11 +522,11 @@ async def test_the_failure_of_another_rank_is_heard_once_the_store_is_back(monke
         await _unless(failed, asyncio.Event().wait())
 
 
-def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:
-    alone = Meeting(store=meeting.store, run="alone", senders=1, receivers=1, timeout_s=0.5)
+def test_a_rank_that_does_not_come_ends_the_wait(barrier: UpdateBarrier) -> None:
+    alone = UpdateBarrier(store=barrier.store, run="alone", senders=1, receivers=1, timeout_s=0.5)
     with (
-        Member(of_training(Training(0)), sends=True, **OPTIONS) as member,
-        pytest.raises(WeightsTimeoutError, match=r"a rank did not write shards/alone/\w+/here/r0"),
+        BarrierRank(of_training(Training(0)), sends=True, **OPTIONS) as member,
+        pytest.raises(WeightsTimeoutError, match=r"a rank did not write shards/alone/\w+/joined/r0"),
     ):
         alone.update(member, 1)
 
@@ -452,7 +582,7 @@ def test_a_transfer_that_takes_too_long_names_its_rank_and_version(monkeypatch: 
     async def for_ever(*_: object) -> None:
         await asyncio.get_running_loop().create_future()
 
-    with Member(of_training(Training(0)), sends=True, **OPTIONS) as member:
+    with BarrierRank(of_training(Training(0)), sends=True, **OPTIONS) as member:
         monkeypatch.setattr(member.engine, "send_weights", for_ever)
         with pytest.raises(WeightsTimeoutError, match=r"sender 0: version 3 was not transferred within 0\.1 s"):
             member.transfer(3, 0.1)
@@ -464,9 +594,9 @@ def test_a_commit_that_is_interrupted_waits_for_the_stage_again_when_it_is_repea
     go_on = threading.Event()
     asked: list[bool] = []
 
-    def stage() -> None:
+    def stage(_: object) -> None:
         go_on.wait()
-        member.attempt = meeting_module._Attempt("attempt", 3)
+        member.attempt = Attempt(name="attempt", version=3)
 
     def interrupted(futures: Any) -> None:
         asked.append(True)
@@ -475,9 +605,9 @@ def test_a_commit_that_is_interrupted_waits_for_the_stage_again_when_it_is_repea
         go_on.set()
         waited(futures)
 
-    waited = meeting_module.wait
-    monkeypatch.setattr(meeting_module, "wait", interrupted)
-    with Member(RankShards(0, None, {}), sends=False, address="127.0.0.1") as member:
+    waited = barrier_rank.wait
+    monkeypatch.setattr(barrier_rank, "wait", interrupted)
+    with BarrierRank(RankShards(0, None, {}), sends=False, address="127.0.0.1") as member:
         member.begin(3, stage)
         with pytest.raises(KeyboardInterrupt):
             member.staged(3)
@@ -491,11 +621,11 @@ def test_a_stage_for_which_no_thread_can_be_started_is_not_waited_for(monkeypatc
 
     staged: list[int] = []
 
-    def stage(version: int) -> None:
-        member.attempt = meeting_module._Attempt("attempt", version)
+    def stage(version: int, _: object) -> None:
+        member.attempt = Attempt(name="attempt", version=version)
         staged.append(version)
 
-    with Member(RankShards(0, None, {}), sends=False, address="127.0.0.1") as member:
+    with BarrierRank(RankShards(0, None, {}), sends=False, address="127.0.0.1") as member:
         member.begin(3, partial(stage, 3))
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
             patched.setattr(threading.Thread, "start", full)
