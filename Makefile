@@ -118,13 +118,12 @@ test: $(VENV)/installed ## lint, native-test, site and pytest, one after the oth
 	  begun=$$SECONDS; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; took="$$took$$part $$((SECONDS - begun)) s, "; done; \
 	  echo "$${took%, }"; [ -z "$$failed" ] || { printf '\033[31m%s\033[0m\n' "failed:$$failed" >&2; exit 1; }
 
-nightly: $(BY_SOURCES) lint-pythons $(if $(filter 1,$(SHORT)),,constraints-check)
-
-# FRESH=trixie: Debian 13. What was fetched stays in build/debian.
+# FRESH=trixie: Debian 13. FRESH_USERS='$$#': as a user without rights, then as root. What was fetched stays in build/debian.
 FRESH ?= bookworm
+FRESH_USERS ?= $$\#
 .PHONY: fresh
-fresh: ## README's commands as a new user in a Debian of its own, with what README names alone; as root, with debootstrap
-	@$(PYTHON) tests/support/fresh.py --suite $(FRESH) $(if $(filter 1,$(TRY_AGAIN)),"make demo" "make test TRY_AGAIN=1")
+fresh: ## README's commands as a new user, and as root, in a Debian of its own, with what README names alone; as root, with debootstrap
+	@$(PYTHON) tests/support/fresh.py --suite $(FRESH) --users '$(FRESH_USERS)'
 
 # KVM where it runs Debian's kernel, else emulation, which takes ten times as long. What was made stays in build/verbs.
 .PHONY: verbs
@@ -152,17 +151,25 @@ define tried_again
 { status=$$?; [ $(TRY_AGAIN) = 1 ] && [ $$status = 1 ] && \
 	  printf '\033[31m%s\033[0m\n' "some tests failed; they run once more, alone:" && $(1) -v --last-failed --last-failed-no-failures none; }
 endef
+# PASSED=FILE: what it names has passed, and is left out; what passes now is added (tests/support/passed.py).
+PASSED ?=
+WITH_PASSED := $(if $(PASSED),--passed $(PASSED))
 pytest: $(VENV)/installed | redis
-	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal || $(call tried_again,$(BIN)/python -m pytest)
+	@$(BIN)/python -m pytest $(WITH_PASSED) -n $(PYTEST_WORKERS) --dist worksteal || \
+	$(call tried_again,$(BIN)/python -m pytest $(WITH_PASSED))
 
-# What takes long and seldom finds what make pytest does not (tests/support/tiers.py). CI runs the short form.
+# What takes long and seldom finds what make pytest does not (tests/support/tiers.py). SHORT=1: two cases of each test.
 SHORT ?= 0
-NIGHTLY := -m pytest --nightly $(if $(filter 1,$(SHORT)),--short)
-.PHONY: nightly
-nightly: $(VENV)/installed | redis ## kill matrices, whole jobs, clusters, soaks, many seeds; SHORT=1: at most 12 minutes
+SHARE ?= 1/1
+NIGHTLY := -m pytest --nightly --share $(SHARE) $(if $(filter 1,$(SHORT)),--short)
+.PHONY: nightly-tests
+nightly-tests: $(VENV)/installed | redis ## the tests that make pytest leaves out; SHARE=1/2: the first half of their files
 	@$(BIN)/python $(NIGHTLY) -n $(PYTEST_WORKERS) --dist worksteal || $(call tried_again,$(BIN)/python $(NIGHTLY))
+
+.PHONY: nightly
+nightly: $(BY_SOURCES) lint-pythons nightly-tests ## kill matrices, whole jobs, clusters, soaks, many seeds; SHORT=1: a quarter of an hour
 ifneq ($(SHORT),1)
-	@$(MAKE) misuse simulation soak soak-planted cluster teardown
+	@$(MAKE) constraints-check misuse simulation soak soak-planted cluster teardown
 endif
 
 # The real frameworks: torch, CuPy, Ray, verl, cosmos-rl and TransferQueue in an environment of their own (2.6 GB), of the
@@ -186,6 +193,13 @@ transferqueue-sources: ## TransferQueue's own tests and benchmark, into build/Tr
 	@test -d build/TransferQueue || \
 	  git clone --quiet --depth 1 --branch v0.1.9 https://github.com/Ascend/TransferQueue build/TransferQueue || \
 	  { echo "its tests are skipped: https://github.com/Ascend/TransferQueue cannot be reached" >&2; exit 1; }
+
+# No release has its checkpoint engines.
+.PHONY: nemo-rl
+nemo-rl: build/adapters/installed ## the tests of its adapter with NeMo-RL's sources, which go into build/NeMo-RL
+	@test -d build/NeMo-RL || { git clone --quiet --filter=blob:none https://github.com/NVIDIA-NeMo/RL build/NeMo-RL && \
+	  git -C build/NeMo-RL checkout --quiet 7ea279a; }
+	@PYTHONPATH=build/NeMo-RL build/adapters/bin/python -m pytest tests/adapters/test_nemo_rl.py
 
 .PHONY: adapters-environment
 adapters-environment: build/adapters/installed ## make that environment, and check that every framework can be imported

@@ -28,7 +28,7 @@ pytest.register_assert_rewrite(
     *("found_rings", "mapped_views", "member_groups", "sameness", "scripted_queue"),
 )
 
-pytest_plugins = ["tiers"]
+pytest_plugins = ["tiers", "passed"]
 
 # A shell without job control starts what ends in & with SIGINT ignored; children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

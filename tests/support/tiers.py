@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run what the nightly marker leaves out, and nothing else")
     parser.addoption("--short", action="store_true", help=f"with --nightly: {SHORT} cases of each test at most")
     parser.addoption("--verbs", action="store_true", help="run the tests of `make verbs` and nothing else")
+    parser.addoption("--share", default="1/1", metavar="N/M", help="with --nightly: the Nth of M shares of the files")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
@@ -39,6 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _leave_out(config, items, {item for item in items if _is_elsewhere(item)})
     if config.getoption("lf", False) or (by_name and not nightly):
         return
+    share, shares = map(int, config.getoption("--share").split("/"))
     left_out: set[pytest.Item] = set()
     for cases in _cases_of_each_test(items):
         marked = {case: marker for case in cases if (marker := case.get_closest_marker("nightly"))}
@@ -48,6 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.update(set(cases) - by_default)
             continue
         others = [case for case in cases if case not in by_default]
+        if zlib.crc32(cases[0].path.name.encode()) % shares != share - 1:
+            left_out.update(cases)
+            continue
         left_out |= by_default | (set(others) - _spread(others, SHORT) if short else set())
     _leave_out(config, items, left_out)
 
