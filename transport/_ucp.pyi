@@ -56,8 +56,8 @@ class Engine:
     armed: bool  # nothing has to be driven before the descriptor says so
     dropped: int  # messages that arrived without a posted receive
 
-    def __init__(self, worker: int, owner: object) -> None:
-        """``worker`` is a ucp_worker_h, ``owner`` what keeps it."""
+    def __init__(self, context: int, worker: int, owner: object) -> None:
+        """``context`` is a ucp_context_h, ``worker`` a ucp_worker_h of it, ``owner`` what keeps both."""
     def drop_unexpected(self) -> None:
         """From now on drop what no receive stands for. A `Service` sorts: what its clients ask ahead is kept."""
     def drive(self, spin_s: float) -> list[tuple[Any, Any]]:
@@ -73,6 +73,7 @@ class Endpoint:
     open: bool  # not aborted by this side
     alive: bool  # and the peer is not known to be gone
     failure: int  # status, 0 while alive
+    refused: bool  # a receive failed for want of something on this side, such as memory that may be locked
     under_way: int  # requests
 
     @staticmethod
@@ -173,6 +174,8 @@ class Service:
         most_unsent: int,
         numbers: int,
     ) -> None: ...
+    def register_payloads(self) -> None:
+        """Register the ring's payloads as a whole, so that no read registers any. Raises UcxFault."""
     def when_quiet(self, future: object) -> None:
         """Resolve the future as soon as there is no attempt."""
     def look(self) -> None:

@@ -7,11 +7,12 @@ context may use.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
+from transport import rdma
 from transport.errors import UsageError, WireNotAllowedError
 
 Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
@@ -29,7 +30,13 @@ _CHOSEN = {
     "RNDV_THRESH": "1m",  # receives are posted before the request is sent, so eager saves a round trip
     "MEMTYPE_CACHE": "n",
 }
-_RDMA = {"RNDV_THRESH": "8192"}
+_RDMA = {
+    "RNDV_THRESH": "8192",
+    # A host that is gone is noticed within 7 timeouts of 1 s, 5 s later where nothing is asked of it. To soft-RoCE
+    # UCX's default of 7 retries means that it never gives up.
+    "RC_RETRY_COUNT": "6",
+    "KEEPALIVE_INTERVAL": "5s",
+}
 # Where TCP alone carries payloads. An answer to TAKE (up to 8 MiB and its tickets) is sent in pieces, large payloads
 # from their slots. UCX would copy the pieces of a rendezvous before it sends them, and by default those of a long eager
 # message as well.
@@ -43,7 +50,7 @@ _TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0", "LOG_FILE": "stderr"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "shm": ("sm", "tcp"),  # tcp makes the connection, shared memory carries the bytes
     "tcp": ("tcp", "self"),
-    "rdma": ("rc", "dc", "ud", "tcp"),
+    "rdma": ("ib", "tcp"),  # all that UCX has for such devices; it warns of names of which a host has none
     "cuda": ("cuda", "tcp"),
 }
 
@@ -60,73 +67,114 @@ def named_wires(wanted: Wire | Iterable[Wire]) -> frozenset[Wire]:
     return frozenset(wire for wire in WIRES if wire in names)
 
 
+# As UCX_TLS may name them.
+_SHARED_MEMORY = ("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem")
+_RDMA_NAMES = (
+    *("ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "rc_gda", "dc", "dc_x", "dc_mlx5"),
+    *("ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5", "gga", "gga_mlx5", "srd"),
+)
+
+
+def _without(transports: str, unwanted: Iterable[str]) -> str:
+    """Return a value of UCX_TLS without ``unwanted``, the first of which stands for all; "": none is left."""
+    names = [name.strip() for name in transports.split(",")]
+    family, *_ = unwanted
+    if names[0].startswith("^"):
+        return ",".join([*names, family])
+    kept = [name for name in names if _name(name) not in unwanted]
+    return f"^{family}" if "all" in kept else ",".join(kept)
+
+
+def _name(transport: str) -> str:
+    return transport.split(":")[0].lstrip("\\")
+
+
+def _chosen_by_user() -> str | None:
+    return os.environ.get("UCX_TLS") if "TLS" in user_settings() else None
+
+
+def admits_rdma(settings: Mapping[str, str]) -> bool:
+    """Return whether a UCX context with ``settings`` may use an RDMA device."""
+    names = [name.strip() for name in settings.get("TLS", os.environ.get("UCX_TLS", "all")).split(",")]
+    if names[0].startswith("^"):
+        return not {"^ib", "ib"} & set(names)
+    return any(_name(name) in ("all", *_RDMA_NAMES) for name in names)
+
+
+def settings_for(
+    wires: frozenset[Wire] | None = None, *, shared_memory: bool = True, refused: str | None = None
+) -> dict[str, str]:
+    """Return UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
+
+    The user's UCX_ variables take precedence: UCX reads them itself, and they are left out here, but for transports
+    that this host refuses.
+
+    Args:
+        shared_memory: False for peers whose memory cannot be mapped: shared memory is excluded in any case.
+        refused: why no RDMA device can be used; "": one can; None: what `rdma.refusal` says.
+
+    Raises:
+        WireNotAllowedError: no wire is left.
+    """
+    if refused is None:
+        refused = rdma.refusal()
+    if wires is not None:
+        wires = _usable(wires, shared_memory, refused)
+    chosen = dict(_CHOSEN)
+    if wires is not None:
+        chosen["TLS"] = ",".join(dict.fromkeys(name for wire in WIRES if wire in wires for name in _TRANSPORTS[wire]))
+    if not refused and (wires is None or "rdma" in wires):
+        chosen.update(_RDMA)
+    elif not (wires & {"shm", "cuda"} if wires is not None else Path("/dev/nvidiactl").exists()):
+        chosen.update(_TCP)
+    settings = {name: value for name, value in chosen.items() if name not in user_settings()}
+    theirs = _chosen_by_user()
+    if theirs is not None or wires is None:
+        narrowed = _narrowed(theirs or "all", shared_memory, refused)
+        if narrowed != (theirs or "all"):
+            settings["TLS"] = narrowed
+    return settings
+
+
+def _usable(wires: frozenset[Wire], shared_memory: bool, refused: str) -> frozenset[Wire]:
+    """Return those of ``wires`` that UCX can carry here. Raises WireNotAllowedError if that leaves none."""
+    left = wires - {"mapped"}
+    if not left:
+        raise WireNotAllowedError("wire={'mapped'} allows no UCX transport: allow shm, tcp, rdma or cuda as well")
+    if not shared_memory:
+        left -= {"shm"}
+        if not left:
+            raise WireNotAllowedError(f"wire={sorted(wires)} allows shared memory only, but {_APART}: allow tcp")
+    if refused and "rdma" in left:
+        left -= {"rdma"}
+        if not left - {"cuda"}:
+            raise WireNotAllowedError(f"wire={sorted(wires)}: {refused}; or allow tcp")
+    return left
+
+
+_APART = "the ring's processes belong to another user of this host, or run in another container"
+
+
+def _narrowed(transports: str, shared_memory: bool, refused: str) -> str:
+    """Return a value of UCX_TLS without what cannot be used. Raises WireNotAllowedError if nothing is left."""
+    kept = transports
+    if not shared_memory:
+        kept = _without(kept, _SHARED_MEMORY)
+        if not kept:
+            raise WireNotAllowedError(f"UCX_TLS={transports} allows shared memory only, but {_APART}: add tcp")
+    if refused and admits_rdma({"TLS": kept}):
+        kept = _without(kept, _RDMA_NAMES)
+        if not kept:
+            raise WireNotAllowedError(f"UCX_TLS={transports}: {refused}; or add tcp")
+    return kept
+
+
 @cache
 def user_settings() -> frozenset[str]:
-    """Names of the user's own UCX_ variables, read before ucxx adds its own to the environment."""
+    """Return the names of the user's own UCX_ variables, read before ucxx adds its own to the environment."""
     return frozenset(name[4:] for name in os.environ if name.startswith("UCX_"))
 
 
 def settings_to_load() -> dict[str, str]:
-    """UCX settings (names without UCX_) of the process, read when the library is loaded."""
+    """Return UCX settings (names without UCX_) of the process, read when the library is loaded."""
     return dict(_TO_LOAD)
-
-
-_SHARED_MEMORY = ("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem")  # as UCX_TLS may name it
-
-
-def _without_shared_memory(transports: str) -> str:
-    """A value of UCX_TLS without shared-memory transports. Raises WireNotAllowedError if none is left."""
-    names = [name.strip() for name in transports.split(",")]
-    if names[0].startswith("^"):
-        return ",".join([*names, *_SHARED_MEMORY[:1]])
-    kept = [name for name in names if name.split(":")[0].lstrip("\\") not in _SHARED_MEMORY]
-    if not kept:
-        raise WireNotAllowedError(
-            f"UCX_TLS={transports} allows shared memory only, but the ring's processes belong to another user of this "
-            "host, or run in another container: add tcp"
-        )
-    return "^sm" if "all" in kept else ",".join(kept)
-
-
-def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = True) -> dict[str, str]:
-    """UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
-
-    The user's UCX_ variables take precedence: UCX reads them itself, and they are left out here. On
-    InfiniBand the rendezvous threshold stays low.
-
-    Args:
-        shared_memory: False for peers whose memory cannot be mapped: shared memory is excluded in any case.
-    """
-    if not shared_memory:
-        return _settings_apart(wires)
-    chosen = dict(_CHOSEN)
-    if wires is not None:
-        remote = [wire for wire in WIRES if wire in wires and wire != "mapped"]
-        if not remote:
-            raise WireNotAllowedError("wire={'mapped'} allows no UCX transport: allow shm, tcp, rdma or cuda as well")
-        chosen["TLS"] = ",".join(dict.fromkeys(name for wire in remote for name in _TRANSPORTS[wire]))
-        if "rdma" in wires:
-            chosen.update(_RDMA)
-        elif not wires & {"shm", "cuda"}:
-            chosen.update(_TCP)
-    elif Path("/sys/class/infiniband").is_dir():
-        chosen.update(_RDMA)
-    elif not Path("/dev/nvidiactl").exists():
-        chosen.update(_TCP)
-    return {name: value for name, value in chosen.items() if name not in user_settings()}
-
-
-def _settings_apart(wires: frozenset[Wire] | None) -> dict[str, str]:
-    if wires is not None:
-        left = wires - {"shm"}
-        if not left - {"mapped"}:
-            raise WireNotAllowedError(
-                f"wire={sorted(wires)} allows shared memory only, but the ring's processes belong to another user of "
-                "this host, or run in another container: allow tcp"
-            )
-        wires = left
-    settings = settings_for(wires)
-    theirs = os.environ.get("UCX_TLS") if "TLS" in user_settings() else None
-    if theirs is not None or wires is None:
-        settings["TLS"] = _without_shared_memory(theirs or "all")
-    return settings

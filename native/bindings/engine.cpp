@@ -29,8 +29,9 @@ namespace {
 // The engine as Python holds it: it keeps the object that owns the worker, and gives references back.
 class PyEngine final : public Engine {
  public:
-  PyEngine(std::uintptr_t worker, nb::object owner)
-      : Engine(reinterpret_cast<ucp_worker_h>(worker)), owner_(std::move(owner)) {}
+  PyEngine(std::uintptr_t context, std::uintptr_t worker, nb::object owner)
+      : Engine(reinterpret_cast<ucp_context_h>(context), reinterpret_cast<ucp_worker_h>(worker)),
+        owner_(std::move(owner)) {}
   ~PyEngine() override {
     if (!closed()) {
       const nb::gil_scoped_release release;  // as `close` below
@@ -188,10 +189,10 @@ void bind_engine(nb::module_& module) {
 
   nb::class_<Engine>(module, "_Engine");
   nb::class_<PyEngine, Engine>(module, "Engine", nb::is_final(), "One UCX worker, driven from one event loop.")
-      .def(nb::new_([](std::uintptr_t worker, nb::object owner) {
-             return std::make_shared<PyEngine>(worker, std::move(owner));
+      .def(nb::new_([](std::uintptr_t context, std::uintptr_t worker, nb::object owner) {
+             return std::make_shared<PyEngine>(context, worker, std::move(owner));
            }),
-           "worker"_a, "owner"_a)
+           "context"_a, "worker"_a, "owner"_a)
       .def_prop_ro("descriptor", &Engine::descriptor)
       .def_prop_ro("abandoned", &Engine::abandoned)
       .def_prop_ro("requests", [](const Engine& engine) {
@@ -221,6 +222,7 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("open", &Endpoint::open)
       .def_prop_ro("alive", &Endpoint::alive)
       .def_prop_ro("failure", [](const Endpoint& endpoint) { return static_cast<int>(endpoint.failure()); })
+      .def_prop_ro("refused", &Endpoint::refused)
       .def_prop_ro("under_way", &Endpoint::under_way)
       .def("send", send, "token"_a, "memory"_a, "tag"_a)
       .def("receive", receive, "token"_a, "memory"_a, "tag"_a)

@@ -38,6 +38,8 @@ void bind_serving(nb::module_& module) {
            }),
            "engine"_a, "ring"_a, nb::kw_only(), "inline_limit"_a, "slowest_rate"_a, "most_reads"_a, "most_unsent"_a,
            "numbers"_a, nb::keep_alive<0, kSecond>())
+      .def("register_payloads", &Service::register_payloads, nb::call_guard<nb::gil_scoped_release>(),
+           "Register the ring's payloads as a whole, so that no read registers any.")
       .def_rw("draining", &Service::draining, "While set, reads are refused: the listener is busy.")
       .def_prop_ro("attempts", &Service::attempts)
       .def_prop_ro("waiting", &Service::waiting)

@@ -210,6 +210,9 @@ class Ring {
   std::optional<std::string> note(std::uint64_t slot, std::uint64_t generation) const;
   std::byte* payload(std::uint64_t slot) const;
   const std::shared_ptr<Mapping>& mapping() const { return segment_.mapping; }
+  // All payload areas, mapped for writing from now on: an RDMA device is given memory for writes of others, whatever it
+  // is used for, and the kernel locks none for it that is mapped for reading only.
+  std::span<std::byte> registrable();
   std::array<std::uint64_t, 4> state_counts() const;
   // Payloads that a rank has not consumed. A slot whose payload every rank consumed may still be READING: a view of it.
   std::uint64_t unread() const;

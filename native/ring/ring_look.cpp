@@ -54,6 +54,12 @@ std::optional<std::string> Ring::note(std::uint64_t slot, std::uint64_t generati
   return note;
 }
 
+std::span<std::byte> Ring::registrable() {
+  require_open();
+  segment_.mapping->make_writable(*segment_.description, segment_.place);
+  return {segment_.mapping->payload(), segment_.mapping->payload_bytes()};
+}
+
 std::byte* Ring::payload(std::uint64_t slot) const {
   require_slot(slot);
   return segment_.mapping->payload() + slot * segment_.geometry.payload_stride;

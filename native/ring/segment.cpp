@@ -192,6 +192,16 @@ Mapping::Mapping(const Description& description, const Place& place, const Geome
   payload_ = static_cast<std::byte*>(payload);
 }
 
+void Mapping::make_writable(const Description& description, const Place& place) {
+  if (writable_) return;
+  const OwnFd fd(description.reopen(place, O_RDWR));
+  if (fd.get() < 0) fail(Fault::not_found, place.shown + " was removed");
+  const auto offset = static_cast<off_t>(control_bytes_);
+  if (mmap(payload_, payload_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd.get(), offset) == MAP_FAILED)
+    fail_errno(errno, "mmap", place.shown);
+  writable_ = true;
+}
+
 Mapping::~Mapping() {
   munmap(payload_, payload_bytes_);
   munmap(control_, control_bytes_);

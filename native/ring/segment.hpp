@@ -179,7 +179,10 @@ class Mapping {
 
   std::byte* control() const { return control_; }
   std::byte* payload() const { return payload_; }
+  std::size_t payload_bytes() const { return payload_bytes_; }
   bool writable() const { return writable_; }
+  // Maps the payloads anew at their place, for writing as well.
+  void make_writable(const Description& description, const Place& place);
 
  private:
   std::byte* control_ = nullptr;

@@ -36,7 +36,7 @@ class Side {
     how.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     how.thread_mode = UCS_THREAD_MODE_SINGLE;
     CHECK(ucp_worker_create(context_, &how, &worker_) == UCS_OK);
-    engine = std::make_shared<ucp::Engine>(worker_);
+    engine = std::make_shared<ucp::Engine>(context_, worker_);
   }
   ~Side() {
     engine->close();

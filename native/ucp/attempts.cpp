@@ -32,6 +32,8 @@ Service::Service(Engine& engine, Ring& ring, const Limits& limits)
   };
 }
 
+void Service::register_payloads() { registered_ = engine_->register_memory(ring_.registrable(), mapping_); }
+
 // Messages that belong to no admitted connection are dropped, so that strangers cannot fill this process's memory.
 bool Service::keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
   const auto found = of_base_.find(static_cast<std::uint32_t>(tag >> 32));
@@ -61,8 +63,6 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
     ring_.discard(record.slot, record.generation);
     return Code::stale;
   }
-  ring_.count(connection.carried_, record.length);
-
   answer.flags = kChecked;
   answer.length = record.length;
   // The writer has hashed the payload as a whole: of a part there is only what stands in the slot now, hashed by
@@ -82,6 +82,7 @@ Attempt* Service::adopt(Connection& connection, std::uint32_t slot, std::uint32_
               nullptr, connection.first_, nullptr, of_slot_[slot]};
   if (attempt->next != nullptr) attempt->next->previous = attempt;
   if (attempt->next_of_slot != nullptr) attempt->next_of_slot->previous_of_slot = attempt;
+  attempt->length = length;
   connection.first_ = of_slot_[slot] = attempt;
   ++connection.attempts_;
   ++attempts_;
@@ -127,9 +128,12 @@ bool Service::consumed_elsewhere(const Attempt& attempt) const {
   return info.generation != attempt.generation || (info.done >> attempt.rank & 1) != 0;
 }
 
-void Service::sent(Attempt& attempt) {
+// Its bytes count when they are through, not when they are asked for.
+void Service::sent(Attempt& attempt, ucs_status_t status) {
   FAULT_POINT("serve.sent");
   const bool over = attempt.state == Attempt::State::acknowledged;
+  if (const Ring::InUse use(ring_); (over || status == UCS_OK) && !ring_.closed())
+    ring_.count(attempt.connection->carried_, attempt.length);
   attempt.state = Attempt::State::idle;
   if (over || covered(attempt)) end(attempt);
 }

@@ -27,9 +27,23 @@ void relax() {
 
 bool Engine::foreign() const { return getpid() != pid_; }
 
-Engine::Engine(ucp_worker_h worker) : worker_(worker), pid_(getpid()) {
+Engine::Engine(ucp_context_h context, ucp_worker_h worker) : context_(context), worker_(worker), pid_(getpid()) {
   check(ucp_worker_get_efd(worker, &descriptor_), "getting the worker's descriptor");
   active_ns_ = now_ns();
+}
+
+ucp_mem_h Engine::register_memory(std::span<std::byte> memory, std::shared_ptr<void> keep) {
+  require_open();
+  ucp_mem_map_params_t params{};
+  params.field_mask =
+      UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
+  params.address = memory.data();
+  params.length = memory.size();
+  params.memory_type = UCS_MEMORY_TYPE_HOST;
+  ucp_mem_h registered = nullptr;
+  check(ucp_mem_map(context_, &params, &registered), "registering memory");
+  registered_.emplace_back(registered, std::move(keep));
+  return registered;
 }
 
 void Engine::defer(Deferred& work) {
@@ -153,6 +167,8 @@ void Engine::close() {
     ucp_tag_recv_info_t info;
     while (ucp_tag_probe_nb(worker_, 0, 0, 1, &info) != nullptr) {
     }
+    for (const auto& [registered, memory] : registered_) ucp_mem_unmap(context_, registered);
+    registered_.clear();
   }
   doors_.clear();
   worker_ = nullptr;

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -112,11 +113,14 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool open() const { return handle_ != nullptr; }                            // not aborted by this side
   bool alive() const { return handle_ != nullptr && failure_ == UCS_OK; }     // and the peer is not known to be gone
   ucs_status_t failure() const { return failure_; }
+  // A receive failed for want of something on this side. While the endpoint is alive it was not for its peer's end.
+  bool refused() const { return refused_ && alive(); }
   std::size_t under_way() const { return under_way_; }
 
   // On an endpoint that is not alive `done` comes at once. `receive` on a tag of its own on this worker.
+  // `registered`: of memory that `data` lies in, or null.
   Request* send(const void* data, std::size_t size, ucp_tag_t tag, Waiter waiter, std::shared_ptr<void> keep = {},
-                ucs_memory_type_t memory = UCS_MEMORY_TYPE_HOST);
+                ucs_memory_type_t memory = UCS_MEMORY_TYPE_HOST, ucp_mem_h registered = nullptr);
   Request* send_pieces(const ucp_dt_iov_t* pieces, std::size_t count, ucp_tag_t tag, Waiter waiter,
                        std::shared_ptr<void> keep = {});
   Request* receive(void* data, std::size_t size, ucp_tag_t tag, Waiter waiter, std::shared_ptr<void> keep = {},
@@ -162,6 +166,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   ucp_ep_h handle_ = nullptr;
   std::unique_ptr<Tie> tie_;
   ucs_status_t failure_ = UCS_OK;
+  bool refused_ = false;
   bool accepted_ = false, heard_ = false;  // by a listener of ours; something has arrived from the peer
   std::int64_t made_ns_ = 0;
   Request* first_ = nullptr;  // Invariant: all requests of this endpoint that UCX has not completed
@@ -204,8 +209,8 @@ class Listener {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `worker` is a ucp_worker_h that lives until `close`, of a context with TAG, STREAM and WAKEUP.
-  explicit Engine(ucp_worker_h worker);
+  // `worker` lives until `close`, of a context with TAG, STREAM and WAKEUP.
+  Engine(ucp_context_h context, ucp_worker_h worker);
   virtual ~Engine() { close(); }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -234,6 +239,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void require_open() const {
     if (closed()) throw UcxFault(UCS_ERR_CANCELED, "the engine was closed");
   }
+
+  // Registers memory with every device of the context, for as long as the engine is open, which keeps it. Throws where
+  // UCX or the kernel refuses.
+  ucp_mem_h register_memory(std::span<std::byte> memory, std::shared_ptr<void> keep);
 
   // Deferred work, now; not from inside of it.
   void settle();
@@ -284,8 +293,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void close_postponed(std::int64_t now);
   void shut_doors();
 
+  const ucp_context_h context_;
   ucp_worker_h worker_;
   const int pid_;
+  std::vector<std::pair<ucp_mem_h, std::shared_ptr<void>>> registered_;
   std::vector<Postponed> postponed_;
   std::vector<std::unique_ptr<Listener::Door>> doors_;
   int descriptor_ = -1;

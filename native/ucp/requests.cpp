@@ -38,8 +38,11 @@ void Engine::sent(void*, ucs_status_t status, void* request) {
   found.engine->finish(found, status, 0);
 }
 
+// An RDMA device is given the memory of a receive when its message is there; where the kernel locks no more, it fails.
 void Engine::received(void*, ucs_status_t status, const ucp_tag_recv_info_t* info, void* request) {
   auto& found = *static_cast<Request*>(request);
+  if ((status == UCS_ERR_IO_ERROR || status == UCS_ERR_NO_MEMORY) && found.endpoint != nullptr)
+    found.endpoint->refused_ = true;
   if (status == UCS_OK && found.endpoint != nullptr) found.endpoint->heard_ = true;
   found.engine->finish(found, status, status == UCS_OK ? info->length : 0);
 }
@@ -107,9 +110,13 @@ void set_pieces(ucp_request_param_t& param) {
 }  // namespace
 
 Request* Endpoint::send(const void* data, std::size_t size, ucp_tag_t tag, Waiter waiter, std::shared_ptr<void> keep,
-                        ucs_memory_type_t memory) {
+                        ucs_memory_type_t memory, ucp_mem_h registered) {
   ucp_request_param_t param{};
   set_memory(param, memory);
+  if (registered != nullptr) {
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
+    param.memh = registered;
+  }
   param.cb.send = &Engine::sent;
   return start(false, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
     length = size;

@@ -276,7 +276,8 @@ void Connection::finish_reply(const Header& asked) {
     ++unsent_;
     endpoint_->send(service_->ring_.payload(payload.attempt->slot) + payload.offset, payload.length,
                     tag_of(client_base_, asked.number, 1 + payload.index),
-                    {&Connection::payload_sent, payload.attempt}, service_->mapping_);
+                    {&Connection::payload_sent, payload.attempt}, service_->mapping_, UCS_MEMORY_TYPE_HOST,
+                    service_->registered_);
     FAULT_POINT("serve.sending");
   }
 }
@@ -296,7 +297,7 @@ void Connection::send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, 
 void Connection::reply_sent(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
   auto& reply = *static_cast<Reply*>(self);
   Connection& connection = *reply.connection;
-  for (std::size_t each = 0; each < reply.joined_count; ++each) connection.service_->sent(*reply.joined[each]);
+  for (std::size_t each = 0; each < reply.joined_count; ++each) connection.service_->sent(*reply.joined[each], status);
   if (status == UCS_OK) connection.service_->give_back(reply.shared_from_this());  // else UCX may have it for ever
   connection.sent(status);
 }
@@ -304,7 +305,7 @@ void Connection::reply_sent(void* self, std::uint32_t, ucs_status_t status, std:
 void Connection::payload_sent(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
   auto& attempt = *static_cast<Attempt*>(self);
   Connection& connection = *attempt.connection;
-  connection.service_->sent(attempt);
+  connection.service_->sent(attempt, status);
   connection.sent(status);
 }
 

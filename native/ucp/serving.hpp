@@ -74,6 +74,7 @@ struct Attempt {
   Return back = Return::expired;  // how it goes back
   std::uint32_t answer = 0;       // the demand that it came with
   bool together = false;          // with others; and its client has not shown that it has the answer
+  std::uint64_t length = 0;       // of what is sent
 
   bool idle() const { return state == State::idle; }
   bool is_read() const { return tries == 0; }  // also where a claim that has ended left only its pin: that is none
@@ -147,6 +148,9 @@ class Service {
   Engine& engine() const { return *engine_; }
   std::size_t attempts() const { return attempts_; }
 
+  // Registers the ring's payloads as a whole, so that no read registers any. Throws where that is refused.
+  void register_payloads();
+
   // An event with `token`, an owned reference, as soon as there is no attempt, or when another one waits.
   void when_quiet(void* token);
 
@@ -191,7 +195,7 @@ class Service {
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
-  void sent(Attempt& attempt);
+  void sent(Attempt& attempt, ucs_status_t status);
   bool covered(const Attempt& attempt);
   void end(Attempt& attempt);  // gives its pin back, and its claim
   void handed_over(Attempt& attempt);
@@ -207,6 +211,7 @@ class Service {
   Ring& ring_;
   Limits limits_;
   std::shared_ptr<Mapping> mapping_;  // a ring that is closed too early leaves UCX its memory
+  ucp_mem_h registered_ = nullptr;    // of the payloads
   std::uint64_t slot_count_;
   std::unordered_map<std::uint32_t, Connection*> of_base_;  // open ones, by the tag base of their requests
   std::size_t ahead_bytes_ = 0;                             // of all of them

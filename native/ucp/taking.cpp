@@ -166,7 +166,6 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
     auto taken = load<Taken>(copied.data() + row);
     taken.flags |= kJoined;
     store(copied.data() + row, taken);
-    ring_.count(connection.carried_, one.length);  // others are counted when they are read
     if (joined == 0 && one.length != 0) {
       going.copy(kZeros.data(), aligned_taken(head) - head);
       head = copied.size();
@@ -203,7 +202,7 @@ void Connection::take_sent(void* self, std::uint32_t, ucs_status_t status, std::
   Connection& connection = *reply.connection;
   Service& service = *connection.service_;
   connection.unsent_bytes_ -= reply.copied.size();
-  for (Attempt* const attempt : reply.joined) service.sent(*attempt);
+  for (Attempt* const attempt : reply.joined) service.sent(*attempt, status);
   const bool small = reply.copied.capacity() <= kMostCopiedKept;
   if (status == UCS_OK && small && service.take_replies_.size() < kTakeRepliesKept)
     service.take_replies_.push_back(reply.shared_from_this());  // else UCX may have it for ever

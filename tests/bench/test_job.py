@@ -66,7 +66,7 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
     [
         (["--queue", "kafka"], "--queue kafka: choose some of"),
         (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
-        (["--wire", "rdma"], "--wire rdma: choose some of mapped, shm, tcp"),
+        (["--wire", "rdma"], "--wire rdma: this host has no InfiniBand or RoCE device"),
         (
             ["--peers", "kafka"],
             "unknown peer 'kafka'; choose all, or some of zmq, redis, redis-stream, ray, transferqueue",

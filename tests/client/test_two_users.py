@@ -153,7 +153,7 @@ def test_a_choice_of_transports_in_the_environment_holds_less_shared_memory(
 ) -> None:
     monkeypatch.setattr("transport.wires.user_settings", lambda: frozenset({"TLS"}))
     monkeypatch.setenv("UCX_TLS", theirs)
-    settings: dict[str, Any] = settings_for(None, shared_memory=False)
+    settings: dict[str, Any] = settings_for(None, shared_memory=False, refused="")
     assert settings["TLS"] == left
 
 

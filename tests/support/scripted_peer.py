@@ -79,7 +79,7 @@ class Stage:
 
     async def __aenter__(self) -> Self:
         chosen = {**settings_for(TCP), "RNDV_THRESH": self._rendezvous}
-        with patch("transport.server.listener.settings_for", lambda _: chosen):
+        with patch("transport.server.listener.settings_here", lambda *_, **__: chosen):
             self.port = self.listener.start()
         self.worker = Worker(settings_for(TCP))
         return self

@@ -29,7 +29,7 @@ def job(
         typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, trainer (rings, by the class Trainer)."),
     ] = "rings",
     wire: Annotated[
-        str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp.")
+        str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp, rdma.")
     ] = "mapped,tcp",
     layout: Annotated[str, typer.Option(help="Layout of a batch: list, padded or packed.")] = "list",
     peers: Annotated[

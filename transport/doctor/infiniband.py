@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from transport import rdma
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import UsageError
 from transport.wire.addresses import interfaces_of
@@ -72,12 +73,9 @@ def refusal(listed: Callable[[], Iterable[tuple[str, str]]], root: Path = SYSFS)
     Args:
         listed: (transport, device) of all that the loaded UCX can use, as `transports_here` gives them.
     """
-    found = ports(root)
-    if not found:
-        return "this host has no InfiniBand or RoCE device"
-    active = [port.name for port in found if port.state == "ACTIVE"]
-    if not active:
-        return f"no port is ACTIVE: {', '.join(f'{port.name} is {port.state}' for port in found)}"
+    if why := rdma.no_port(root):
+        return why
+    active = [port.name for port in ports(root) if port.state == "ACTIVE"]
     if not {device for _, device in listed()} & set(active):
         return f"the loaded UCX does not list {', '.join(active)}; transport doctor says what it lacks"
     return ""
@@ -85,7 +83,7 @@ def refusal(listed: Callable[[], Iterable[tuple[str, str]]], root: Path = SYSFS)
 
 def require() -> None:
     """Raise UsageError where `--wire rdma` cannot be had on this host."""
-    if why := refusal(lambda: transports_here(settings_for())):
+    if why := rdma.refusal() or refusal(lambda: transports_here(settings_for(refused=""))):
         raise UsageError(f"--wire rdma: {why}")
 
 

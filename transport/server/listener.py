@@ -37,9 +37,9 @@ from transport.ring.attachment import Attachment
 from transport.runtime.logs import LogLimit
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
-from transport.wire.library import engine
+from transport.wire.library import engine, settings_here
 from transport.wire.ucx import Endpoint, Listening, Worker
-from transport.wires import Wire, settings_for
+from transport.wires import Wire, admits_rdma
 
 if TYPE_CHECKING:
     from transport import _ucp
@@ -354,18 +354,10 @@ class Listener:
         Raises:
             BusyPortError: another program has the port.
             MissingDependencyError: ucxx is not installed.
+            WireNotAllowedError: this host has none of the wires.
         """
-        self._worker = Worker(settings_for(self._wires))
+        self._worker, self._service = self._open()
         try:
-            self._service = engine().Service(
-                self._worker.engine,
-                self.ring.native,
-                inline_limit=self.settings.inline_limit,
-                slowest_rate=self.settings.read_slowest_rate,
-                most_reads=_MOST_READS,
-                most_unsent=_MOST_UNSENT,
-                numbers=frames.MESSAGE_NUMBERS,
-            )
             asyncio.get_running_loop().add_reader(self._service.demand_descriptor, self._look)
             most = self.settings.connections_per_listener + _MOST_REFUSED
             self._listening = self._worker.listen(port, self._accept, self._bind, most)
@@ -375,6 +367,33 @@ class Listener:
             raise
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="transport listener sweep")
         return self._listening.port
+
+    def _open(self, refused: str = "") -> tuple[Worker, _ucp.Service]:
+        """Make worker and service, and register the ring for RDMA devices; without them where that is refused."""
+        pages = -(-self.ring.slot_capacity // _PAGE_BYTES)
+        ring_bytes = self.ring.slot_count * pages * _PAGE_BYTES
+        settings = settings_here(self._wires, locked_bytes=ring_bytes, refused=refused)
+        worker = Worker(settings)
+        try:
+            service: _ucp.Service = engine().Service(
+                worker.engine,
+                self.ring.native,
+                inline_limit=self.settings.inline_limit,
+                slowest_rate=self.settings.read_slowest_rate,
+                most_reads=_MOST_READS,
+                most_unsent=_MOST_UNSENT,
+                numbers=frames.MESSAGE_NUMBERS,
+            )
+            if admits_rdma(settings):
+                service.register_payloads()
+            return worker, service
+        except engine().UcxFault as error:
+            worker.close()
+            refused = f"the ring's {ring_bytes >> 20} MiB cannot be registered ({error.args[1]})"
+        except BaseException:
+            worker.close()
+            raise
+        return self._open(refused)
 
     async def stop(self, drain_s: float = 0.0, *, exiting: bool = False) -> None:
         """Accept no new connections, wait up to ``drain_s`` for acknowledgements of reads in progress, then close all.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from transport import rdma
 from transport.errors import (
     BusyPortError,
     ConnectionLostError,
@@ -28,7 +30,9 @@ from transport.errors import (
 from transport.runtime.forks import unforked
 from transport.runtime.installing import install
 from transport.wire import verbs
-from transport.wires import settings_to_load, user_settings
+from transport.wires import Wire, admits_rdma, settings_for, settings_to_load, user_settings
+
+log = logging.getLogger(__name__)
 
 
 # --- the import ---------------------------------------------------------------------------------
@@ -106,6 +110,36 @@ def lack_of_verbs() -> verbs.Lack | None:
         return lack
     plugins = Path(os.environ.get("UCX_MODULE_DIR") or path.parent / "ucx")
     return None if any(plugins.glob("libuct_ib.so*")) else lack
+
+
+def settings_here(
+    wires: frozenset[Wire] | None, *, shared_memory: bool = True, locked_bytes: int = 0, refused: str = ""
+) -> dict[str, str]:
+    """Return UCX settings for a context of this process; say once in the log where it has to do without rdma.
+
+    Args:
+        wires, shared_memory: as `settings_for` takes them.
+        locked_bytes: memory that is to be registered with an RDMA device, beside UCX's own.
+        refused: why rdma cannot be used, where that is known already.
+
+    Raises:
+        MissingDependencyError: ucxx is not installed.
+        WireNotAllowedError: no wire is left.
+    """
+    library()
+    refused = refused or rdma.refusal(locked_bytes)
+    if not refused and (lack := lack_of_verbs()):
+        refused = f"{lack.why}: {lack.remedy}"
+    settings = settings_for(wires, shared_memory=shared_memory, refused=refused)
+    if refused and admits_rdma(settings_for(wires, shared_memory=shared_memory, refused="")):
+        _without_rdma(refused, asked=wires is not None)
+    return settings
+
+
+@cache
+def _without_rdma(why: str, *, asked: bool) -> None:
+    if asked or rdma.ports():
+        log.warning("payloads go without rdma: %s", why)
 
 
 def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -133,7 +133,7 @@ class Worker:
                 _others.update(inode for _, inode in _inheritable_sockets())
             context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
             worker = low.UCXWorker(context)
-            self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
+            self.engine: _ucp.Engine = native.Engine(context.handle, worker.handle, (worker, context))
             _open.add(self)  # before another thread may fork
             keep_sockets()
         # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.

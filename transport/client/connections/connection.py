@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transport import _ring, errors
+from transport import _ring, errors, rdma
 from transport.client.connections.acknowledgements import Ack
 from transport.errors import (
     AuthenticationError,
@@ -160,6 +160,15 @@ class Link:
     def peer_died(self) -> bool:
         """Whether the other side went away, as UCX has seen it, before this side closed."""
         return self._endpoint.native.open and not self._endpoint.native.alive
+
+    @property
+    def no_more_rdma(self) -> str:
+        """Why this host can use rdma no more, where that ended the link; else empty."""
+        if self.wire != "rdma":
+            return ""
+        if self._endpoint.native.refused:
+            return "received memory could not be registered"
+        return rdma.no_port() if self.peer_died else ""
 
     def transports(self) -> list[tuple[str, str]]:
         """Transports and devices, as UCX reports them."""

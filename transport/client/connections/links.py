@@ -34,9 +34,10 @@ from transport.wire import frames
 from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
+from transport.wire.library import settings_here
 from transport.wire.probing import probe
 from transport.wire.ucx import Worker
-from transport.wires import Wire, settings_for, user_settings
+from transport.wires import Wire, user_settings
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Links:
         self._secret = checked_secret(secret)
         self._for_device_memory = device_memory
         self._worker: Worker | None = None
+        self._refused = ""  # why rdma is used no more
         self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
@@ -182,7 +184,7 @@ class Links:
             return self.worker()
         if self._worker_apart is None:
             try:
-                self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+                self._worker_apart = Worker(settings_here(self._allowed(), shared_memory=False, refused=self._refused))
             except WireNotAllowedError:
                 if route is not None and route.segment is not None:
                     found_here(route.segment)  # a ring that has gone says nothing about the wires
@@ -193,7 +195,7 @@ class Links:
     def worker(self) -> Worker:
         """The worker that may use shared memory. The first time UCX is loaded, which takes a tenth of a second."""
         if self._worker is None:
-            self._worker = Worker(settings_for(self._allowed()))
+            self._worker = Worker(settings_here(self._allowed(), refused=self._refused))
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
             self._worker.engine.drop_unexpected()
         return self._worker
@@ -304,6 +306,7 @@ class Links:
 
         ``silent``: nothing came through it in the time that one attempt has.
         """
+        refused = link.no_more_rdma
         blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
         link.abort()
         if link.worker in (self._worker, self._worker_apart) and link.worker.engine.abandoned:
@@ -313,20 +316,25 @@ class Links:
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
         self._came_back(link.port)
-        if blocked:
-            self._replace_worker(link.worker)
+        if refused and not self._refused:
+            self._refused = refused
+            for worker in (self._worker, self._worker_apart):
+                if worker is not None:
+                    self._replace_worker(worker, refused)
+        elif blocked:
+            self._replace_worker(link.worker, "a shared-memory peer died or stopped answering")
 
-    def _replace_worker(self, worker: Worker) -> None:
-        """Replace the worker after a peer over shared memory has died, or nothing came in time.
+    def _replace_worker(self, worker: Worker, why: str) -> None:
+        """Replace the worker after a peer over shared memory has died, nothing came in time, or rdma is used no more.
 
-        All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
-        waits at for ever: nothing would arrive over shared memory any more, from any peer.
+        All peers over shared memory write into one queue of this worker. One that is killed in the middle leaves a gap
+        there that UCX waits at for ever: nothing would arrive over shared memory any more, from any peer.
         """
         if worker is self._worker:
             self._worker = None
         else:
             self._worker_apart = None
-        log.info("a shared-memory peer died or stopped answering; replacing all connections of its worker")
+        log.info("%s; replacing all connections of its worker", why)
         for link in [link for link in self._tag_bases if link.worker is worker]:
             link.given_up = True
         self._break_off_all([link for link in self._pool.idle() if link.worker is worker])
