@@ -16,9 +16,8 @@ from transport import rdma
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import UsageError
 from transport.wire.addresses import interfaces_of
-from transport.wire.library import transports_here
+from transport.wire.library import all_transports
 from transport.wire.verbs import PROVIDERS, Lack, provided_devices
-from transport.wires import settings_for
 
 SYSFS: Final = Path("/sys/class/infiniband")
 DEVICES: Final = Path("/dev/infiniband")
@@ -71,7 +70,7 @@ def refusal(listed: Callable[[], Iterable[tuple[str, str]]], root: Path = SYSFS)
     """Why the wire rdma cannot be used on this host; empty where it can. No interface with an IP address is needed.
 
     Args:
-        listed: (transport, device) of all that the loaded UCX can use, as `transports_here` gives them.
+        listed: (transport, device) of all that the loaded UCX can use, as `all_transports` gives them.
     """
     if why := rdma.no_port(root):
         return why
@@ -83,7 +82,7 @@ def refusal(listed: Callable[[], Iterable[tuple[str, str]]], root: Path = SYSFS)
 
 def require() -> None:
     """Raise UsageError where `--wire rdma` cannot be had on this host."""
-    if why := rdma.refusal() or refusal(lambda: transports_here(settings_for(refused=""))):
+    if why := refusal(all_transports) or rdma.no_memory(0):
         raise UsageError(f"--wire rdma: {why}")
 
 

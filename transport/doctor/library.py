@@ -14,7 +14,6 @@ from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import MissingDependencyError, TransportError
 from transport.runtime.installing import install
 from transport.wire import library as ucx
-from transport.wires import settings_for
 
 _OLDEST: Final = (1, 19)
 _INFO_S: Final = 20.0
@@ -67,7 +66,7 @@ def checks(*, gpu: bool) -> Iterator[Check]:
     yield ok("ucx build", flags or "unknown: ucx_info not found")
     yield _plugins(plugins(library), gpu=gpu)
     try:
-        yield transports(ucx.transports_here(settings_for(refused="")))
+        yield transports(ucx.all_transports())
     except TransportError as error:
         yield fail("ucx transports", str(error), "env | grep ^UCX_; unset the variable named in the error")
 

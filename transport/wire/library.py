@@ -142,6 +142,12 @@ def _without_rdma(why: str, *, asked: bool) -> None:
         log.warning("payloads go without rdma: %s", why)
 
 
+def all_transports() -> list[tuple[str, str]]:
+    """Return (transport, device) of all that the loaded UCX can use on this host, whatever this process may lock."""
+    lack = lack_of_verbs()
+    return transports_here(settings_for(refused=lack.why if lack else ""))
+
+
 def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
     """(transport, device) of all that UCX can use on this host with ``settings``, e.g. ("tcp", "eth0")."""
     low = library()

@@ -11,12 +11,8 @@ from transport.bench.job.work import HEADER
 from transport.bench.registry import Peer
 from transport.bench.result import OURS
 from transport.bench.units import parse_names, show_size
-def check_wires(names: str) -> list[str]:
-    """Return the wires of a list. UsageError: not a wire, or rdma where this host cannot use it."""
-    wires = parse_names("--wire", names, WIRES)
-    if "rdma" in wires:
-        infiniband.require()
-    return wires
+from transport.doctor import infiniband
+from transport.errors import UsageError
 
 WIRES = ("mapped", "shm", "tcp", "rdma")
 LAYOUTS = ("list", "padded", "packed")
@@ -68,28 +64,12 @@ def check_queues(names: str) -> list[str]:
     return parse_names("--queue", names, tuple(KINDS))
 
 
-<<<<<<< HEAD
 def check_wires(names: str) -> list[str]:
-    """Wires that are known. UsageError: not a wire."""
-    return parse_names("--wire", names, WIRES)
-=======
-def check_wires(names: str, queues: Iterable[str]) -> list[str]:
-    """Return the wires of a list.
-
-    Raises:
-        UsageError: not a wire, none that a queue's payloads take, or rdma where this host cannot use it.
-    """
+    """Return the wires of a list. UsageError: not a wire, or rdma where this host cannot use it."""
     wires = parse_names("--wire", names, WIRES)
     if "rdma" in wires:
         infiniband.require()
-    for queue in queues:
-        carried = KINDS[queue].wires
-        if not set(wires) & set(carried):
-            raise UsageError(
-                f"--queue {queue} --wire {names}: not in this version; with {queue} choose {', '.join(carried)}"
-            )
     return wires
->>>>>>> ea982034 (wip)
 
 
 def check_layout(name: str) -> str:
