@@ -111,6 +111,7 @@ class Steps:
         cpu = used.ru_utime + used.ru_stime
         times = f"{now - self._begun:6.0f} s {cpu - self._cpu:6.0f} s of CPU"
         self.lines.append(f"{times}  {': '.join((command, *said))}")
+        print(self.lines[-1], flush=True)
         self._begun, self._cpu = now, cpu
 
     def close(self) -> int:
