@@ -172,6 +172,8 @@ class Level(enum.IntEnum):
         (collections.UserDict(a=1), r"^messages: an? UserDict cannot be sent; give dict"),
         ([np.array(["x"])], r"^messages\[0\]: unsupported dtype <U1"),
         ([np.array([{}])], r"^messages\[0\]: unsupported dtype object"),
+        (list(np.array(["gsm8k"])), r"^messages\[0\]: a str_ cannot be sent, since it would come back as a str; give"),
+        (list(np.array([b"ab"])), r"^messages\[0\]: a bytes_ cannot be sent, since it would come back as a bytes"),
         ([np.datetime64("2020-01-01")], r"^messages\[0\]: a datetime64 cannot be sent"),
         ([np.ma.masked_array([1], [True])], r"^messages\[0\]: a MaskedArray cannot be sent"),
         ((("\ud800",),), r"^messages\[0\]\[0\]: this text is not UTF-8: .*U\+D800\) at 0"),

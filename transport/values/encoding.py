@@ -59,7 +59,8 @@ class _Stuck(Exception):
 def text_bytes(value: object, name: str) -> np.ndarray:
     """The UTF-8 of a str. SchemaError for another type, and for half of a surrogate pair, which UTF-8 does not have."""
     if type(value) is not str:
-        raise SchemaError(f"{name}: expected a str for text, got {_a(type(value).__name__)}")
+        instead = "; give str(…) of it" if isinstance(value, str) else ""
+        raise SchemaError(f"{name}: expected a str for text, got {_a(type(value).__name__)}{instead}")
     try:
         return np.asarray(memoryview(value.encode()))
     except UnicodeEncodeError as error:
@@ -262,7 +263,7 @@ class _Tree:
         return at
 
     def _other(self, value: Any) -> Any:
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and not isinstance(value, str | bytes):
             return self._scalar(value)
         image = image_class()
         if image is not None and isinstance(value, image):

@@ -73,7 +73,7 @@ class Apart:
             self._above.add(id(value))
             try:
                 if kind is dict:
-                    return {key: self.of(each, *path, key) for key, each in value.items()}
+                    return self._items(value, path)
                 return kind([self.of(each, *path, at) for at, each in enumerate(value)])
             finally:
                 self._above.discard(id(value))
@@ -84,7 +84,7 @@ class Apart:
         if isinstance(value, np.ndarray) and value.dtype.kind in f"O{_TEXTS}{_TIMES}":
             return self._array(value, path)
         if kind is Counter:
-            return self._marked("Counter", path, {key: self.of(each, *path, key) for key, each in value.items()})
+            return self._marked("Counter", path, self._items(value, path))
         if kind is torch.Size:
             return self._marked("Size", path, list(value))
         if kind is bytearray:
@@ -97,6 +97,16 @@ class Apart:
             return self._model(value, path)
         of_torch = _of_tensordict(kind)
         return value if of_torch is None else of_torch(self, value, path)
+
+    def _items(self, value: Mapping[Any, Any], path: Sequence[Any]) -> dict[Any, Any]:
+        """Take the values of a mapping apart. A mark names its path by keys, which are looked up where it arrives."""
+        found = {}
+        for key, each in value.items():
+            marks = len(self.marks)
+            found[key] = self.of(each, *path, key)
+            if len(self.marks) > marks and not _equals_itself(key):
+                raise SchemaError(f"{_dotted(path):.200}: NaN cannot be a key above a tensor: no reader could find it")
+        return found
 
     def _marked(self, kind: str, path: Sequence[Any], form: Any) -> Any:
         self.marks.append([kind, *path])
@@ -189,6 +199,11 @@ def tensordict_of(shape: Mapping[str, Any], items: Mapping[Any, Any], *, copy: b
     for key, each in items.items():
         made.set(key, as_tensor(each, copy=copy) if isinstance(each, np.ndarray) else each)
     return made
+
+
+def _equals_itself(key: object) -> bool:
+    """Return False for NaN, and for tuples with NaN; a copy of such a key differs from it."""
+    return all(map(_equals_itself, key)) if isinstance(key, tuple) else bool(key == key)
 
 
 # --- together -------------------------------------------------------------------------------------------

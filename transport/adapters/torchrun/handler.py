@@ -44,6 +44,7 @@ from transport.rendezvous.blocking import BlockingRendezvous
 from transport.rendezvous.closing import Archive
 from transport.rendezvous.records import Closing, Place, Reason
 from transport.runtime.blocking_calls import started
+from transport.runtime.error_text import error_text
 from transport.storage.urls import RedisURL
 from transport.store.base import Store
 from transport.store.redis import RedisStore
@@ -170,7 +171,7 @@ class RoundStore:
 
     def _lost(self, error: Exception) -> None:
         """Rank 0's agent is gone, and its store with it: the round cannot go on."""
-        self._member.restart(f"lost the connection to rank 0 at {self._place.leader}: {str(error).splitlines()[0]}")
+        self._member.restart(f"lost the connection to rank 0 at {self._place.leader}: {_line(error)}")
         self._member.wait_over()
 
 
@@ -267,7 +268,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
                 store = self._meet(found)
             except dist.DistError as error:
                 failed += 1
-                why = f"no connection to rank 0 at {found.leader}: {str(error).splitlines()[0]}"
+                why = f"no connection to rank 0 at {found.leader}: {_line(error)}"
                 if failed == _TRIES:
                     exit_with(1, f"run {self._options.run!r}: {why}; check the firewall, or give --local-addr there")
                 self._member.restart(why)
@@ -283,8 +284,8 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         try:
             self._server = dist.TCPStore(self._address, 0, None, True, timeout=limit, wait_for_workers=False)
         except dist.DistError as error:
-            why = str(error).splitlines()[0]
-            exit_with(1, f"run {self._options.run!r}: this host no longer reaches itself at {self._address}: {why}")
+            why = f"this host no longer reaches itself at {self._address}: {_line(error)}"
+            exit_with(1, f"run {self._options.run!r}: {why}")
         return self._member.join(f"{self._address}:{self._server.port}")
 
     def _meet(self, place: Place) -> dist.TCPStore | None:
@@ -347,6 +348,11 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
             atexit.unregister(self._leave)
             self._member.leave()
             self._store.close()
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error of torch, whose messages have a stack behind it, or are empty."""
+    return error_text(error).splitlines()[0]
 
 
 @contextlib.contextmanager
