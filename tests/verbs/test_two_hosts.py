@@ -86,7 +86,7 @@ def job(sides: Sides, wires: str = "rdma") -> Iterator[Job]:
         yield Job(stack, sides, wires)
 
 
-@pytest.mark.parametrize("wires", ["rdma", "", "rdma,tcp", "tcp"])
+@pytest.mark.parametrize("wires", ["rdma", pytest.param("", id="auto"), "rdma,tcp", "tcp"])
 def test_payloads_cross_over_the_best_wire(sides: Sides, wires: str) -> None:
     with job(sides, wires) as run:
         trainer, begun = run.trainer(), packets()

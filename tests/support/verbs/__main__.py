@@ -29,7 +29,8 @@ ALL = {
     "rdma": ["tests/verbs", *(f"tests/{room}" for room in ("client", "server", "claims", "weights", "guarantees"))],
     "rdma,tcp": ["tests/client", "tests/claims"],
 }
-FEW = {"rdma": ["tests/client/test_client.py", "tests/verbs/test_two_hosts.py::test_payloads_cross_over_the_best_wire"]}
+_CROSSING = "tests/verbs/test_two_hosts.py::test_payloads_cross_over_the_best_wire"
+FEW = {"rdma": ["tests/client/test_client.py", f"{_CROSSING}[from there-auto]", f"{_CROSSING}[from here-rdma]"]}
 
 
 def main() -> int:
