@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.verbs, pytest.mark.ucx, pytest.mark.slow]
 
 COUNT, SLOTS = 24, 32
 _PACKET = 4096
+PLACE = Place("tcp", "verbs-")
 
 
 class Sides(NamedTuple):
@@ -43,7 +44,7 @@ def kill(host: Elsewhere | None, *pids: int) -> None:
 
 def environment(wires: str) -> dict[str, str]:
     """Of a process that may use these wires; "": whatever is best."""
-    return Place("tcp", "", "", None).environment(**SHORT_LEASE) | {"TRANSPORT_WIRES": wires}
+    return PLACE.environment(**SHORT_LEASE) | {"TRANSPORT_WIRES": wires}
 
 
 class Job:
@@ -52,12 +53,11 @@ class Job:
     def __init__(self, stack: contextlib.ExitStack, sides: Sides, wires: str) -> None:
         self._stack, self._sides, self._wires = stack, sides, wires
         address = HERE if sides.rollout is None else THERE
-        own = Place("tcp", "rings:verbs-", "verbs-", None)
         self.rollout = stack.enter_context(
-            Told("writer", own, environment(""), host=sides.rollout, slots=SLOTS, address=address)
+            Told("writer", PLACE, environment(""), host=sides.rollout, slots=SLOTS, address=address)
         )
         [port] = self.rollout.ask("ports")
-        self._place = Place("tcp", f"rings://{address}:{port}", "", None)
+        self._url = f"rings://{address}:{port}"
         self.published = 0
         self.publish()
 
@@ -68,7 +68,7 @@ class Job:
 
     def trainer(self) -> Told:
         """Another one."""
-        made = Told("trainer", self._place, environment(self._wires), host=self._sides.trainer)
+        made = Told("trainer", PLACE, environment(self._wires), host=self._sides.trainer, url=self._url)
         return self._stack.enter_context(made)
 
     def account(self, accepted: list[int]) -> dict[str, int]:
