@@ -182,12 +182,12 @@ class EpochClient(abc.ABC):
                 await removed(record.destination, record.folder(mine))
 
     async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
-        """The record of the cooldown that has begun."""
+        """Return the record of the cooldown that has begun."""
         return await self._until(watcher, lambda record: record.phase is not Phase.TRAINING)
 
     @abc.abstractmethod
     async def _has_files(self, record: EpochRecord) -> bool:
-        """Whether this client has anything to upload."""
+        """Return whether this client has anything to upload."""
 
     @abc.abstractmethod
     async def _carry(self, record: EpochRecord) -> None:
@@ -195,14 +195,14 @@ class EpochClient(abc.ABC):
 
     @abc.abstractmethod
     async def _used(self, record: EpochRecord) -> set[str] | None:
-        """Of the complete uploads those that are in the checkpoint, or may be good; None: it cannot be learned now."""
+        """Return the complete uploads that are in the checkpoint, or may be good; None if unknown."""
 
     async def _skip(self, record: EpochRecord) -> None:
         self._part = Part.SKIPPED
         await self._tell(record, ReportKind.SKIPPED)
 
     async def _attempted(self, record: EpochRecord, attempt: str, work: Callable[[Stop], T], what: str) -> T | None:
-        """The result of an upload from a thread; None: it failed, which is reported.
+        """Return the result of an upload from a thread; None: it failed, which is reported.
 
         Cancelled, it stops, removes what was complete by then, and reports that.
         """
@@ -272,7 +272,7 @@ class EpochClient(abc.ABC):
         holds: Callable[[EpochRecord], bool],
         uploader: asyncio.Task[None] | None = None,
     ) -> EpochRecord:
-        """The record as soon as this holds; an error of a task that ends before is raised."""
+        """Return the record as soon as this holds; an error of a task that ends before is raised."""
         tasks = {task for task in (watcher, uploader) if task is not None}
         while self._record is None or not holds(self._record):
             await asyncio.wait([*tasks, self._changed], return_when=asyncio.FIRST_COMPLETED)
@@ -348,13 +348,13 @@ class CooldownClient(EpochClient):
         log.warning("the coordinator rejected the upload, retrying: %s: %s", why, note.detail)
 
     def _refused_by(self, record: EpochRecord | None, mine: str) -> Note | None:
-        """The note that refuses an upload for good."""
+        """Return the note that refuses an upload for good."""
         note = record.notes.get(self.name) if record is not None else None
         refuses = note is not None and note.refused and f"{self.name}/{note.attempt}" == mine
         return note if refuses else None
 
     def _save_and_upload(self, record: EpochRecord, attempt: str, stop: Stop) -> str:
-        """One complete upload; returns the manifest's checksum."""
+        """Return one complete upload; returns the manifest's checksum."""
         folder = local_copy(self._scratch, record.epoch)
         # A folder of another run, or of one with the same name and a new store, has another model.
         whose = f"{record.run}\n{record.epoch}\n{record.step}\n{record.seed}\n{record.opened_at!r}\n"
@@ -388,13 +388,13 @@ class CooldownClient(EpochClient):
 
 
 def check_destination(url: str) -> None:
-    """As `check_permissions`, for a URL."""
+    """Check permissions as `check_permissions`, for a URL."""
     with open_destination(url) as destination:
         check_permissions(destination)
 
 
 def remove_upload(url: str, place: str) -> None:
-    """As `remove`, for a URL."""
+    """Remove an upload as `remove`, for a URL."""
     with open_destination(url) as destination:
         remove(destination, place)
 
@@ -406,7 +406,7 @@ async def removed(url: str, place: str) -> None:
 
 
 def local_copy(scratch: Path, epoch: int) -> Path:
-    """The folder of an epoch's local copy."""
+    """Return the folder of an epoch's local copy."""
     return scratch / f"epoch-{epoch:012d}"
 
 

@@ -114,7 +114,7 @@ class CooldownHost:
                 raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
 
     async def _epochs_there(self) -> set[int]:
-        """Epochs of the run of which something is at the destination; none if it cannot be listed now.
+        """Return the epochs of the run of which something is at the destination; none if it cannot be listed now.
 
         DestinationError where those that are listed lack the newest checkpoint that the store has there.
         """
@@ -222,7 +222,7 @@ class CooldownHost:
     def _verify(
         self, record: EpochRecord, destination: Destination, report: Report, made: bytes | None, stop: Stop
     ) -> Checkpoint:
-        """The upload as a checkpoint. ``made``: the manifest of a set, which is written first."""
+        """Return the upload as a checkpoint. ``made``: the manifest of a set, which is written first."""
         if made is None:
             return verified(destination, record, report, stop, self._proof)
         try:

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 def plan(
     records: Mapping[int, EpochRecord], destination: Destination, run: str, keep: int, *, unverified: bool = False
 ) -> Plan:
-    """What to remove so that the newest ``keep`` checkpoints are left.
+    """Return the plan of a removal after which the newest ``keep`` checkpoints are left.
 
     Args:
         records: the run's epochs at this destination.
@@ -133,7 +133,7 @@ def _plan_epoch(
 def _of_other_stores(
     records: Mapping[int, EpochRecord], destination: Destination, run: str, names: list[str]
 ) -> dict[int, set[str]]:
-    """By epoch, the uploads of checkpoints that the destination's records have, and ``records`` have not.
+    """Return, by epoch, the uploads of checkpoints in the destination's records but not in ``records``.
 
     A run of the same name with another store has made them: there they are good.
     """
@@ -174,7 +174,7 @@ def _restorable(record: EpochRecord, destination: Destination) -> bool:
 
 
 def _uploads(record: EpochRecord, destination: Destination) -> list[str]:
-    """The uploads of an epoch."""
+    """Return the uploads of an epoch."""
     folder = epoch_folder(record.run, record.epoch)
     found = [
         f"{client}/{name}" for client in destination.names(folder) for name in destination.names(f"{folder}/{client}")

@@ -85,7 +85,7 @@ def restore(
 
 
 def checkpoint_manifest(record: EpochRecord, destination: Destination) -> Manifest:
-    """The manifest of an epoch's checkpoint. Raises as `restore` does."""
+    """Return the manifest of an epoch's checkpoint. Raises as `restore` does."""
     place, sha256 = _place(record)
     try:
         return reported_manifest(destination, place, sha256)
@@ -94,13 +94,15 @@ def checkpoint_manifest(record: EpochRecord, destination: Destination) -> Manife
 
 
 def still_there(record: EpochRecord, destination: Destination) -> bool:
-    """Whether an epoch has a checkpoint with its manifest at the destination. The manifest is the first that `prune`
-    removes; no record changes then."""
+    """Return whether an epoch has a checkpoint with its manifest at the destination.
+
+    `prune` removes the manifest first, and changes no record.
+    """
     return record.checkpoint is not None and destination.size(f"{_place(record)[0]}/{NAME}") is not None
 
 
 def published_name(run: str, epoch: int) -> str:
-    """The name of an epoch's checkpoint in a service that shows checkpoints to its own tools."""
+    """Return the name of an epoch's checkpoint in a service that shows checkpoints to its own tools."""
     return f"{run}-epoch-{epoch:012d}"
 
 
@@ -121,7 +123,7 @@ def _unverified(record: EpochRecord, upload: str) -> tuple[str, None]:
 
 
 def _place(record: EpochRecord) -> tuple[str, str]:
-    """Folder of an epoch's checkpoint at the destination, and its manifest's checksum."""
+    """Return the folder of an epoch's checkpoint at the destination, and its manifest's checksum."""
     checkpoint = record.checkpoint
     if record.outcome is not Outcome.CHECKPOINTED or checkpoint is None:
         state = record.outcome.value if record.outcome else f"in phase {record.phase.value}"
@@ -145,7 +147,10 @@ def _fetch(destination: Destination, manifest: Manifest, folder: Path, moving: M
 
 # --- records of ended epochs at the destination -------------------------------------------------------
 def outcome_path(run: str, epoch: int, attempt: str = "") -> str:
-    """Path of an epoch's outcome at the destination. ``attempt``: of a checkpoint besides the first one there."""
+    """Return the path of an epoch's outcome at the destination.
+
+    ``attempt``: of a checkpoint besides the first one there.
+    """
     return f"{outcomes_folder(run)}/{epoch:012d}{'-' if attempt else ''}{attempt}.json"
 
 
@@ -175,7 +180,7 @@ def put_outcome(record: EpochRecord, destination: Destination) -> None:
 
 
 def epochs_at(url: str, run: str) -> set[int]:
-    """Epochs of a run of which something is at a destination."""
+    """Return the epochs of a run of which something is at a destination."""
     with open_destination(url) as destination:
         folders = [_FOLDER.fullmatch(name) for name in destination.names(run)]
         outcomes = [_OUTCOME.fullmatch(name) for name in destination.names(outcomes_folder(run))]
@@ -194,7 +199,7 @@ def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochReco
 
 
 def all_outcomes(destination: Destination, run: str, epochs: Collection[int] | None = None) -> Iterator[EpochRecord]:
-    """As `recorded_outcomes`, of these epochs, with those that other stores have recorded beside them."""
+    """Yield the records of `recorded_outcomes`, of these epochs, and those that other stores have recorded there."""
     names = [name for name in destination.names(outcomes_folder(check_name(run, "run"))) if name.endswith(".json")]
     for name in sorted(names, key=lambda name: name.removesuffix(".json")):
         number = _OUTCOME.fullmatch(name)

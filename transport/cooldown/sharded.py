@@ -90,7 +90,7 @@ class ShardedClient(EpochClient):
 
     # --- the save -------------------------------------------------------------------------------------
     async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
-        """The record of the cooldown that has begun, in which this member may have to save."""
+        """Return the record of the cooldown that has begun, in which this member may have to save."""
         try:
             record = await super()._begun(watcher, epoch)
         except CoordinatorLostError:
@@ -147,7 +147,7 @@ class ShardedClient(EpochClient):
         return saved
 
     async def _outlasting(self, call: asyncio.Future[Saved], record: EpochRecord) -> Saved:
-        """The save's result, even if the cooldown ends before."""
+        """Return the save's result, even if the cooldown ends before."""
         while not call.done():
             await asyncio.wait([call], timeout=SAVE_LOG_S)
             if not call.done() and self._record is not None and self._record.phase is Phase.ENDED:
@@ -191,7 +191,10 @@ class ShardedClient(EpochClient):
             again_s = min(2 * again_s, AGAIN_MOST_S)
 
     def _missing(self, record: EpochRecord, host: str) -> tuple[dict[int, list[Local]], dict[int, int]]:
-        """The files of the host's shares that were not uploaded, or were refused; and the beats of its shares."""
+        """Return the files of the host's shares that were not uploaded, or were refused.
+
+        With them come the beats of all shares.
+        """
         saved = self._ledger.saved(record.epoch, host)
         if not set(record.members_of(host)) <= set(saved):
             return {}, {}

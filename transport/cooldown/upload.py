@@ -97,7 +97,7 @@ def upload(
 
 @contextlib.contextmanager
 def removed_on_failure(destination: Destination, place: str) -> Iterator[None]:
-    """Removes an upload if the block fails."""
+    """Remove an upload if the block fails."""
     try:
         yield
     except BaseException as error:
@@ -115,7 +115,7 @@ def remove(destination: Destination, place: str) -> None:
 
 
 def plain_files(folder: Path) -> list[tuple[str, Path]]:
-    """Return names and paths of all files below a folder, in order; perhaps none.
+    """Return the names and paths of all files below a folder, in order; perhaps none.
 
     A symbolic link stands for the file or folder that it leads to, which lies below ``folder``, too. The path is that
     of the file itself. Raises UsageError as `upload` does.
@@ -158,7 +158,7 @@ class Stream(NamedTuple):
 
     @classmethod
     def of_file(cls, path: Path) -> Stream:
-        """A file's. Raises UsageError where it cannot be read."""
+        """Return a file's stream. Raises UsageError where it cannot be read."""
         with _reading(path):
             return cls(path.stat().st_size, partial(_file_pieces, path))
 

@@ -44,7 +44,7 @@ class RefusedUpload(Exception):
 
 
 def _wrong(file: File, refusal: Refusal, detail: str) -> RefusedUpload:
-    """What is wrong with one of an upload's files."""
+    """Return the refusal of one of an upload's files."""
     return RefusedUpload(refusal, f"{file.name}: {detail}", file.upload)
 
 
@@ -89,7 +89,7 @@ def _check_file(destination: Destination, proof: Proof, stop: Stop, path: str, f
 
 
 def reported_manifest(destination: Destination, place: str, sha256: str | None) -> Manifest:
-    """The manifest of the upload in this folder.
+    """Return the manifest of the upload in this folder.
 
     Raises RefusedUpload if it is missing, belongs to another upload, or is not the one with this checksum, if any.
     """
@@ -119,7 +119,10 @@ def check_size(destination: Destination, path: str, file: File) -> None:
 
 
 def checked_block(destination: Destination, path: str, file: File, number: int) -> bytes:
-    """A block of a file, proven by its own checksum. Raises RefusedUpload for a missing byte or a wrong checksum."""
+    """Return a block of a file, proven by its own checksum.
+
+    Raises RefusedUpload for a missing byte or a wrong checksum.
+    """
     start = number * manifests.BLOCK
     size = min(manifests.BLOCK, file.size - start)
     data = destination.part(path, start, size)
@@ -131,7 +134,7 @@ def checked_block(destination: Destination, path: str, file: File, number: int) 
 
 
 def checked_pieces(destination: Destination, path: str, file: File) -> Iterator[bytes]:
-    """A file's bytes. Raises RefusedUpload for a wrong size, as soon as it is known, or a wrong checksum."""
+    """Return a file's bytes. Raises RefusedUpload for a wrong size, as soon as it is known, or a wrong checksum."""
     found = Blocks()
     with destination.pieces(path) as pieces:
         for piece in pieces:

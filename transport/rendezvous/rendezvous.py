@@ -163,7 +163,7 @@ class Rendezvous:
         return await self._call(lambda: self._session.close(reason, message))
 
     async def roster(self) -> Roster:
-        """All members with a rank in this member's round. Raises StaleRoundError if it has no place."""
+        """Return all members with a rank in this member's round. Raises StaleRoundError if it has no place."""
         return await self._call(self._session.roster)
 
     async def wait_closed(self) -> Closing:
@@ -208,7 +208,7 @@ class Rendezvous:
             log.warning("%r left without giving up its leases, which will end: a call does not return", self)
 
     def _live(self) -> None:
-        """A step, a wait until the round changes, and so on until the member leaves."""
+        """Repeat a step, a wait until the round changes, and so on until the member leaves."""
         session = self._session
         try:
             while not self._stopping.is_set():

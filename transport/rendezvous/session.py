@@ -117,7 +117,7 @@ class Session:
             raise RunLostError(f"store unavailable for {self.silent_s:.0f} s: a call does not return")
 
     def wait_s(self) -> float:
-        """Seconds until the next step, unless the round changes."""
+        """Return the seconds until the next step, unless the round changes."""
         now = self._clock()
         beat = self._beaten_at + self.rules.beat_s - now
         host = self._hosting.next_at - now if self.is_host else self.rules.poll_s
@@ -187,7 +187,7 @@ class Session:
             return view.closing
 
     def roster(self) -> Roster:
-        """All members with a rank in this member's round."""
+        """Return all members with a rank in this member's round."""
         with self._lock:
             place = self._member.view.place
             entry = self._store.get(self.keys.roster(place.round)) if place is not None else None
@@ -314,7 +314,7 @@ class Session:
         return current, host_entry is not None
 
     def _found(self, now: float) -> tuple[Round | None, bool]:
-        """The run is not in the store: create it, unless the archive has its end. Then read again."""
+        """Create the run, which is not in the store, unless the archive has its end. Then read again."""
         closing = self._archived()
         if closing is not None:
             self._member.end(closing, None)

@@ -31,7 +31,7 @@ class Listed(NamedTuple):
 
 
 def run_of(name: str | None) -> str:
-    """The run below whose name snapshots lie: the one that is given, else the setting ``run``, else "run".
+    """Return the run below whose name snapshots lie: the one that is given, else the setting ``run``, else "run".
 
     Not SLURM's job, which keeps rings apart: the job that goes on after another one has a new number. UsageError.
     """

@@ -78,7 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return place_of(self.run, self.step, self.attempt)
 
     def path(self, file: File) -> str:
-        """Path of one of its files at the destination."""
+        """Return the path of one of its files at the destination."""
         return f"{self.place}/{FILES}/{file.name}"
 
     def encode(self) -> bytes:
@@ -113,17 +113,17 @@ _index = msgspec.msgpack.Decoder(Index)
 
 # --- places ---------------------------------------------------------------------------------------------
 def folder_of(run: str) -> str:
-    """Folder of all snapshots of a run."""
+    """Return the folder of all snapshots of a run."""
     return f"{check_name(run, 'run')}/snapshots"
 
 
 def step_folder(run: str, step: int) -> str:
-    """Folder of the snapshots of one step; each attempt has one of its own."""
+    """Return the folder of the snapshots of one step; each attempt has one of its own."""
     return f"{folder_of(run)}/step-{check_step(step):012d}"
 
 
 def place_of(run: str, step: int, attempt: str) -> str:
-    """Folder of one snapshot."""
+    """Return the folder of one snapshot."""
     return f"{step_folder(run, step)}/{check_attempt(attempt)}"
 
 
@@ -148,13 +148,13 @@ def counter_path(run: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step whose folder has this name; None: it is no such folder."""
+    """Return the step whose folder has this name; None: it is no such folder."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def new_attempt() -> str:
-    """A name for one cut, which no other has."""
+    """Return a name for one cut, which no other has."""
     return secrets.token_hex(8)
 
 
@@ -175,7 +175,7 @@ def check_attempt(attempt: str) -> str:
 
 # --- reading what may be damaged ------------------------------------------------------------------------
 def decode(data: bytes, run: str, step: int, attempt: str) -> Manifest:
-    """The manifest that lies in the place of this snapshot.
+    """Return the manifest that lies in the place of this snapshot.
 
     Raises CheckpointDamagedError if it is none, or belongs to another snapshot; UsageError for a newer format.
     """
@@ -213,7 +213,10 @@ def number_of(data: bytes) -> int:
 
 
 def decode_index(data: bytes, part: RingPart) -> tuple[bytes, list[tuple[Ticket, Entry]]]:
-    """The encoded schema of a ring, and its payloads. CheckpointDamagedError if they are not what the manifest says."""
+    """Return the encoded schema of a ring, and its payloads.
+
+    CheckpointDamagedError if they are not what the manifest says.
+    """
     try:
         index = _index.decode(data)
         found = [(Ticket.decode(entry.ticket), entry) for entry in index.entries]

@@ -280,7 +280,7 @@ class Saved:
     def _written(
         self, payloads: Sequence[tuple[SavedPayload, tuple[int, ...]]], ring: SharedRingBuffer, timeout_s: float | None
     ) -> list[Ticket]:
-        """All of them. What is written stays when the next one cannot be: a trainer may have consumed it."""
+        """Write the payloads. What is written stays when the next one cannot be: a trainer may have consumed it."""
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         written: list[Ticket] = []
         for payload, due in payloads:

@@ -57,11 +57,11 @@ class Snapshot:
         return f"<Snapshot {self.run} step {self.step} attempt {self.attempt}, {self.payloads} payloads, {state}>"
 
     def done(self) -> bool:
-        """Whether the upload has ended, well or not."""
+        """Return whether the upload has ended, well or not."""
         return self._upload.done()
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
-        """Until the upload has ended; the manifest as it lies at the destination (of a part: that part's).
+        """Wait until the upload has ended; returns the manifest as it lies at the destination (of a part: that part's).
 
         Raises:
             TimeoutError: it has not ended after ``timeout_s``, and goes on.
@@ -181,7 +181,10 @@ def snapshot(
 
 
 def missing(queue: FoundRings) -> str:
-    """Why a queue without rings on this host has none; "": it has had one, which is gone, or one has come meanwhile."""
+    """Say why a queue without rings on this host has none.
+
+    "": it has had one, which is gone, or one has come meanwhile.
+    """
     why = None if queue.has_met_rings() else queue.why_nothing()
     return "" if why is None else why.text
 
@@ -196,7 +199,7 @@ def require_in_memory(ring: SharedRingBuffer) -> None:
 
 
 def part_of(ring: SharedRingBuffer, payloads: int, size: int) -> RingPart:
-    """A ring's part of a manifest, without its files. ``size``: bytes of all ``payloads`` together."""
+    """Return a ring's part of a manifest, without its files. ``size``: bytes of all ``payloads`` together."""
     return RingPart(
         ring=ring.ring_id,
         segment=ring.name,
@@ -288,7 +291,7 @@ class _Payloads:
         ]
 
     def pieces(self) -> Iterator[bytes]:
-        """All bytes, in pieces of `PIECE` and the rest."""
+        """Return all bytes, in pieces of `PIECE` and the rest."""
         gathered = bytearray()
         for lease in self.leases:
             begin = 0
@@ -314,7 +317,7 @@ def _cut_up(data: bytes) -> Iterator[bytes]:
 
 
 def _whole(cut: _Cut, own: Manifest, destination: Destination, place: str, stop: Stop) -> Manifest:
-    """The manifest of all parts, when the other hosts have sent theirs."""
+    """Return the manifest of all parts, when the other hosts have sent theirs."""
     found: dict[int, Manifest] = {0: own}
     give_up = time.monotonic() + PARTS_S
     while missing := sorted(set(range(cut.part[1])) - set(found)):

@@ -53,7 +53,7 @@ class Bell:
             raise StoreUnsuitableError(f"the wake-up file {path} cannot be used: {error}") from error
 
     def seen(self) -> int:
-        """The counter now; read it before reading the shared data, and pass it to ``wait``."""
+        """Return the counter now; read it before reading the shared data, and pass it to ``wait``."""
         self._check()
         return self._event.value()
 

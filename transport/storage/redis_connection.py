@@ -98,7 +98,7 @@ end
 
 
 def require_redis() -> Any:
-    """The redis package. MissingDependencyError where it is not installed."""
+    """Return the redis package. MissingDependencyError where it is not installed."""
     try:
         import redis
     except ImportError as error:
@@ -179,7 +179,7 @@ class RedisConnection:
         return f"{host} run {self._url.run}"
 
     def key(self, name: str) -> str:
-        """The key's name on the server."""
+        """Return the key's name on the server."""
         return self._prefix + name
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None) -> Any:
@@ -252,7 +252,7 @@ class RedisConnection:
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
     def _not_now(self, error: redis.RedisError) -> bool:
-        """Whether the server has not run the call, and is to be asked again."""
+        """Return whether the server has not run the call, and is to be asked again."""
         faults = self._redis.exceptions
         known = (faults.BusyLoadingError, faults.ReadOnlyError, faults.ClusterDownError, faults.TryAgainError)
         return isinstance(error, known) or _NOT_NOW.search(str(error)) is not None
@@ -291,7 +291,7 @@ class RedisConnection:
             self._check_append_only_file(info.get("aof_enabled"))
 
     def _check_append_only_file(self, kept: object) -> None:
-        """What was answered must survive a kill of the server, unless the user accepts the loss."""
+        """Require that answered writes survive a kill of the server, unless the user accepts the loss."""
         if kept is None:
             log.warning(
                 "%s does not report whether its append-only file is enabled: without one, it loses %s if it is killed",

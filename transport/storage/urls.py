@@ -38,7 +38,7 @@ class RedisURL(NamedTuple):
 
 
 def has_scheme(text: str) -> bool:
-    """Whether ``text`` begins with a URL's scheme, where a plain file path is allowed too."""
+    """Return whether ``text`` begins with a URL's scheme, where a plain file path is allowed too."""
     return _SCHEME.match(text) is not None
 
 

@@ -60,7 +60,10 @@ class Store(abc.ABC):
     """
 
     def reached_from(self) -> str | None:
-        """The address from which this host reaches the store; None: the store is on this host, or it is not known."""
+        """Return the address from which this host reaches the store.
+
+        None: the store is on this host, or it is not known.
+        """
         return None
 
     def get(self, key: str) -> Entry | None:

@@ -35,7 +35,7 @@ def decide(store: Store, key: str, proposal: bytes, *, lease_s: float | None = N
 
 
 def decide_all(store: Store, proposals: Mapping[str, bytes], *, lease_s: float | None = None) -> dict[str, bytes]:
-    """As `decide`, for several keys; those that have no decision yet are decided in one transaction."""
+    """Decide as `decide`, for several keys; those that have no decision yet are decided in one transaction."""
     while True:
         entries = store.get_many(list(proposals))
         standing = {key: entry.value for key, entry in zip(proposals, entries, strict=True) if entry is not None}
@@ -45,13 +45,13 @@ def decide_all(store: Store, proposals: Mapping[str, bytes], *, lease_s: float |
 
 
 def decided(store: Store, key: str) -> bytes | None:
-    """The decision; None while there is none."""
+    """Return the decision; None while there is none."""
     entry = store.get(key)
     return None if entry is None else entry.value
 
 
 def wait_decided(store: Store, key: str, timeout_s: float) -> bytes | None:
-    """The decision as soon as there is one; None when ``timeout_s`` is over before."""
+    """Return the decision as soon as there is one; None when ``timeout_s`` is over before."""
     entry = store.watch(key, ABSENT, timeout_s)
     return None if entry is None else entry.value
 

@@ -70,7 +70,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ports: tuple[int, ...]
 
     def moved(self, ticket: Ticket) -> Ticket:
-        """The ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
+        """Return the ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
         return msgspec.structs.replace(ticket, host=self.host, addresses=self.addresses, ports=self.ports)
 
 
@@ -103,12 +103,12 @@ class Directory:
         return f"<Directory in {self._store!r}>"
 
     def find(self, ring: str) -> Serving | None:
-        """The record of the ring; None if no server has published it, or its lease ended."""
+        """Return the record of the ring; None if no server has published it, or its lease ended."""
         entry = self._store.get(_PREFIX + ring)
         return None if entry is None else decode(Serving, _PREFIX + ring, entry.value)
 
     def absent(self, rings: Sequence[str]) -> list[str]:
-        """Those of the rings that have no record, with one call to the store."""
+        """Return those of the rings that have no record, with one call to the store."""
         entries = self._store.get_many([_PREFIX + ring for ring in rings])
         return [ring for ring, entry in zip(rings, entries, strict=True) if entry is None]
 
@@ -135,7 +135,10 @@ class Directory:
         return version
 
     def publish_again(self, serving: Serving, version: int) -> int | None:
-        """The same in place of the record that this server has published, or of none. None: there is another one."""
+        """Publish as `publish`, in place of the record that this server has published, or of none.
+
+        None: there is another one.
+        """
         return self._write(serving, version) or self._write(serving, ABSENT)
 
     def _write(self, serving: Serving, expected: int | None) -> int | None:
@@ -255,7 +258,7 @@ class Finder:
         self._ended = False
 
     def current(self, ticket: Ticket) -> Ticket:
-        """The ticket with the addresses and ports that were last found for its ring."""
+        """Return the ticket with the addresses and ports that were last found for its ring."""
         serving = self._known.get(ticket.ring)
         try:
             return ticket if serving is None else serving.moved(ticket)
@@ -263,7 +266,7 @@ class Finder:
             return ticket
 
     def reached(self, ticket: Ticket) -> None:
-        """A read of the ticket's ring succeeded: the time of its absence is counted from zero again."""
+        """Note a successful read of the ticket's ring: the time of its absence is counted from zero again."""
         if self._absent:
             self._absent.pop(ticket.ring, None)
 
@@ -292,13 +295,16 @@ class Finder:
         return moved
 
     def watched(self, now: float) -> list[str]:
-        """The absent rings to look for again, within a lease. A ring that is not read from any more is forgotten."""
+        """Return the absent rings to look for again, within a lease.
+
+        A ring that is not read from any more is forgotten.
+        """
         forget_s = _WATCHED_LEASES * self._directory.lease_s
         self._absent = {ring: absence for ring, absence in self._absent.items() if now - absence.asked < forget_s}
         return list(self._absent)
 
     def looked(self, rings: Iterable[str], absent: Container[str], now: float) -> None:
-        """What a look at some of these rings has found."""
+        """Note the result of a look at some of these rings."""
         for ring in rings:
             if ring not in absent:
                 self._absent.pop(ring, None)
@@ -316,7 +322,7 @@ class Finder:
         return absence
 
     async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
-        """The ticket to read after one of `MAY_HAVE_MOVED`; None: raise that. PayloadLostError as in `found`."""
+        """Return the ticket to read after one of `MAY_HAVE_MOVED`; None: raise that. PayloadLostError as in `found`."""
         try:
             serving = await asyncio.to_thread(self._directory.find, ticket.ring)
             return self.found(ticket, serving, self._clock())

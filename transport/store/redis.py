@@ -174,7 +174,7 @@ class RedisStore(Store):
 
     # --- reading -------------------------------------------------------------------------------
     def _look(self, key: str) -> tuple[Entry | None, float | None]:
-        """The record, and in how many seconds its lease ends."""
+        """Return the record, and in how many seconds its lease ends."""
         answer = self._run(_LOOK, key)
         assert isinstance(answer, list)
         value, version, *ends = answer

@@ -138,7 +138,7 @@ class SQLiteStore(Store):
         return self._look(key)[0]
 
     def _look(self, key: str) -> tuple[Entry | None, float | None]:
-        """The record, and in how many seconds its lease ends."""
+        """Return the record, and in how many seconds its lease ends."""
         now = self._clock()
         with self._database.reading() as connection:
             row = connection.execute(_GET, (key, now)).fetchone()
@@ -265,13 +265,13 @@ class _Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection without a transaction: each statement has its own snapshot and waits for no writer."""
+        """Yield the connection without a transaction: each statement has its own snapshot and waits for no writer."""
         with self._lock, _translated(self.path):
             yield self._opened()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction: all or nothing, whatever interrupts it."""
+        """Make a write transaction: all or nothing, whatever interrupts it."""
         with self._lock, _translated(self.path):
             connection = self._opened()
             self._refuse_reentry(connection)
@@ -438,7 +438,10 @@ class _Database:
 
 
 def boot_id() -> str:
-    """Differs after every boot of this host; "" where the kernel does not provide it (some sandboxes)."""
+    """Return a text that differs after every boot of this host.
+
+    "" where the kernel does not provide it (some sandboxes).
+    """
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -446,7 +449,7 @@ def boot_id() -> str:
 
 
 def file_system_type(path: Path) -> str:
-    """Type of the file system that holds ``path``, as in the mount table; "" if that cannot be read."""
+    """Return the type of the file system that holds ``path``, as in the mount table; "" if that cannot be read."""
     try:
         mount_table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -462,7 +465,7 @@ def file_system_type(path: Path) -> str:
 
 
 def is_network_type(file_system: str) -> bool:
-    """Whether several hosts may share a file system of this type."""
+    """Return whether several hosts may share a file system of this type."""
     if file_system in _NETWORK_TYPES:
         return True
     kind, _, name = file_system.partition(".")
@@ -492,7 +495,10 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """The process that holds SQLite's lock of writers, as the kernel lists it; "another process" where it does not."""
+    """Return the process that holds SQLite's lock of writers, as the kernel lists it.
+
+    "another process" where it does not.
+    """
     try:
         inode = path.with_name(path.name + "-shm").stat().st_ino
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
@@ -520,7 +526,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """The script's single statements, because ``executescript`` would commit in between."""
+    """Return the script's single statements, because ``executescript`` would commit in between."""
     statement = ""
     for line in script.splitlines(keepends=True):
         statement += line

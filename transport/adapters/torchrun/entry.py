@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch registers: the function that makes a handler of torchrun's arguments."""
+    """Return the function for torch to register, the one that makes a handler of torchrun's arguments."""
     return create_handler
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """A handler for one agent. A mistake in the arguments ends the program with one line that says what to do."""
+    """Return a handler for one agent.
+
+    A mistake in the arguments ends the program with one line that says what to do.
+    """
     from transport.adapters.torchrun.options import exit_with
     from transport.errors import TransportError
     from transport.runtime.releases import require_fitting

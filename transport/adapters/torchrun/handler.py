@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def make(parameters: RendezvousParameters) -> TransportRendezvousHandler:
-    """A handler of torchrun's arguments, connected to its store. Raises TransportError."""
+    """Return a handler of torchrun's arguments, connected to its store. Raises TransportError."""
     options = options_of(
         parameters.endpoint,
         parameters.run_id,
@@ -89,7 +89,10 @@ def _open(options: Options) -> Store:
 
 
 def _there(store: dist.Store, keys: Sequence[str], agents: int, still: Callable[[], bool]) -> bool:
-    """Whether the keys are in the store, waited for while ``still``. A wait with a time limit would make torch warn."""
+    """Wait for the keys while ``still``.
+
+    Returns whether they are in the store. A wait with a time limit would make torch warn.
+    """
     while still():
         if store.check(list(keys)):
             return True
@@ -98,7 +101,7 @@ def _there(store: dist.Store, keys: Sequence[str], agents: int, still: Callable[
 
 
 def _while(still: Callable[[], bool], call: Callable[[], T]) -> T | None:
-    """The result of a call of torch's store; None if ``still`` ends before.
+    """Return the result of a call of torch's store; None if ``still`` ends before.
 
     The call has no time limit of its own: it hangs when rank 0's host vanishes without closing the connection.
     """
@@ -126,35 +129,35 @@ class RoundStore:
         return getattr(self._store, name)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """As of the store."""
+        """Set a value as the store does."""
         self._own[key] = value.encode() if isinstance(value, str) else value
         self._ask(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """As of the store; invented ranks if the round is over."""
+        """Get a value as the store does; invented ranks if the round is over."""
         found = self._found([key], lambda: bytes(self._store.get(key)))
         rank, size = self._place.rank, self._place.size
         return json.dumps([rank, size, rank, size]).encode() if found is None else found
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """As of the store; this agent's own value for all that are missing when the round is over."""
+        """Get values as the store does; this agent's own value for all that are missing when the round is over."""
         found = self._found(keys, lambda: [bytes(value) for value in self._store.multi_get(list(keys))])
         return [self._own[keys[self._place.rank]]] * len(keys) if found is None else found
 
     def add(self, key: str, amount: int) -> int:
-        """As of the store. An agent that enters the exit barrier has workers that are done."""
+        """Add as the store does. An agent that enters the exit barrier has workers that are done."""
         if key.startswith(_BARRIER):
             self._member.done()
             return 0  # not the last one; no agent waits in the store of another
         return int(self._ask(lambda: self._store.add(key, amount)) or 0)
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
-        """As of the store."""
+        """Wait as the store does."""
         if not any(key.startswith(_BARRIER) for key in keys):
             self._ask(lambda: self._store.wait(list(keys), *timeout))
 
     def _found(self, keys: Sequence[str], read: Callable[[], T]) -> T | None:
-        """What ``read`` returns once the keys are there; None if the round ends before."""
+        """Return what ``read`` returns once the keys are there; None if the round ends before."""
         still = self._still
         return self._ask(lambda: read() if _there(self._store, keys, self._place.size, still) else None)
 
@@ -162,7 +165,7 @@ class RoundStore:
         return self._member.in_round
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """The answer of rank 0's store; None when the round ends before it, or the connection does."""
+        """Return the answer of rank 0's store; None when the round ends before it, or the connection does."""
         try:
             return _while(self._still, call)
         except dist.DistNetworkError as error:
@@ -193,7 +196,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
 
     # --- torch's interface ------------------------------------------------------------------------------
     def get_backend(self) -> str:
-        """The name on torchrun's command line."""
+        """Return the name on torchrun's command line."""
         return BACKEND
 
     @property
@@ -202,11 +205,11 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         return True
 
     def get_run_id(self) -> str:
-        """As given by --rdzv-id."""
+        """Return the run's id as given by --rdzv-id."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Whether the run has ended, as far as this agent knows."""
+        """Return whether the run has ended, as far as this agent knows."""
         return self._member.view.closing is not None
 
     def set_closed(self) -> None:
@@ -316,7 +319,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
 
     # --- the end ----------------------------------------------------------------------------------------
     def _finish(self) -> None:
-        """This agent's workers are done: wait for the others, since only the run's end says whether it succeeded."""
+        """Wait for the other agents' workers, since only the run's end says whether it succeeded."""
         try:
             self._member.done()
             closing = self._member.wait_closed()

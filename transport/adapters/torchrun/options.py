@@ -51,7 +51,7 @@ def options_of(
     environ: Mapping[str, str],
     host: str,
 ) -> Options:
-    """Everything from torchrun's arguments. ConfigurationError says which argument is wrong, and what to give."""
+    """Return the options of torchrun's arguments. ConfigurationError says which argument is wrong, and what to give."""
     given = {_ALIASES.get(name, name): value for name, value in conf.items() if name not in _IGNORED}
     unknown = sorted(set(given) - {*_SECONDS, *_OTHERS})
     if unknown:
@@ -107,7 +107,7 @@ def run_name(run_id: str) -> str:
 
 
 def url_of(endpoint: str, run: str) -> RedisURL | SQLiteURL:
-    """The store that --rdzv-endpoint names. A Redis URL without ``?run=`` gets the run's name."""
+    """Return the store that --rdzv-endpoint names. A Redis URL without ``?run=`` gets the run's name."""
     text = endpoint.strip()
     if not text:
         raise ConfigurationError("give --rdzv-endpoint=redis://host:6379/0, or sqlite:/path/of/file for one host")
@@ -135,7 +135,7 @@ def _named_run(endpoint: str) -> str:
 
 
 def own_address(url: RedisURL | SQLiteURL, local_addr: str | None) -> str:
-    """The address that the other agents reach this host by: --local-addr, or that of the way to the Redis server.
+    """Return the address that other agents reach this host by: --local-addr, or that of the way to the Redis server.
 
     On the server's own host that may be loopback; other hosts then reach it by the name in the endpoint.
     """
@@ -175,7 +175,7 @@ def check_address(address: str) -> None:
 def where_of(
     source: str, environ: Mapping[str, str], host: str, read: Callable[[Path], str] = lambda path: path.read_text()
 ) -> str:
-    """This host's position, by ``--rdzv-conf where=…``, as a path such as "switch1/rack3/host7".
+    """Return this host's position, by ``--rdzv-conf where=…``, as a path such as "switch1/rack3/host7".
 
     ``slurm``: SLURM's variables. ``env:NAME``: a variable. ``file:PATH``: a list of hosts, one a line, in the order of
     ranks. ``at:PATH``: the position itself.
@@ -244,7 +244,7 @@ def exit_with(code: int, line: str) -> NoReturn:
 
 
 def ended(run: str, closing: Closing, *, before: bool) -> str:
-    """The line for an operator. ``before``: the run was closed before this agent came."""
+    """Return the line for an operator. ``before``: the run was closed before this agent came."""
     line = f"run {run!r} ended in round {closing.round}: {closing.reason} ({closing.message or 'no message'})"
     return f"{line}. An ended run stays ended; give another --rdzv-id for a new one" if before else line
 

@@ -63,11 +63,11 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
+        """Return the bytes of a file; None if it does not exist."""
 
     @contextlib.contextmanager
     def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
-        """A file's bytes from the beginning, in pieces of at most `PIECE`."""
+        """Yield a file's bytes from the beginning, in pieces of at most `PIECE`."""
         with self.translated("read", path):
             file = self.open(path)
         with contextlib.closing(file):
@@ -89,7 +89,10 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def open(self, path: str, *, seeks: bool = False) -> BinaryIO:
-        """A file to read from its beginning, or from anywhere. Its errors are the service's: callers translate them."""
+        """Return a file to read from its beginning, or from anywhere.
+
+        Its errors are the service's: callers translate them.
+        """
 
     @abc.abstractmethod
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> dict[str, str]:
@@ -102,7 +105,7 @@ class Destination(abc.ABC):
         """
 
     def put(self, path: str, data: bytes) -> None:
-        """As `write`, for a small file that needs no `settle`."""
+        """Write as `write`, for a small file that needs no `settle`."""
         self.write(path, len(data), [data])
 
     @abc.abstractmethod
@@ -113,7 +116,10 @@ class Destination(abc.ABC):
         """Make the files complete that were written below this upload's folder; until then they may be invisible."""
 
     def proofs(self, path: str) -> dict[str, str]:
-        """Checksums by kind that the destination itself has computed from a file's bytes; empty where it has none."""
+        """Return the checksums by kind that the destination itself has computed from a file's bytes.
+
+        They are empty where it has none.
+        """
         return {}
 
     def publish(self, name: str, files: Mapping[str, str]) -> str:
@@ -124,7 +130,7 @@ class Destination(abc.ABC):
         """Undo `publish`. What was not published is no error."""
 
     def leftovers(self, path: str) -> list[str]:
-        """Names below ``path`` of what was begun and not completed; readers see none of them."""
+        """Return the names below ``path`` of what was begun and not completed; readers see none of them."""
         return []
 
     def remove_leftover(self, path: str) -> None:  # noqa: B027
@@ -139,7 +145,7 @@ class Destination(abc.ABC):
         """Close connections. Idempotent."""
 
     def read(self, path: str, most: int) -> bytes | None:
-        """A small file's content; None if it does not exist. DestinationError for more than ``most`` bytes."""
+        """Return a small file's content; None if it does not exist. DestinationError for more than ``most`` bytes."""
         size = self.size(path)
         if size is None:
             return None
@@ -204,7 +210,7 @@ def check_permissions(destination: Destination) -> None:
 
 
 def normalise(url: str) -> str:
-    """The URL in its stored form: absolute folder, no slash at the end.
+    """Return the URL in its stored form: absolute folder, no slash at the end.
 
     Raises UsageError for an unknown scheme, or if the URL seems to contain a credential.
     """
@@ -237,5 +243,5 @@ def _folder_url(path: str) -> str:
 
 
 def folder_of(url: str) -> Path | None:
-    """The folder that a normalised URL names; None for a service."""
+    """Return the folder that a normalised URL names; None for a service."""
     return Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None

@@ -32,7 +32,7 @@ _PROOFS: Final = {ETAG: "ETag", MD5: "md5Hash"}  # what fsspec calls them
 
 
 def _limits() -> Any:
-    """The limits of one request over aiohttp."""
+    """Return the limits of one request over aiohttp."""
     from aiohttp import ClientTimeout
 
     return ClientTimeout(total=base.REQUEST_S, sock_connect=base.CONNECT_S, sock_read=base.ANSWER_S)
@@ -109,7 +109,7 @@ class Bucket(Destination):
 
     @contextlib.contextmanager
     def _removing(self, path: str) -> Iterator[None]:
-        """The upload has failed already, for a reason that its caller reports; what cannot be removed is logged."""
+        """Remove the parts of a failed upload, whose reason the caller reports; a failure of the removal is logged."""
         try:
             with self.translated("remove the parts of", path), contextlib.suppress(FileNotFoundError):
                 yield
@@ -136,10 +136,10 @@ class Bucket(Destination):
 
 
 def part_size(size: int) -> int:
-    """Bytes of each part of a file of ``size`` bytes."""
+    """Return the bytes of each part of a file of ``size`` bytes."""
     return max(PART, size // MOST_PARTS + 1)
 
 
 def in_base64(digest: Any) -> str:
-    """A digest of hashlib as the services want it."""
+    """Return a digest of hashlib as the services want it."""
     return base64.b64encode(digest.digest()).decode()

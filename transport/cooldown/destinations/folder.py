@@ -89,7 +89,7 @@ class Folder(Destination):
         """See `Destination`."""
 
     def _made(self, path: str) -> Path:
-        """The file's path, with its folders made and flushed, but never the root."""
+        """Return the file's path, with its folders made and flushed, but never the root."""
         *folders, name = path.split("/")
         folder = self.root
         for each in folders:

@@ -64,7 +64,7 @@ def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **opti
 
 
 def _limit(request: Any) -> None:
-    """Of httpx: the limits of a request stand in its extensions."""
+    """Limit a request of httpx, by its extensions."""
     given = request.extensions.get("timeout") or {}
     if not any(given.values()):
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), base.ANSWER_S)
@@ -266,7 +266,7 @@ class Hub(Destination):
         return found[0] if found and hasattr(found[0], "blob_id") else None
 
     def _commit(self, branch: str, operations: list[Any], message: str) -> None:
-        """One commit; again if another process has committed meanwhile."""
+        """Make one commit; again if another process has committed meanwhile."""
         from huggingface_hub.errors import HfHubHTTPError
 
         for left in reversed(range(TRIES)):
@@ -292,7 +292,10 @@ def _placed(path: str) -> tuple[str, str]:
 
 
 def _absent(call: Callable[[], T]) -> T | None:
-    """The call's result; None if branch or file does not exist. A repository that does not exist stays an error."""
+    """Return the call's result; None if branch or file does not exist.
+
+    A repository that does not exist stays an error.
+    """
     from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
     try:

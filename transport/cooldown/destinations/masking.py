@@ -23,7 +23,10 @@ _IN_URLS: Final = (
 
 
 def masked(text: str) -> str:
-    """The text with ``***`` in place of secrets. A variable is a secret if its name says so; others are not masked."""
+    """Return the text with ``***`` in place of secrets.
+
+    A variable is a secret if its name says so; others are not masked.
+    """
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")

@@ -91,7 +91,7 @@ class S3(Bucket):
         return super().translated(operation, path)
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """A call on an object, which s3fs repeats when the service asks to slow down.
+        """Call a method on an object, which s3fs repeats when the service asks to slow down.
 
         It is given up after `REQUEST_S`: the service's own limits do not count while bytes wait for "100 Continue".
         """
@@ -115,7 +115,7 @@ class S3(Bucket):
 
 
 def _parts(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in parts of ``size``, the last one smaller."""
+    """Return the same bytes in parts of ``size``, the last one smaller."""
     buffer = bytearray()
     for piece in pieces:
         buffer += piece

@@ -88,7 +88,7 @@ class Coordinator:
         return self._elapsed
 
     def begin(self, step: int, clients: Collection[str], hosts: Mapping[str, str] | None = None) -> None:
-        """The epoch's training has ended; these clients are healthy and have the model of ``step``.
+        """Begin the cooldown: these clients are healthy and have the model of ``step``.
 
         ``hosts``: of clients whose save is collective. Raises UsageError where the cooldown was begun with another step
         or other clients.
@@ -101,7 +101,7 @@ class Coordinator:
             _require_same(self.record, msgspec.structs.replace(self.record, **begun))
 
     def report(self, report: Report) -> None:
-        """A client's report was read, perhaps again."""
+        """Take in a client's report, perhaps again."""
         record = self.record
         if record.phase is not Phase.COOLDOWN or report.upload in self._unproven:
             return
@@ -126,12 +126,12 @@ class Coordinator:
             self._verify(report)
 
     def verified(self, report: Report, checkpoint: Checkpoint) -> None:
-        """The upload is a checkpoint."""
+        """Take an upload as the checkpoint."""
         if self._is_awaited(report):
             self._end(Outcome.CHECKPOINTED, checkpoint)
 
     def refuted(self, report: Report, refusal: Refusal, detail: str, upload: str = "") -> None:
-        """The upload is refused. ``upload``: the wrong part of a set; the others stay good."""
+        """Refuse an upload. ``upload``: the wrong part of a set; the others stay good."""
         if not self._is_awaited(report):
             return
         del self._unproven[report.upload]
@@ -144,7 +144,7 @@ class Coordinator:
         self._note(report, refusal, detail)
 
     def tick(self, now: float) -> None:
-        """The clock's reading in seconds; only differences count."""
+        """Take in the clock's reading in seconds; only differences count."""
         if self.record.phase is not Phase.COOLDOWN:
             return
         before, self._now = self._now, now
@@ -190,7 +190,7 @@ class Coordinator:
         self.due.append(report)
 
     def _is_awaited(self, report: Report) -> bool:
-        """Whether a verdict on this upload is awaited."""
+        """Return whether a verdict on this upload is awaited."""
         known = self._unproven.get(report.upload)
         return known is not None and known[1] is None
 
@@ -199,7 +199,7 @@ class Coordinator:
         self._change(phase=Phase.ENDED, outcome=outcome, checkpoint=checkpoint)
 
     def _verify_nothing(self) -> None:
-        """The epoch has ended: what was being verified does not matter any more."""
+        """Drop all verifications: the epoch has ended."""
         self._unproven.clear()
         self.due.clear()
 
@@ -251,7 +251,7 @@ class StoredCoordinator:
         self.sets: dict[str, bytes] = {}  # manifests of complete sets, by attempt
 
     def ended(self) -> bool:
-        """Whether the store has the epoch's end."""
+        """Return whether the store has the epoch's end."""
         return self._known.phase is Phase.ENDED
 
     def step(self, now: float) -> list[Report]:
@@ -273,7 +273,7 @@ class StoredCoordinator:
         return due
 
     def _next(self, standing: EpochRecord | None) -> EpochRecord | None:
-        """What is to be written in place of the record that stands; None: nothing, or it stands there already."""
+        """Return the record to write in place of the standing one; None where nothing is to be written."""
         if standing is None:
             raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store")
         machine = self.machine

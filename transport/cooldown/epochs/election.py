@@ -22,12 +22,15 @@ SHARE: Final = 3  # one of so many
 
 
 def checkpointers(clients: int) -> int:
-    """How many of ``clients`` clients are elected; 0 of 0."""
+    """Return how many of ``clients`` clients are elected; 0 of 0."""
     return min(max(clients // SHARE, LEAST), MOST) if clients else 0
 
 
 def permuted(clients: Iterable[str], *, seed: int, epoch: int, algorithm: int = ALGORITHM) -> tuple[str, ...]:
-    """The clients, each once, in an order that depends on seed and epoch. UsageError for an unknown algorithm."""
+    """Return the clients, each once, in an order that depends on seed and epoch.
+
+    UsageError for an unknown algorithm.
+    """
     if algorithm != ALGORITHM:
         raise UsageError(
             f"election algorithm mismatch: the record has {algorithm}, this build has {ALGORITHM}; "
@@ -37,6 +40,6 @@ def permuted(clients: Iterable[str], *, seed: int, epoch: int, algorithm: int = 
 
 
 def elect(clients: Iterable[str], *, seed: int, epoch: int, algorithm: int = ALGORITHM) -> tuple[str, ...]:
-    """The elected clients: the first of `permuted`."""
+    """Return the elected clients: the first of `permuted`."""
     names = permuted(clients, seed=seed, epoch=epoch, algorithm=algorithm)
     return names[: checkpointers(len(names))]

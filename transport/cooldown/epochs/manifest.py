@@ -68,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return {file.upload for file in self.files} - {""}
 
     def path(self, file: File) -> str:
-        """Path of one of its files at the destination."""
+        """Return the path of one of its files at the destination."""
         place = upload_folder(self.run, self.epoch, file.upload) if file.upload else self.place
         return f"{place}/{FILES}/{file.name}"
 
@@ -101,12 +101,12 @@ class Blocks:
             rest = rest[len(part) :]
 
     def checksums(self) -> tuple[str, ...]:
-        """As `File.blocks`, of the bytes that have come."""
+        """Return the checksums of the bytes that have come, as `File.blocks`."""
         return (*self._complete, self._block.hexdigest())
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
+    """Return the manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -128,14 +128,14 @@ def decode(data: bytes) -> Manifest:
 
 
 def folder_and_file(names: Iterable[str]) -> str:
-    """A name that is also the folder of another one, as no folder of files can have; "" if there is none."""
+    """Return a name that is also the folder of another one, as no folder of files can have; "" if there is none."""
     known = set(names)
     parents = (str(parent) for name in known for parent in PurePosixPath(name).parents)
     return min((parent for parent in parents if parent in known), default="")
 
 
 def is_safe(name: str) -> bool:
-    """Whether a relative path stays below its folder, on every system."""
+    """Return whether a relative path stays below its folder, on every system."""
     parts = PurePosixPath(name).parts
     return (
         0 < len(name) <= MOST_NAME

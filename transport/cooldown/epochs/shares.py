@@ -57,12 +57,15 @@ class Local(NamedTuple):
 
 
 def shares_of(record: EpochRecord, host: str) -> int:
-    """How many shares a host's files are uploaded in."""
+    """Return how many shares a host's files are uploaded in."""
     return checkpointers(len(record.members_of(host)))
 
 
 def divided(saved: Sequence[Saved], shares: int) -> list[list[Local]]:
-    """The files of a host's members in shares of about the same size: largest first, each to the smallest share."""
+    """Return the files of a host's members in shares of about the same size.
+
+    The largest come first, each to the smallest share.
+    """
     sizes: dict[str, int] = {}
     folders: dict[str, list[str]] = {}
     for each in sorted(saved, key=lambda each: each.member):
@@ -79,7 +82,10 @@ def divided(saved: Sequence[Saved], shares: int) -> list[list[Local]]:
 
 
 def turns(record: EpochRecord, host: str, number: int) -> tuple[str, ...]:
-    """Who uploads a share: first the elected member that it belongs to, then, each after a silence, the others."""
+    """Return the uploaders of a share in turn.
+
+    First the elected member that it belongs to, then, each after a silence, the others.
+    """
     elected = record.elected_of(host)
     others = [name for name in record.members_of(host) if name not in elected]
     # In an order that depends on seed and epoch, so that it is not always the same ones that stand in.
@@ -94,7 +100,7 @@ class NameConflict(Exception):
 
 
 def complete(record: EpochRecord, shares: Iterable[Share]) -> list[Share] | None:
-    """The shares of a complete set, one for each share of each host; None while one is missing.
+    """Return the shares of a complete set, one for each share of each host; None while one is missing.
 
     A share whose upload was refused counts as missing. Of two uploads of a share the first by name is taken, so that
     all coordinators take the same.
@@ -110,12 +116,15 @@ def complete(record: EpochRecord, shares: Iterable[Share]) -> list[Share] | None
 
 
 def set_name(shares: Iterable[Share]) -> str:
-    """The attempt of a set: other shares have another name, so a manifest is never overwritten by a different one."""
+    """Return the attempt of a set.
+
+    Other shares have another name, so a manifest is never overwritten by a different one.
+    """
     return hashlib.sha256(" ".join(share.upload for share in shares).encode()).hexdigest()[:16]
 
 
 def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, Saved]) -> Manifest:
-    """The one manifest of a complete set; the same for the same shares, in whichever process it is made.
+    """Return the one manifest of a complete set; the same for the same shares, in whichever process it is made.
 
     Raises NameConflict: two different files have one name, or the shares have not exactly the files that were saved.
     """
