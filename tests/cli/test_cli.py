@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -134,6 +135,27 @@ def test_reclaim_looks_at_the_rings_of_a_run(dead_segment: str, capsys: pytest.C
     for place, found in (("rings:no-such-run-", []), (f"rings:{run_of_it}", [dead_segment])):
         assert run(["reclaim", place, "--json", "-"]) == 0
         assert [each["name"] for each in json.loads(capsys.readouterr().out)["segments"]] == found
+
+
+def test_reclaim_takes_the_notices_of_a_run_whose_announcer_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"rings:reclaimed-{secrets.token_hex(8)}-"
+    announcer = f"""
+import sys
+from transport.queue import open_queue
+with open_queue({place!r}) as queue:
+    print(queue.announce("policy", 1, b"first"), flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", announcer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        assert run(["reclaim", place, "--json", "-"]) == 0
+        assert [each["removed"] for each in json.loads(capsys.readouterr().out)["segments"]] == [False]
+        os.kill(process.pid, signal.SIGKILL)
+    assert run(["reclaim", place, "--json", "-"]) == 0
+    assert [each["removed"] for each in json.loads(capsys.readouterr().out)["segments"]] == [True]
 
 
 def test_reclaim_leaves_a_ring_that_was_taken_over_since_it_looked(

@@ -98,14 +98,15 @@ def reclaim(
 
 
 def _named(name: str) -> list[str]:
-    """The segments that an argument means."""
+    """Return the segments that an argument means; of a run, its notices as well."""
     from transport.claims.places import OnThisHost
     from transport.observe import overview
+    from transport.queue.notices import notices_here
 
     if not name.startswith("rings:"):
         return overview.named([name])
     with contextlib.closing(OnThisHost(name.removeprefix("rings:") or None)) as places:
-        return places.segments()
+        return [*places.segments(), *notices_here(places.prefix)]
 
 
 def _look(name: str) -> tuple[Segment, int] | None:

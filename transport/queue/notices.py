@@ -25,7 +25,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.queue.base import Notice
-from transport.ring.attachment import remove_dead, remove_if_dead
+from transport.ring.attachment import belongs, remove_dead, remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Store
@@ -113,11 +113,21 @@ def _said(value: bytes) -> _Said:
         raise StoreError(f"malformed notice: {error}") from error
 
 
+def _beginning(prefix: str) -> str:
+    """Return the beginning of the names of a run's notices. No topic has an @, so that no two runs share a name."""
+    return f"notices-{prefix}@"
+
+
+def notices_here(prefix: str) -> list[str]:
+    """Return the segments of this host with notices of a run, also those of killed processes."""
+    return [name for name in _ring.segments() if belongs(name, _beginning(prefix))]
+
+
 class RingNotices:
     """One ring of this host for each topic."""
 
     def __init__(self, prefix: str) -> None:
-        self._beginning = f"notices-{prefix}@"  # no topic has an @, so that no two prefixes share a name
+        self._beginning = _beginning(prefix)
         self._lock = threading.Lock()
         self._own: dict[str, SharedRingBuffer] = {}
         self._seen: dict[str, SharedRingBuffer] = {}
