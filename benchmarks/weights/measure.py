@@ -34,7 +34,7 @@ from process_member import ProcessMember
 
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
-from transport.weights.manager import Outcome, WeightUpdate
+from transport.weights.manager import UpdateOutcome, WeightUpdate
 from transport.weights.plan.steps import Step
 from transport.weights.sharded_replica import ShardedReplica
 from transport.weights.sharding.plan import make_plan
@@ -162,7 +162,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sample(NamedTuple):
-    outcome: Outcome
+    outcome: UpdateOutcome
     sent: int
     received: int
     trainers_copied: int

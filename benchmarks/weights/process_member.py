@@ -25,7 +25,7 @@ import msgspec
 from transport import errors
 from transport.errors import MemberFailedError, MemberLostError, TransportError
 from transport.ring.attachment import remove_dead
-from transport.weights.plan.steps import Metadata, Proof
+from transport.weights.plan.steps import Metadata, VersionProof
 from transport.weights.transfer.threads import ended, in_thread
 
 _HERE = Path(__file__).resolve().parent
@@ -156,22 +156,22 @@ class ProcessMember:
     async def init_process_group(self, arguments: dict[str, Any]) -> None:
         await self.call("init_process_group", arguments)
 
-    async def send_weights(self, version: int) -> Proof | None:
+    async def send_weights(self, version: int) -> VersionProof | None:
         return _proof(await self.call("send_weights", version))
 
-    async def land(self, version: int) -> Proof:
+    async def land(self, version: int) -> VersionProof:
         proof = _proof(await self.call("land", version))
         if proof is None:
             raise MemberFailedError(f"{self.name}: land returned no proof for v{version}")
         return proof
 
-    async def load(self) -> Proof | None:
+    async def load(self) -> VersionProof | None:
         return _proof(await self.call("load"))
 
-    async def restore(self) -> Proof | None:
+    async def restore(self) -> VersionProof | None:
         return _proof(await self.call("restore"))
 
-    async def prove(self) -> Proof | None:
+    async def prove(self) -> VersionProof | None:
         return _proof(await self.call("prove"))
 
     async def finalize(self) -> None:
@@ -205,8 +205,8 @@ class ProcessMember:
                 _untidy.discard(prefix)
 
 
-def _proof(value: Any) -> Proof | None:
-    return None if value is None else msgspec.convert(value, Proof)
+def _proof(value: Any) -> VersionProof | None:
+    return None if value is None else msgspec.convert(value, VersionProof)
 
 
 def _error(name: str, kind: str, text: str) -> Exception:

@@ -10,7 +10,7 @@ from typing import Any
 from process_member import ProcessMember
 from weights_members import checksum_of
 
-from transport.weights.manager import Outcome, WeightUpdate
+from transport.weights.manager import UpdateOutcome, WeightUpdate
 
 ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}
 _PATH = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -51,7 +51,7 @@ class MemberGroup:
         ]
         return cls(trainer, made)
 
-    async def update(self) -> Outcome:
+    async def update(self) -> UpdateOutcome:
         self.version += 1
         return await self.manager.update(self.version)
 

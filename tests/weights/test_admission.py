@@ -9,34 +9,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import InvalidAdmission
-from transport.weights.plan.admission import TRANSITIONS, Admission, Event, State
-from transport.weights.plan.steps import Policy, Proof, Verdict, known_alone, verdicts
+from transport.weights.plan.admission import TRANSITIONS, Admission, AdmissionEvent, AdmissionState
+from transport.weights.plan.steps import Policy, ReplicaVerdict, VersionProof, known_alone, verdicts
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)), ids=str)
-def test_every_event_in_every_state_is_in_the_table_or_refused(state: State, event: Event) -> None:
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(AdmissionState, AdmissionEvent)), ids=str)
+def test_every_event_in_every_state_is_in_the_table_or_refused(state: AdmissionState, event: AdmissionEvent) -> None:
     before = Admission(state=state, version=3)
-    proven = 4 if event is Event.PROVEN_NEW else 3 if event is Event.PROVEN_OLD else None
+    proven = 4 if event is AdmissionEvent.PROVEN_NEW else 3 if event is AdmissionEvent.PROVEN_OLD else None
     if (state, event) not in TRANSITIONS:
         with pytest.raises(InvalidAdmission):
             before.after(event, version=proven)
         return
     after = before.after(event, version=proven, reason="why")
     assert after.state is TRANSITIONS[state, event]
-    assert after.admitted == (after.state is State.SERVING)
+    assert after.admitted == (after.state is AdmissionState.SERVING)
     assert after.version == (3 if proven is None else proven)
 
 
 def test_only_a_proof_leads_to_serving() -> None:
-    assert {event for (_, event), to in TRANSITIONS.items() if to is State.SERVING} == {
-        Event.PROVEN_NEW,
-        Event.PROVEN_OLD,
+    assert {event for (_, event), to in TRANSITIONS.items() if to is AdmissionState.SERVING} == {
+        AdmissionEvent.PROVEN_NEW,
+        AdmissionEvent.PROVEN_OLD,
     }
-    updating = Admission().after(Event.BEGIN)
+    updating = Admission().after(AdmissionEvent.BEGIN)
     with pytest.raises(InvalidAdmission):
-        updating.after(Event.PROVEN_NEW)
+        updating.after(AdmissionEvent.PROVEN_NEW)
     with pytest.raises(InvalidAdmission):
-        updating.after(Event.UNPROVEN, version=3)
+        updating.after(AdmissionEvent.UNPROVEN, version=3)
 
 
 def test_a_new_replica_is_not_admitted() -> None:
@@ -46,12 +46,12 @@ def test_a_new_replica_is_not_admitted() -> None:
 
 # --- what an update means for each replica: by proof alone
 
-OLD, NEW, OTHER = Proof(1, 11), Proof(2, 22), Proof(2, 33)
+OLD, NEW, OTHER = VersionProof(1, 11), VersionProof(2, 22), VersionProof(2, 33)
 WHY = {"": "manager", "n": "why"}
 POLICIES = ["restore", "exclude", "fail_job"]
 
 
-def judged(policy: str, proofs: dict[str, Proof | None], lost: str = "") -> dict[str, Event]:
+def judged(policy: str, proofs: dict[str, VersionProof | None], lost: str = "") -> dict[str, AdmissionEvent]:
     found = verdicts(policy, proofs.keys(), proofs, NEW, dict.fromkeys(proofs, OLD), WHY, frozenset(lost))  # type: ignore[arg-type]
     return {name: verdict.event for name, verdict in found.items() if verdict is not None}
 
@@ -59,23 +59,23 @@ def judged(policy: str, proofs: dict[str, Proof | None], lost: str = "") -> dict
 def test_restore_admits_whatever_is_whole() -> None:
     proofs = {"n": NEW, "o": OLD, "x": OTHER, "z": None, "l": None}
     assert judged("restore", proofs, lost="l") == {
-        "n": Event.PROVEN_NEW,
-        "o": Event.PROVEN_OLD,
-        "x": Event.UNPROVEN,
-        "z": Event.UNPROVEN,
-        "l": Event.EXCLUDE,
+        "n": AdmissionEvent.PROVEN_NEW,
+        "o": AdmissionEvent.PROVEN_OLD,
+        "x": AdmissionEvent.UNPROVEN,
+        "z": AdmissionEvent.UNPROVEN,
+        "l": AdmissionEvent.EXCLUDE,
     }
 
 
 def test_exclude_keeps_out_who_fell_behind_others_only() -> None:
-    assert judged("exclude", {"n": NEW, "o": OLD}) == {"n": Event.PROVEN_NEW, "o": Event.EXCLUDE}
-    assert judged("exclude", {"o": OLD, "p": OLD}) == {"o": Event.PROVEN_OLD, "p": Event.PROVEN_OLD}
+    assert judged("exclude", {"n": NEW, "o": OLD}) == {"n": AdmissionEvent.PROVEN_NEW, "o": AdmissionEvent.EXCLUDE}
+    assert judged("exclude", {"o": OLD, "p": OLD}) == {"o": AdmissionEvent.PROVEN_OLD, "p": AdmissionEvent.PROVEN_OLD}
 
 
 def test_a_failed_job_admits_nobody() -> None:
-    assert set(judged("fail_job", {"n": NEW, "o": OLD, "z": None}).values()) == {Event.EXCLUDE}
+    assert set(judged("fail_job", {"n": NEW, "o": OLD, "z": None}).values()) == {AdmissionEvent.EXCLUDE}
     found = verdicts("fail_job", ["n"], {"n": NEW}, NEW, {}, {})
-    assert found == {"n": Verdict(Event.PROVEN_NEW, 2, "")}
+    assert found == {"n": ReplicaVerdict(AdmissionEvent.PROVEN_NEW, 2, "")}
 
 
 def test_a_replica_that_was_not_paused_goes_on_unless_it_is_gone_or_the_policy_leaves_it_behind() -> None:
@@ -91,16 +91,16 @@ def test_a_replica_that_was_not_paused_goes_on_unless_it_is_gone_or_the_policy_l
     assert unpaused("fail_job", {}) == {}
 
 
-proofs = st.one_of(st.none(), st.builds(Proof, st.integers(0, 3), st.integers(0, 3)))
+proofs = st.one_of(st.none(), st.builds(VersionProof, st.integers(0, 3), st.integers(0, 3)))
 
 
 @given(proof=proofs, new=proofs, old=proofs, policy=st.sampled_from(POLICIES))
 def test_nobody_is_admitted_without_proof_of_the_new_or_the_old_version(
-    proof: Proof | None, new: Proof | None, old: Proof | None, policy: str
+    proof: VersionProof | None, new: VersionProof | None, old: VersionProof | None, policy: str
 ) -> None:
     verdict = verdicts(policy, ["r"], {"r": proof}, new, {"r": old}, {"": "x"})["r"]  # type: ignore[arg-type]
     assert verdict is not None
-    if verdict.event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
+    if verdict.event in (AdmissionEvent.PROVEN_NEW, AdmissionEvent.PROVEN_OLD):
         assert proof is not None
         assert proof in (new, old)
         assert verdict.version == proof.version
@@ -109,7 +109,7 @@ def test_nobody_is_admitted_without_proof_of_the_new_or_the_old_version(
 @pytest.mark.parametrize("policy", POLICIES)
 @given(mine=proofs, other=proofs, new=proofs, failed=st.booleans())
 def test_a_replica_that_resumes_before_the_others_have_proven_anything_gets_the_same_verdict(
-    policy: str, mine: Proof | None, other: Proof | None, new: Proof | None, failed: bool
+    policy: str, mine: VersionProof | None, other: VersionProof | None, new: VersionProof | None, failed: bool
 ) -> None:
     if known_alone(policy, mine, new):  # type: ignore[arg-type]
         old = {"r": OLD, "s": OLD}

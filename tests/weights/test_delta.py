@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from transport.errors import ProtocolError
 from transport.weights.versions import delta
-from transport.weights.versions.delta import BLOCK, RAW, Record
+from transport.weights.versions.delta import BLOCK, RAW, DeltaRecord
 
 
-def encoded(new: np.ndarray, old: np.ndarray, itemsize: int, offset: int = 0) -> tuple[Record | None, np.ndarray]:
+def encoded(new: np.ndarray, old: np.ndarray, itemsize: int, offset: int = 0) -> tuple[DeltaRecord | None, np.ndarray]:
     out = np.full(len(new) + 8, 0xEE, np.uint8)
     record = delta.encode(offset, new, old, itemsize, out)
     return record, out[: record.encoded_bytes] if record is not None else out[:0]
@@ -70,7 +70,7 @@ def test_blocks_without_changes_and_changes_at_their_edges() -> None:
 def test_what_changed_almost_everywhere_is_sent_raw() -> None:
     old, new = noise(4096, 1), noise(4096, 2)
     record, data = encoded(new.copy(), old, 2)
-    assert record == Record(0, 4096, 2, RAW)
+    assert record == DeltaRecord(0, 4096, 2, RAW)
     np.testing.assert_array_equal(data, new)
 
 
@@ -86,16 +86,16 @@ def test_elements_are_compared_as_bits() -> None:
 @pytest.mark.parametrize(
     ("record", "size"),
     [
-        (Record(0, 72, 2, 1), None),
-        (Record(-2, 8, 2, 1), None),
-        (Record(0, 7, 2, 1), None),
-        (Record(0, 8, 3, 1), None),
-        (Record(0, 8, 2, 1), 7),
-        (Record(0, 8, 2, RAW), 9),
+        (DeltaRecord(0, 72, 2, 1), None),
+        (DeltaRecord(-2, 8, 2, 1), None),
+        (DeltaRecord(0, 7, 2, 1), None),
+        (DeltaRecord(0, 8, 3, 1), None),
+        (DeltaRecord(0, 8, 2, 1), 7),
+        (DeltaRecord(0, 8, 2, RAW), 9),
     ],
     ids=str,
 )
-def test_records_that_do_not_fit_are_refused(record: Record, size: int | None) -> None:
+def test_records_that_do_not_fit_are_refused(record: DeltaRecord, size: int | None) -> None:
     data = np.zeros(record.encoded_bytes if size is None else size, np.uint8)
     with pytest.raises(ProtocolError):
         delta.apply(record, data, np.zeros(64, np.uint8))

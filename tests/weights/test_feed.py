@@ -13,7 +13,7 @@ from helpers import asynchronous, ended, until
 
 from transport.errors import ParentLostError
 from transport.weights.transfer.feed import Feed, Upstream, _next
-from transport.weights.transfer.messages import Hello, Start, encode
+from transport.weights.transfer.messages import FeedHello, Start, encode
 
 
 @asynchronous
@@ -105,7 +105,7 @@ def test_a_group_of_hundreds_that_comes_at_once_is_admitted(run: Callable[..., N
             at = ("127.0.0.1", feed.port)
             crowd = [socket.create_connection(at, 10.0) for _ in range(CROWD)]  # while the loop is busy
             for number, each in enumerate(crowd):
-                each.sendall(encode(Hello(feed.token, f"member {number}")))
+                each.sendall(encode(FeedHello(feed.token, f"member {number}")))
             await until(lambda: len(feed.children) == CROWD or any(map(ended, crowd)))
             admitted = len(feed.children)
             for each in crowd:
@@ -137,7 +137,7 @@ async def test_a_child_that_takes_a_long_message_slowly_is_not_dropped(monkeypat
     await feed.open("127.0.0.1")
     try:
         with socket.create_connection(("127.0.0.1", feed.port), 30.0) as child:
-            child.sendall(encode(Hello(feed.token, "child")))
+            child.sendall(encode(FeedHello(feed.token, "child")))
             await feed.joined(["child"])
             sent, taken = feed._sent, bytearray()
 

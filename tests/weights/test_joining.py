@@ -22,7 +22,7 @@ from transport.errors import (
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Limits
-from transport.weights.sharding.roles import Role, build_topology, unpack
+from transport.weights.sharding.roles import RankRole, build_topology, unpack
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Start, encode
 from transport.weights.worker import ReferenceWorker, Replica
@@ -144,7 +144,7 @@ async def test_a_relay_that_waits_for_its_child_hears_its_parent_and_tells_its_o
     try:
         metadata = [await each.prepare() for each in made]
         arguments = columns(*build_topology(1, 3, metadata))
-        parts = [unpack(row["roles"][0], Role).incoming for row in arguments]
+        parts = [unpack(row["roles"][0], RankRole).incoming for row in arguments]
         relay = next(at for at, part in enumerate(parts) if part and part[0].wired and part[0].local)
         mapping = next(at for at, part in enumerate(parts) if part and part[0].mapped)
         joining = [asyncio.ensure_future(made[at].init_process_group(**arguments[at])) for at in (relay, mapping, 0)]

@@ -34,7 +34,7 @@ from transport.ring.packing import views
 from transport.testing import ResourceSnapshot
 from transport.weights.engine import WeightsEngine
 from transport.weights.options import EngineOptions
-from transport.weights.plan.admission import State
+from transport.weights.plan.admission import AdmissionState
 from transport.weights.plan.steps import Limits, Step
 from transport.weights.versions.layout import row_of, specs_of
 from transport.weights.worker import Replica
@@ -138,7 +138,11 @@ def test_two_clean_ups_that_raise_do_not_hide_the_first_error_nor_each_other(sha
         # the load failed before anything was taken, so the old version is there; but it has no cache
         await group.serves(group.version - 1, group.version, group.version)
         states = {name: each.state for name, each in group.manager.admissions.items()}
-        assert states == {"replica 0": State.PENDING, "replica 1": State.PENDING, "replica 2": State.SERVING}
+        assert states == {
+            "replica 0": AdmissionState.PENDING,
+            "replica 1": AdmissionState.PENDING,
+            "replica 2": AdmissionState.SERVING,
+        }
         assert group.manager.admitted == {third.name: group.version}
 
     shared(body)
@@ -241,7 +245,7 @@ def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: An
         try:
             await group.update()
             group.manager._on_step = lambda step, members: None
-            assert group.manager.admissions["late"].state is State.PENDING
+            assert group.manager.admissions["late"].state is AdmissionState.PENDING
             outcome = await group.update()
             assert not outcome.delta  # it has nothing that changes could be put upon
             assert group.manager.admitted["late"] == group.version
@@ -321,5 +325,5 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
         os.kill(group.replicas[0].process.pid, signal.SIGCONT)
         with pytest.raises(error, match=r"checksum|attempts"):
             await updating
-        assert group.manager.admissions["replica 0"].state is State.PENDING
+        assert group.manager.admissions["replica 0"].state is AdmissionState.PENDING
         assert await group.replicas[0].call("told", "look") == [-1, None, True, True]

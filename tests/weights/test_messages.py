@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from transport.errors import ProtocolError, UsageError
 from transport.weights.transfer import messages
 from transport.weights.transfer.bucket_sender import Pace
-from transport.weights.transfer.messages import Alive, Failed, Frame, Hello, Placed, Slices, Start, Welcome
-from transport.weights.versions.delta import RAW, Record
+from transport.weights.transfer.messages import Alive, FeedFailed, FeedHello, FeedWelcome, Frame, Placed, Slices, Start
+from transport.weights.versions.delta import RAW, DeltaRecord
 
 FRAMES: list[Frame] = [
-    Hello("token", "replica 0"),
-    Welcome(),
+    FeedHello("token", "replica 0"),
+    FeedWelcome(),
     Alive(),
     Start(7),
     Start(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ()))),
-    Slices(3, 1, 4, b"TK", (Record(0, 64, 2, RAW), Record(64, 64, 4, 1)), 2**64 - 1),
+    Slices(3, 1, 4, b"TK", (DeltaRecord(0, 64, 2, RAW), DeltaRecord(64, 64, 4, 1)), 2**64 - 1),
     Placed(0, b"TK", 1),
-    Failed("LinkError: why"),
+    FeedFailed("LinkError: why"),
 ]
 
 
@@ -43,14 +43,14 @@ def test_bytes_that_are_no_frame_are_refused_by_name(body: bytes) -> None:
 @pytest.mark.parametrize("numbers", [(-8, 128, 4, 1), (0, -8, 4, 1), (0, 128, 0, 1), (0, 128, 4, -2)], ids=str)
 def test_numbers_that_no_record_of_changes_has_are_refused(numbers: tuple[int, int, int, int]) -> None:
     with pytest.raises(ProtocolError, match="not a frame"):
-        messages.decode(messages.encode(Slices(0, 0, 0, b"TK", (Record(*numbers),)))[4:])
+        messages.decode(messages.encode(Slices(0, 0, 0, b"TK", (DeltaRecord(*numbers),)))[4:])
 
 
 def test_a_length_that_no_frame_has_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ProtocolError, match="4294967295 bytes"):
         messages.length_of(b"\xff\xff\xff\xff")
     with pytest.raises(ProtocolError, match="at most"):
-        messages.encode(Failed("y" * messages.MAX_FRAME_BYTES))
+        messages.encode(FeedFailed("y" * messages.MAX_FRAME_BYTES))
 
 
 def test_a_pace_keeps_the_rate_and_saves_nothing_up() -> None:

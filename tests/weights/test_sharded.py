@@ -23,7 +23,7 @@ from transport.errors import (
 from transport.schema import DTYPES
 from transport.weights.engine import WeightsEngine
 from transport.weights.manager import WeightUpdate
-from transport.weights.plan.admission import State
+from transport.weights.plan.admission import AdmissionState
 from transport.weights.plan.steps import Step
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
@@ -207,7 +207,7 @@ async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_v
             assert described["proof"] is None  # no changes since what it had
             await rank.engine.finalize()
         assert made.manager.admitted == {}
-        assert {each.state for each in made.manager.admissions.values()} == {State.PENDING}
+        assert {each.state for each in made.manager.admissions.values()} == {AdmissionState.PENDING}
         await made.manager.update(3)
         made.serves(3)
         assert made.manager.admitted == {"server 0": 3}

@@ -21,8 +21,8 @@ from transport.errors import ProtocolError, WeightsChecksumError
 from transport.schema import DTYPES, TensorSpec
 from transport.ticket import Ticket
 from transport.weights.manager import WeightUpdate
-from transport.weights.plan.admission import State
-from transport.weights.plan.steps import POLICIES, Policy, Proof, Step
+from transport.weights.plan.admission import AdmissionState
+from transport.weights.plan.steps import POLICIES, Policy, Step, VersionProof
 from transport.weights.sharding import shards
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -31,7 +31,7 @@ from transport.weights.sharding.roles import Outgoing, build_topology
 from transport.weights.transfer.changes import ShardBase, apply
 from transport.weights.transfer.parts import PartLanding
 from transport.weights.transfer.sending import gather
-from transport.weights.versions.delta import Record, encoded_size
+from transport.weights.versions.delta import DeltaRecord, encoded_size
 
 V = SPARSE
 
@@ -73,7 +73,7 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
         sent = whole = 0
         for sender, base in enumerate(bases):
             arrays = list(local(senders[sender], tensors).values())
-            begun = base.begin(outgoing[sender], bucket_bytes, Proof(version - 1, 0))
+            begun = base.begin(outgoing[sender], bucket_bytes, VersionProof(version - 1, 0))
             for stream, (kept, usable) in zip(outgoing[sender], begun, strict=True):
                 assert usable is (version > 1)
                 for index, bucket in enumerate(buckets_of(stream.slices, stream.dtypes, bucket_bytes)):
@@ -95,8 +95,8 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
                     assert (kept.image(index, len(new)) == new).all()
                     sent, whole = sent + len(new if found is None else found.values), whole + len(new)
                 kept.complete = True
-            base.end(Proof(version, 0))
-            assert base.proof == Proof(version, 0)
+            base.end(VersionProof(version, 0))
+            assert base.proof == VersionProof(version, 0)
         for part, of_part in zip(plan, rows, strict=True):
             for receiver in part.receivers:
                 expected = local(receivers[receiver], tensors)
@@ -116,36 +116,37 @@ def one_stream(elements: int = 64) -> Outgoing:
 def test_a_base_serves_only_the_version_that_it_is_of_and_the_streams_that_it_has() -> None:
     base, stream = ShardBase(), one_stream()
 
-    def begin(proof: Proof | None, of: Outgoing = stream, bucket_bytes: int = 128) -> bool:
+    def begin(proof: VersionProof | None, of: Outgoing = stream, bucket_bytes: int = 128) -> bool:
         ((kept, usable),) = base.begin([of], bucket_bytes, proof)
         kept.complete = True
-        base.end(Proof(1, 7))
+        base.end(VersionProof(1, 7))
         return usable
 
     assert not begin(None)
-    assert begin(Proof(1, 7))
-    assert not begin(Proof(1, 8))
+    assert begin(VersionProof(1, 7))
+    assert not begin(VersionProof(1, 8))
     assert not begin(None), "a whole version was asked for"
-    assert not begin(Proof(1, 7), bucket_bytes=64)
-    assert not begin(Proof(1, 7), of=one_stream(32), bucket_bytes=64)
-    ((_, usable),) = base.begin([stream], 128, Proof(1, 7))
+    assert not begin(VersionProof(1, 7), bucket_bytes=64)
+    assert not begin(VersionProof(1, 7), of=one_stream(32), bucket_bytes=64)
+    ((_, usable),) = base.begin([stream], 128, VersionProof(1, 7))
     assert not usable
     assert base.proof is None, "it is being sent"
-    base.end(Proof(2, 7))
+    base.end(VersionProof(2, 7))
     assert base.proof is None, "the stream was not sent to its end"
 
 
 @pytest.mark.parametrize(
     "records",
     [
-        [Record(0, 128, 3, 1)],
-        [Record(0, 136, 4, 1)],  # beyond the bucket
-        [Record(256, 8, 4, 1)],  # behind it
-        [Record(64, 8, 4, 1), Record(0, 8, 4, 1)],  # in another order: the first leaves the place of the second behind
+        [DeltaRecord(0, 128, 3, 1)],
+        [DeltaRecord(0, 136, 4, 1)],  # beyond the bucket
+        [DeltaRecord(256, 8, 4, 1)],  # behind it
+        # in another order: the first leaves the place of the second behind
+        [DeltaRecord(64, 8, 4, 1), DeltaRecord(0, 8, 4, 1)],
     ],
     ids=str,
 )
-def test_records_that_do_not_fit_a_bucket_are_refused(records: list[Record]) -> None:
+def test_records_that_do_not_fit_a_bucket_are_refused(records: list[DeltaRecord]) -> None:
     stream = one_stream()
     bucket = buckets_of(stream.slices, stream.dtypes, 128)[0]
     target = np.zeros(32, np.float32)
@@ -290,7 +291,9 @@ async def test_a_whole_version_that_fails_after_wrong_changes_leaves_what_each_r
         assert len(prepared) == 2
         for replica in made.replicas:
             proofs = [await rank.prove() for rank in replica.ranks]
-            assert made.manager.admissions[replica.name].state is (State.PENDING if None in proofs else State.SERVING)
+            assert made.manager.admissions[replica.name].state is (
+                AdmissionState.PENDING if None in proofs else AdmissionState.SERVING
+            )
         if not in_place:
             made.serves(V, V)
         monkeypatch.undo()

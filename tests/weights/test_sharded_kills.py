@@ -19,7 +19,7 @@ from shard_members import SPARSE, checksum_of, served
 
 from transport.errors import MemberLostError, WeightsError
 from transport.weights.manager import WeightUpdate
-from transport.weights.plan.admission import State
+from transport.weights.plan.admission import AdmissionState
 from transport.weights.plan.steps import Limits
 from transport.weights.sharded_replica import ShardedReplica
 
@@ -136,11 +136,11 @@ async def test_whoever_is_killed_wherever_an_engine_serves_one_version_or_none(
         for at, (version, serving) in enumerate(zip(versions, await group.serves(), strict=True)):
             admission = group.manager.admissions[f"server {at}"]
             if version < 0:
-                assert admission.state is State.EXCLUDED
+                assert admission.state is AdmissionState.EXCLUDED
                 assert len(serving) <= 1
             else:
                 assert serving == {version}
-                assert (admission.state, admission.version) == (State.SERVING, version)
+                assert (admission.state, admission.version) == (AdmissionState.SERVING, version)
         if killed in group.trainers:
             with pytest.raises(WeightsError):
                 await group.manager.update(3)
@@ -167,7 +167,7 @@ async def test_in_place_an_engine_that_may_hold_a_mixture_takes_no_traffic(who: 
             await group.manager.update(2)
         for replica in group.replicas:
             admission = group.manager.admissions[replica.name]
-            if admission.state is State.SERVING:  # then all of its ranks serve one version
+            if admission.state is AdmissionState.SERVING:  # then all of its ranks serve one version
                 versions = set()
                 for number, rank in enumerate(replica.ranks):
                     assert isinstance(rank, ProcessMember)
@@ -175,7 +175,7 @@ async def test_in_place_an_engine_that_may_hold_a_mixture_takes_no_traffic(who: 
                     assert checksum == checksum_of(served(number, 2), admission.version), rank.name
                     versions.add(version)
             else:
-                assert admission.state is (State.EXCLUDED if replica.lost else State.PENDING)
+                assert admission.state is (AdmissionState.EXCLUDED if replica.lost else AdmissionState.PENDING)
         if killed in group.trainers:
             # An engine into which nothing had landed yet still serves what it had.
             assert set(group.manager.admitted.values()) <= {1}
@@ -211,10 +211,10 @@ async def test_killed_while_changes_move_an_engine_serves_one_version_or_none(
         for at, (version, serving) in enumerate(zip(versions, await group.serves(), strict=True)):
             admission = group.manager.admissions[f"server {at}"]
             if version < 0:
-                assert admission.state is State.EXCLUDED
+                assert admission.state is AdmissionState.EXCLUDED
             else:
                 assert serving == {SPARSE + version}
-                assert (admission.state, admission.version) == (State.SERVING, SPARSE + version)
+                assert (admission.state, admission.version) == (AdmissionState.SERVING, SPARSE + version)
         if killed not in group.trainers:
             await group.manager.update(SPARSE + 3)
             alive = 1 - versions.index(-1)

@@ -19,14 +19,14 @@ from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box, BoxIndex, left_over
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
-from transport.weights.sharding.plan import Part, make_plan
-from transport.weights.sharding.roles import Role, ShardDescription, pack, roles, unpack
+from transport.weights.sharding.plan import ShardPart, make_plan
+from transport.weights.sharding.roles import RankRole, ShardDescription, pack, roles, unpack
 
 RANDOM_SHARDINGS = 500
 
 
 def carried(
-    plan: Sequence[Part],
+    plan: Sequence[ShardPart],
     senders: Sequence[Layout],
     receivers: Sequence[Layout],
     tensors: dict[str, Any],
@@ -61,7 +61,7 @@ def carried(
 
 def check(
     senders: Sequence[Layout], receivers: Sequence[Layout], specs: Sequence[TensorSpec], bucket: int
-) -> tuple[Part, ...]:
+) -> tuple[ShardPart, ...]:
     plan = make_plan(senders, receivers)
     tensors = model(specs)
     for layout, got in zip(receivers, carried(plan, senders, receivers, tensors, bucket), strict=True):
@@ -348,9 +348,9 @@ def test_a_role_survives_its_packing_and_garbage_is_refused() -> None:
     layout = Layout.of([shards.whole(LLAMA[0])])
     sent, received = roles([described(0, layout, "t")], [described(0, layout, "a")], 7)
     for role in (*sent, *received):
-        assert unpack(pack(role), Role) == role
+        assert unpack(pack(role), RankRole) == role
     for garbage in ("", "?", pack(["x", 2]), pack(sent[0])[:-8], "AAAA"):
-        with pytest.raises(ProtocolError, match="not a Role"):
-            unpack(garbage, Role)
+        with pytest.raises(ProtocolError, match="not a RankRole"):
+            unpack(garbage, RankRole)
     with pytest.raises(UsageError, match="with different names"):
         roles([described(0, layout, "a")], [described(0, layout, "a")], 7)

@@ -13,8 +13,8 @@ from member_groups import MemberGroup
 from process_member import ProcessMember
 
 from transport.errors import MemberFailedError, MemberLostError, WeightsTimeoutError
-from transport.weights.manager import Outcome
-from transport.weights.plan.admission import State
+from transport.weights.manager import UpdateOutcome
+from transport.weights.plan.admission import AdmissionState
 from transport.weights.plan.steps import STAGE, Limits, Step
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -64,7 +64,7 @@ async def test_a_member_killed_at_any_step_costs_only_itself(step: Step, name: s
         else:
             with pytest.raises(MemberLostError, match=name) as caught:
                 await group.update()
-            assert isinstance(caught.value.outcome, Outcome)
+            assert isinstance(caught.value.outcome, UpdateOutcome)
             outcome = caught.value.outcome
         version = 1 if step in STAGED else 2
         alive = [each for each in group.replicas if each is not killed]
@@ -77,7 +77,7 @@ async def test_a_member_killed_at_any_step_costs_only_itself(step: Step, name: s
         for each in alive:
             assert (await each.call("told", "look"))[2:] == [True, True], f"{each.name} does not generate"
         if killed in group.replicas:
-            assert group.manager.admissions[name].state is State.EXCLUDED
+            assert group.manager.admissions[name].state is AdmissionState.EXCLUDED
             await group.update()
             assert group.manager.admitted == {each.name: 3 for each in alive}
 
@@ -109,13 +109,13 @@ async def test_a_replica_that_stands_still_at_any_step_takes_no_traffic_with_wei
                 await group.update()
         finally:
             os.kill(stopped.process.pid, signal.SIGCONT)
-        assert isinstance(caught.value.outcome, Outcome)
+        assert isinstance(caught.value.outcome, UpdateOutcome)
         version = 1 if step in STAGED else 2
         assert bool(caught.value.outcome.pause_s) == (step not in STAGED)
         others = {each.name: version for each in group.replicas if each is not stopped}
         if step in COMMITTED:
             assert group.manager.admitted == others
-            assert group.manager.admissions[name].state is State.PENDING
+            assert group.manager.admissions[name].state is AdmissionState.PENDING
         else:
             assert group.manager.admitted == {**others, name: version}
         group.manager._limits = Limits()

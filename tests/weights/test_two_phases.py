@@ -18,8 +18,8 @@ from weights_members import Source, checksum_of, version_of
 
 from transport.errors import MemberFailedError, UsageError, WeightsChecksumError, WeightsTimeoutError
 from transport.weights.manager import WeightUpdate
-from transport.weights.plan.admission import State
-from transport.weights.plan.steps import Limits, Proof, Step
+from transport.weights.plan.admission import AdmissionState
+from transport.weights.plan.steps import Limits, Step, VersionProof
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Trainer
 
@@ -104,7 +104,7 @@ async def test_a_replica_that_proves_another_version_than_was_sent_keeps_all_fro
 
         async def proves_version_1(version: int) -> Any:
             proof = await land(version)
-            return Proof(version, checksum_of(1)) if version == 2 else proof
+            return VersionProof(version, checksum_of(1)) if version == 2 else proof
 
         replicas[1].land = proves_version_1  # type: ignore[method-assign]
         with pytest.raises(MemberFailedError, match="replica 1 has landed"):
@@ -374,7 +374,7 @@ async def test_a_replica_takes_traffic_only_with_what_it_proves_to_serve(always:
         with pytest.raises(WeightsChecksumError, match="its load changed or lost tensors"):
             await manager.update(2)
         if always:
-            assert manager.admissions["replica 0"].state is State.PENDING
+            assert manager.admissions["replica 0"].state is AdmissionState.PENDING
             assert not worker.generating
             assert await replicas[0].prove() is None
         else:

@@ -9,10 +9,10 @@ from helpers import asynchronous
 
 from transport.errors import WeightsChecksumError
 from transport.weights import updating
-from transport.weights.plan.steps import Limits, Proof
+from transport.weights.plan.steps import Limits, VersionProof
 from transport.weights.updating import Run
 
-VERSION = Proof(2, 7)
+VERSION = VersionProof(2, 7)
 
 
 class Sends:
@@ -25,7 +25,7 @@ class Sends:
 
     async def init_process_group(self, arguments: dict[str, Any]) -> None: ...
 
-    async def send_weights(self, version: int) -> Proof:
+    async def send_weights(self, version: int) -> VersionProof:
         return VERSION
 
     async def finalize(self) -> None: ...
@@ -45,12 +45,12 @@ class Lands(Sends):
         self.prepared += 1
         return await super().prepare()
 
-    async def land(self, version: int) -> Proof:
+    async def land(self, version: int) -> VersionProof:
         if self.errors:
             raise self.errors.pop(0)
         return VERSION
 
-    async def load(self) -> Proof:
+    async def load(self) -> VersionProof:
         return VERSION
 
     async def pause(self) -> None: ...

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transport.weights.engine import EngineStatistics, WeightsEngine
-    from transport.weights.manager import Outcome, WeightsStatistics, WeightUpdate
+    from transport.weights.manager import UpdateOutcome, WeightsStatistics, WeightUpdate
     from transport.weights.offers import Offer, Offers, Taker, offer
     from transport.weights.options import EngineOptions
     from transport.weights.plan.admission import Admission
@@ -21,7 +21,7 @@ _HOMES = {
     "Limits": "plan.steps",
     "Offer": "offers",
     "Offers": "offers",
-    "Outcome": "manager",
+    "UpdateOutcome": "manager",
     "ReferenceWorker": "worker",
     "Replica": "worker",
     "WeightsEngine": "engine",
@@ -37,7 +37,7 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "WeightUpdate",
-    "Outcome",
+    "UpdateOutcome",
     "WeightsStatistics",
     "Limits",
     "Trainer",

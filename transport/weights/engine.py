@@ -28,9 +28,9 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.ticket import memory_identity
 from transport.weights.options import EngineOptions
-from transport.weights.plan.steps import Metadata, Proof, Weights
+from transport.weights.plan.steps import Metadata, VersionProof, Weights
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.roles import Role, ShardDescription, completed, pack, unpack
+from transport.weights.sharding.roles import RankRole, ShardDescription, completed, pack, unpack
 from transport.weights.sharding.shards import whole_model
 from transport.weights.transfer.bucket_sender import SETTINGS, BucketSender
 from transport.weights.transfer.changes import ShardBase
@@ -148,7 +148,7 @@ class WeightsEngine:
         self._in_flight = in_flight
         self._buffers = BufferPool(in_flight * bucket_bytes)
         self._packed = "" if layout is None else pack(layout)
-        self._role: Role | None = None
+        self._role: RankRole | None = None
         self._upstreams: dict[str, Upstream] = {}
         self._spoilt = False
         self._base = ShardBase() if delta else None
@@ -167,7 +167,7 @@ class WeightsEngine:
         return self._previous
 
     @property
-    def proof(self) -> Proof | None:
+    def proof(self) -> VersionProof | None:
         """The complete version that this rank holds, or has kept to send changes since then."""
         if self._held is not None:
             return self._held.proof
@@ -234,7 +234,7 @@ class WeightsEngine:
         if feed is None:
             raise UsageError(f"{self.name}: call prepare() before init_process_group()")
         (packed,) = arguments["roles"]
-        self._role = role = unpack(packed, Role)
+        self._role = role = unpack(packed, RankRole)
         self._sender.begin(feed, role.readers)
         if self._client is None and any(each.mapped is None for each in role.incoming):
             wires = self._options.wires
@@ -255,7 +255,7 @@ class WeightsEngine:
             await announce_failure(feed, error)
             raise
 
-    async def _connected(self, role: Role) -> list[Upstream]:
+    async def _connected(self, role: RankRole) -> list[Upstream]:
         """Connect to all parents."""
 
         async def connect(peer: Any) -> None:
@@ -307,7 +307,7 @@ class WeightsEngine:
             raise ClosedError("a forked child does not have its parent's engine of weights; make one in the child")
 
     # --- weights ---------------------------------------------------------------------------------------------
-    async def send_weights(self, weights: Weights | Mapping[str, Any], global_steps: int) -> Proof | None:
+    async def send_weights(self, weights: Weights | Mapping[str, Any], global_steps: int) -> VersionProof | None:
         """Send this rank's shards; returns when all that want them have read them. None: this rank sends nothing.
 
         weights: its local tensors by name, or pairs of name and tensor, which are then held until the end. Tensors
@@ -356,11 +356,11 @@ class WeightsEngine:
             )
             await sending.run(tensors, global_steps, specs)
             if self._base is not None:
-                self._base.end(Proof(global_steps, role.update))
+                self._base.end(VersionProof(global_steps, role.update))
         except BaseException as error:
             await announce_failure(feed, error)
             raise
-        return Proof(global_steps, role.update)
+        return VersionProof(global_steps, role.update)
 
     async def receive(self, global_steps: int) -> ShardHeld:
         """Receive and prove a version. It is held from now on, and the previous one until `finalize`."""

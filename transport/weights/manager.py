@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from transport.errors import ClosedError, UsageError, WeightsError
-from transport.weights.plan.admission import Admission, Event, State
-from transport.weights.plan.steps import POLICIES, Limits, Policy, Proof, Step
+from transport.weights.plan.admission import Admission, AdmissionEvent, AdmissionState
+from transport.weights.plan.steps import POLICIES, Limits, Policy, Step, VersionProof
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class UpdateOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an update.
 
     Attributes:
@@ -85,7 +85,7 @@ class WeightUpdate:
         self._limits = limits or Limits()
         self._on_step = on_step
         self._admissions: dict[str, Admission] = {}
-        self._proven: dict[str, Proof | None] = {}  # the last proof of each replica
+        self._proven: dict[str, VersionProof | None] = {}  # the last proof of each replica
         self._busy = False
         self._updating: frozenset[str] = frozenset()  # the replicas of the update that runs
         self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
@@ -114,8 +114,8 @@ class WeightUpdate:
         before = self._admissions.get(replica.name)
         if before is None:
             self._admissions[replica.name] = Admission()
-        elif before.state is State.EXCLUDED:
-            self._admissions[replica.name] = before.after(Event.READMIT, reason="it joined again")
+        elif before.state is AdmissionState.EXCLUDED:
+            self._admissions[replica.name] = before.after(AdmissionEvent.READMIT, reason="it joined again")
         else:
             raise UsageError(f"{replica.name} is already a member; exclude it first")
         self._proven[replica.name] = None
@@ -130,7 +130,7 @@ class WeightUpdate:
             raise UsageError(f"name={name!r:.80} is no member; these are: {sorted(self._admissions)}")
         if name in self._updating:
             raise UsageError(f"{name} is being updated; wait for the end of the update")
-        self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
+        self._admissions[name] = self._admissions[name].after(AdmissionEvent.EXCLUDE, reason=reason)
 
     def statistics(self) -> WeightsStatistics:
         """Counters at this moment."""
@@ -139,11 +139,11 @@ class WeightUpdate:
             **self._counts,
             seconds=self._seconds,
             pause_s=dict(self._pause_s),
-            replicas_by_state={state.value: states.count(state) for state in State},
+            replicas_by_state={state.value: states.count(state) for state in AdmissionState},
         )
 
     # --- updates ------------------------------------------------------------------------------------------------------
-    async def update(self, version: int, *, whole: bool = False) -> Outcome:
+    async def update(self, version: int, *, whole: bool = False) -> UpdateOutcome:
         """Bring every replica that is not excluded to ``version``.
 
         If a delta fails its checksum on one replica, none commits it, and the whole version is sent once more.
@@ -152,7 +152,7 @@ class WeightUpdate:
         Raises:
             UsageError: an update is running, or there is no replica to update.
             Exception: the first error, of any member; its notes are the later errors, and its `outcome`, if it can have
-                one, is the `Outcome`. CancelledError counts as a failure like any other.
+                one, is the `UpdateOutcome`. CancelledError counts as a failure like any other.
         """
         if self._process != os.getpid():
             raise ClosedError("a forked child does not have its parent's members of an update; make them in the child")
@@ -176,16 +176,16 @@ class WeightUpdate:
         return {
             name: replica
             for name, replica in self._replicas.items()
-            if self._admissions[name].state is not State.EXCLUDED
+            if self._admissions[name].state is not AdmissionState.EXCLUDED
         }
 
-    async def _run(self, version: int, *, whole: bool) -> tuple[Outcome, BaseException | None]:
+    async def _run(self, version: int, *, whole: bool) -> tuple[UpdateOutcome, BaseException | None]:
         self._counts["updates"] += 1
         replicas = self._to_update()
         self._updating = frozenset(replicas)
 
         def pausing(name: str) -> None:
-            self._admissions[name] = self._admissions[name].after(Event.BEGIN)
+            self._admissions[name] = self._admissions[name].after(AdmissionEvent.BEGIN)
 
         run = Run(
             self._trainers,
@@ -209,9 +209,9 @@ class WeightUpdate:
         self._admit(run)
         return self._conclude(run, version)
 
-    def _conclude(self, run: Run, version: int) -> tuple[Outcome, BaseException | None]:
+    def _conclude(self, run: Run, version: int) -> tuple[UpdateOutcome, BaseException | None]:
         failures = run.failures
-        outcome = Outcome(
+        outcome = UpdateOutcome(
             version=version,
             delta=run.delta,
             replicas=self.admissions,
@@ -254,12 +254,12 @@ class WeightUpdate:
             before = self._admissions[name]
             if verdict is None:
                 why = run.reasons.get(name)
-                if before.state is State.PENDING and why:
+                if before.state is AdmissionState.PENDING and why:
                     self._admissions[name] = msgspec.structs.replace(before, reason=why)
                 continue
             event, version, reason = verdict
-            if event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
+            if event in (AdmissionEvent.PROVEN_NEW, AdmissionEvent.PROVEN_OLD):
                 self._proven[name] = run.proofs[name]
                 if name in resuming:
-                    event, version, reason = Event.UNPROVEN, None, resuming[name]
+                    event, version, reason = AdmissionEvent.UNPROVEN, None, resuming[name]
             self._admissions[name] = before.after(event, version=version, reason=reason)

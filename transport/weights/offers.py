@@ -44,7 +44,7 @@ from transport.runtime.error_text import error_text
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import VersionProof
 from transport.weights.version_switch import VersionSwitch, WorkerState
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import RolloutWorker
@@ -274,7 +274,7 @@ class Taker:
             raise WeightsChecksumError(
                 f"v{found.version}: checksum mismatch: received {arrived:016x}, expected {found.checksum:016x}"
             )
-        taken = _Taken(Proof(found.version, found.checksum), found.checksum, weights)
+        taken = _Taken(VersionProof(found.version, found.checksum), found.checksum, weights)
         try:
             finished(self._switch.stage(taken))
             finished(self._switch.load(taken))
@@ -290,7 +290,7 @@ class Taker:
 
 
 class _Taken(NamedTuple):
-    proof: Proof
+    proof: VersionProof
     checksum: int
     weights: dict[str, Any]
 

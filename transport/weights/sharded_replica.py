@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, UsageError
-from transport.weights.plan.steps import Metadata, Proof
+from transport.weights.plan.steps import Metadata, VersionProof
 from transport.weights.transfer.threads import ended
 from transport.weights.updating import ReplicaMember
 
@@ -59,25 +59,25 @@ class ShardedReplica:
         joining = (rank.init_process_group({"roles": [role]}) for rank, role in zip(self.ranks, roles, strict=True))
         await _all(joining, asyncio.FIRST_EXCEPTION)  # a rank may wait for the one that failed
 
-    async def land(self, version: int) -> Proof:
+    async def land(self, version: int) -> VersionProof:
         """Receive a version and prove what landed, on all ranks.
 
         Waits for every rank, also after one has failed: others may relay to other replicas.
         """
-        proofs: set[Proof] = set(await _all(rank.land(version) for rank in self.ranks))
+        proofs: set[VersionProof] = set(await _all(rank.land(version) for rank in self.ranks))
         if len(proofs) != 1:
             raise MemberFailedError(f"{self.name}: its ranks prove {', '.join(sorted(map(str, proofs)))}")
         return proofs.pop()
 
-    async def load(self) -> Proof | None:
+    async def load(self) -> VersionProof | None:
         """Load what has landed, on all ranks, and `prove` it."""
         return _common(await _all(rank.load() for rank in self.ranks))
 
-    async def restore(self) -> Proof | None:
+    async def restore(self) -> VersionProof | None:
         """Serve the version before again, on all ranks, and `prove` it."""
         return _common(await _all(rank.restore() for rank in self.ranks))
 
-    async def prove(self) -> Proof | None:
+    async def prove(self) -> VersionProof | None:
         """The version that all ranks prove; None: they differ, or one proves none."""
         return _common(await _all(rank.prove() for rank in self.ranks))
 
@@ -90,7 +90,7 @@ class ShardedReplica:
         await _all(rank.resume(generate) for rank in self.ranks)
 
 
-def _common(proofs: list[Proof | None]) -> Proof | None:
+def _common(proofs: list[VersionProof | None]) -> VersionProof | None:
     return proofs[0] if len(set(proofs)) == 1 else None
 
 

@@ -16,17 +16,17 @@ from transport.errors import (
     WeightsTimeoutError,
 )
 from transport.runtime.error_text import error_text
-from transport.weights.plan.admission import Event
+from transport.weights.plan.admission import AdmissionEvent
 from transport.weights.plan.steps import (
     DROPS_ONE,
     STAGE,
-    Failure,
     Limits,
     Metadata,
     Policy,
-    Proof,
+    ReplicaVerdict,
     Step,
-    Verdict,
+    StepFailure,
+    VersionProof,
     known_alone,
     verdicts,
 )
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for a cancelled member to end; after that it is not waited for
 
 
-class Member(Protocol):
+class UpdateMember(Protocol):
     """What trainers and replicas have in common.
 
     One whose process is gone has an attribute ``lost``, and may have ``tidy()`` for what it left on its host.
@@ -54,24 +54,24 @@ class Member(Protocol):
     async def finalize(self) -> None: ...
 
 
-class TrainerMember(Member, Protocol):
+class TrainerMember(UpdateMember, Protocol):
     """A trainer, here or in another process."""
 
-    async def send_weights(self, version: int) -> Proof | None: ...
+    async def send_weights(self, version: int) -> VersionProof | None: ...
 
 
-class ReplicaMember(Member, Protocol):
+class ReplicaMember(UpdateMember, Protocol):
     """A replica, here (`worker.Replica`) or in another process."""
 
-    async def land(self, version: int) -> Proof: ...
+    async def land(self, version: int) -> VersionProof: ...
 
     async def pause(self) -> None: ...
 
-    async def load(self) -> Proof | None: ...
+    async def load(self) -> VersionProof | None: ...
 
-    async def restore(self) -> Proof | None: ...
+    async def restore(self) -> VersionProof | None: ...
 
-    async def prove(self) -> Proof | None: ...
+    async def prove(self) -> VersionProof | None: ...
 
     async def resume(self, generate: bool) -> None: ...
 
@@ -107,19 +107,19 @@ class Run:
         limits: Limits,
         on_step: Callable[[Step, tuple[str, ...]], None],
         whole: bool,
-        old: Mapping[str, Proof | None],
+        old: Mapping[str, VersionProof | None],
         pausing: Callable[[str], None],
     ) -> None:
-        self.failures: list[Failure] = []
-        self.proofs: dict[str, Proof | None] = {}
+        self.failures: list[StepFailure] = []
+        self.proofs: dict[str, VersionProof | None] = {}
         self.steps_s: dict[str, float] = {}
         self.pause_s: dict[str, float] = {}
-        self.new: Proof | None = None  # the version as its senders prove it
+        self.new: VersionProof | None = None  # the version as its senders prove it
         self.delta = False
         self.fell_back = False
         self._trainers = dict(trainers)
         self._replicas = dict(replicas)
-        self._members: dict[str, Member] = {**trainers, **replicas}
+        self._members: dict[str, UpdateMember] = {**trainers, **replicas}
         self._version = version
         self._policy: Policy = policy
         self._limits = limits
@@ -129,8 +129,8 @@ class Run:
         self._pausing = pausing
         self._metadata: dict[str, Metadata] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
-        self._sent: set[Proof] = set()
-        self._landed: dict[str, Proof] = {}
+        self._sent: set[VersionProof] = set()
+        self._landed: dict[str, VersionProof] = {}
         self._dropped: set[str] = set()  # replicas that the stage went on without
         self._late: set[tuple[Step, str]] = set()
         self._prepared: set[str] = set()
@@ -149,7 +149,7 @@ class Run:
             task.cancel()
 
     def _fail(self, step: Step, member: str, error: BaseException) -> None:
-        self.failures.append(Failure(step, member, error))
+        self.failures.append(StepFailure(step, member, error))
         if self._staging:
             if self._policy == "exclude" and step in DROPS_ONE and member in self._replicas:
                 self._dropped.add(member)
@@ -264,14 +264,16 @@ class Run:
         self.pause_s[name] = time.monotonic() - self._paused[name]
 
     @property
-    def verdicts(self) -> dict[str, Verdict | None]:
+    def verdicts(self) -> dict[str, ReplicaVerdict | None]:
         """The verdict on each replica; None: it was not paused, and stays what it was."""
         return verdicts(self._policy, self._replicas, self.proofs, self.new, self._old, self.reasons, self.lost)
 
     def _resumed(self, replica: ReplicaMember) -> Coroutine[Any, Any, None]:
         """Have a replica that was paused go on; it generates if it has proven a version."""
         verdict = self.verdicts[replica.name]
-        return replica.resume(verdict is not None and verdict.event in (Event.PROVEN_NEW, Event.PROVEN_OLD))
+        return replica.resume(
+            verdict is not None and verdict.event in (AdmissionEvent.PROVEN_NEW, AdmissionEvent.PROVEN_OLD)
+        )
 
     def _begin_pause(self, name: str) -> None:
         self._paused[name] = time.monotonic()
@@ -378,13 +380,13 @@ class Run:
             if not isinstance(result, dict):
                 raise MemberFailedError(f"{name}: prepare returned {result!r:.80}, expected a dict")
             self._metadata[name] = result
-        elif step is Step.TRANSFER and isinstance(result, Proof):
+        elif step is Step.TRANSFER and isinstance(result, VersionProof):
             if name in self._replicas:
                 self._landed[name] = result
             else:
                 self._sent.add(result)
         elif step in (Step.LOAD, Step.RESTORE, Step.PROVE):
-            self.proofs[name] = result if isinstance(result, Proof) else None
+            self.proofs[name] = result if isinstance(result, VersionProof) else None
 
     def _call(self, step: Step, name: str) -> Coroutine[Any, Any, Any]:
         member, replica = self._members[name], self._replicas.get(name)

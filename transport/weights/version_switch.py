@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from transport.errors import InternalError, MemberFailedError, WeightsChecksumError
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import VersionProof
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker_calls import WorkerCalls, check
 
@@ -56,7 +56,7 @@ class Version(Protocol):
     """A complete version; ``checksum`` is of the tensors that this worker serves."""
 
     @property
-    def proof(self) -> Proof: ...
+    def proof(self) -> VersionProof: ...
 
     @property
     def checksum(self) -> int: ...

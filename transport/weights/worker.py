@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from transport.errors import UsageError
-from transport.weights.plan.steps import Metadata, Proof
+from transport.weights.plan.steps import Metadata, VersionProof
 from transport.weights.transfer.threads import in_thread
 from transport.weights.version_switch import VersionSwitch
 from transport.weights.versions.layout import weights_checksum
@@ -186,7 +186,7 @@ class Replica:
         """See `WeightsEngine`."""
         await self.engine.init_process_group(**arguments)
 
-    async def land(self, version: int) -> Proof:
+    async def land(self, version: int) -> VersionProof:
         """Receive a version and prove what landed. The one before is served until `load`, except in place."""
         try:
             self._landed = await self.engine.receive(version)
@@ -199,7 +199,7 @@ class Replica:
             await self._switch.stage(self._landed)
         return self._landed.proof
 
-    async def load(self) -> Proof | None:
+    async def load(self) -> VersionProof | None:
         """Load what has landed, prove it, and serve it."""
         if self._landed is None:
             raise UsageError(f"{self.name}: call land() before load()")
@@ -207,7 +207,7 @@ class Replica:
         self._switch.keep()
         return self._landed.proof
 
-    async def restore(self) -> Proof | None:
+    async def restore(self) -> VersionProof | None:
         """Serve the version before again, if there is one, and `prove` it. In place it is gone: nothing is proven."""
         landed, self._landed = self._landed, None
         if landed is not None:
@@ -234,7 +234,7 @@ class Replica:
             await in_thread(held.settle)  # the worker's threads and streams are its own
         return arrays
 
-    async def prove(self) -> Proof | None:
+    async def prove(self) -> VersionProof | None:
         """Prove the version that is served. None: unknown. WeightsChecksumError if the worker serves something else.
 
         What the worker serves is hashed, unless it serves the memory that was hashed when the version landed
@@ -265,6 +265,6 @@ class Trainer:
         """See `WeightsEngine`."""
         await self.engine.init_process_group(**arguments)
 
-    async def send_weights(self, version: int) -> Proof | None:
+    async def send_weights(self, version: int) -> VersionProof | None:
         """Send what the source gives."""
         return await self.engine.send_weights(self.source.weights(version), version)

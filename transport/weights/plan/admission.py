@@ -14,7 +14,7 @@ import msgspec
 from transport.errors import InvalidAdmission
 
 
-class State(enum.StrEnum):
+class AdmissionState(enum.StrEnum):
     """State of one replica; stored by name."""
 
     SERVING = "serving"
@@ -23,7 +23,7 @@ class State(enum.StrEnum):
     EXCLUDED = "excluded"
 
 
-class Event(enum.StrEnum):
+class AdmissionEvent(enum.StrEnum):
     """Events of a replica."""
 
     BEGIN = "begin"  # of an update that it takes part in
@@ -34,17 +34,17 @@ class Event(enum.StrEnum):
     READMIT = "readmit"  # by hand, or because it is back
 
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.PENDING, Event.BEGIN): State.UPDATING,
-    (State.SERVING, Event.BEGIN): State.UPDATING,
-    (State.UPDATING, Event.PROVEN_NEW): State.SERVING,
-    (State.UPDATING, Event.PROVEN_OLD): State.SERVING,
-    (State.UPDATING, Event.UNPROVEN): State.PENDING,
-    (State.UPDATING, Event.EXCLUDE): State.EXCLUDED,
-    (State.PENDING, Event.EXCLUDE): State.EXCLUDED,
-    (State.SERVING, Event.EXCLUDE): State.EXCLUDED,
-    (State.EXCLUDED, Event.EXCLUDE): State.EXCLUDED,
-    (State.EXCLUDED, Event.READMIT): State.PENDING,
+TRANSITIONS: dict[tuple[AdmissionState, AdmissionEvent], AdmissionState] = {
+    (AdmissionState.PENDING, AdmissionEvent.BEGIN): AdmissionState.UPDATING,
+    (AdmissionState.SERVING, AdmissionEvent.BEGIN): AdmissionState.UPDATING,
+    (AdmissionState.UPDATING, AdmissionEvent.PROVEN_NEW): AdmissionState.SERVING,
+    (AdmissionState.UPDATING, AdmissionEvent.PROVEN_OLD): AdmissionState.SERVING,
+    (AdmissionState.UPDATING, AdmissionEvent.UNPROVEN): AdmissionState.PENDING,
+    (AdmissionState.UPDATING, AdmissionEvent.EXCLUDE): AdmissionState.EXCLUDED,
+    (AdmissionState.PENDING, AdmissionEvent.EXCLUDE): AdmissionState.EXCLUDED,
+    (AdmissionState.SERVING, AdmissionEvent.EXCLUDE): AdmissionState.EXCLUDED,
+    (AdmissionState.EXCLUDED, AdmissionEvent.EXCLUDE): AdmissionState.EXCLUDED,
+    (AdmissionState.EXCLUDED, AdmissionEvent.READMIT): AdmissionState.PENDING,
 }
 
 
@@ -56,19 +56,19 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     reason: of the last event that took it out of traffic.
     """
 
-    state: State = State.PENDING
+    state: AdmissionState = AdmissionState.PENDING
     version: int = -1
     reason: str = "it has no weights yet"
 
     def __str__(self) -> str:
-        return f"serving v{self.version}" if self.state is State.SERVING else f"{self.state} ({self.reason})"
+        return f"serving v{self.version}" if self.state is AdmissionState.SERVING else f"{self.state} ({self.reason})"
 
     @property
     def admitted(self) -> bool:
         """Whether the replica may take requests."""
-        return self.state is State.SERVING
+        return self.state is AdmissionState.SERVING
 
-    def after(self, event: Event, *, version: int | None = None, reason: str = "") -> Admission:
+    def after(self, event: AdmissionEvent, *, version: int | None = None, reason: str = "") -> Admission:
         """The state after ``event``. Raises InvalidAdmission if there is no transition.
 
         version: that was proven, for the two events that prove one.
@@ -76,6 +76,6 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         to = TRANSITIONS.get((self.state, event))
         if to is None:
             raise InvalidAdmission(f"no transition for event {event.value!r} of a replica that is {self}")
-        if (to is State.SERVING) != (version is not None):
+        if (to is AdmissionState.SERVING) != (version is not None):
             raise InvalidAdmission(f"{event.value!r} of a replica that is {self} with version {version}")
         return Admission(state=to, version=self.version if version is None else version, reason=reason)

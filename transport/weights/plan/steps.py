@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from transport.weights.plan.admission import Event
+from transport.weights.plan.admission import AdmissionEvent
 
 Policy = Literal["restore", "exclude", "fail_job"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -78,7 +78,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         }[step]
 
 
-class Failure(NamedTuple):
+class StepFailure(NamedTuple):
     """A failure of a step. ``member`` "" is the manager itself."""
 
     step: Step
@@ -86,7 +86,7 @@ class Failure(NamedTuple):
     error: BaseException
 
 
-class Proof(msgspec.Struct, frozen=True):
+class VersionProof(msgspec.Struct, frozen=True):
     """A version and the checksum of all its bytes."""
 
     version: int
@@ -96,10 +96,10 @@ class Proof(msgspec.Struct, frozen=True):
         return f"v{self.version} ({self.checksum:016x})"
 
 
-class Verdict(NamedTuple):
+class ReplicaVerdict(NamedTuple):
     """The result of an update for one replica."""
 
-    event: Event
+    event: AdmissionEvent
     version: int | None
     reason: str
 
@@ -107,12 +107,12 @@ class Verdict(NamedTuple):
 def verdicts(
     policy: Policy,
     replicas: Collection[str],
-    proofs: Mapping[str, Proof | None],
-    new: Proof | None,
-    old: Mapping[str, Proof | None],
+    proofs: Mapping[str, VersionProof | None],
+    new: VersionProof | None,
+    old: Mapping[str, VersionProof | None],
     reasons: Mapping[str, str],
     lost: Collection[str] = (),
-) -> dict[str, Verdict | None]:
+) -> dict[str, ReplicaVerdict | None]:
     """The verdict on each replica: a function of what it proves, not of what was sent or skipped.
 
     None: it was not paused, and stays what it was.
@@ -125,27 +125,27 @@ def verdicts(
         lost: replicas whose process is gone.
     """
     behind = policy == "exclude" and any(proof is not None and proof == new for proof in proofs.values())
-    found: dict[str, Verdict | None] = {}
+    found: dict[str, ReplicaVerdict | None] = {}
     for name in replicas:
         proof = proofs.get(name)
         reason = reasons.get(name) or reasons.get("") or "it did not receive the version"
         if name in lost:
-            found[name] = Verdict(Event.EXCLUDE, None, reason)
+            found[name] = ReplicaVerdict(AdmissionEvent.EXCLUDE, None, reason)
         elif policy == "fail_job" and reasons:
-            found[name] = Verdict(Event.EXCLUDE, None, f"the job failed: {reason}")
+            found[name] = ReplicaVerdict(AdmissionEvent.EXCLUDE, None, f"the job failed: {reason}")
         elif name not in proofs:
-            found[name] = Verdict(Event.EXCLUDE, None, reason) if behind else None
+            found[name] = ReplicaVerdict(AdmissionEvent.EXCLUDE, None, reason) if behind else None
         elif proof is not None and proof == new:
-            found[name] = Verdict(Event.PROVEN_NEW, proof.version, "")
+            found[name] = ReplicaVerdict(AdmissionEvent.PROVEN_NEW, proof.version, "")
         elif proof is None or proof != old.get(name):
-            found[name] = Verdict(Event.UNPROVEN, None, reason)
+            found[name] = ReplicaVerdict(AdmissionEvent.UNPROVEN, None, reason)
         elif behind:  # others have the new version; if none has it, none fell behind
-            found[name] = Verdict(Event.EXCLUDE, None, reason)
+            found[name] = ReplicaVerdict(AdmissionEvent.EXCLUDE, None, reason)
         else:
-            found[name] = Verdict(Event.PROVEN_OLD, proof.version, reason)
+            found[name] = ReplicaVerdict(AdmissionEvent.PROVEN_OLD, proof.version, reason)
     return found
 
 
-def known_alone(policy: Policy, proof: Proof | None, new: Proof | None) -> bool:
+def known_alone(policy: Policy, proof: VersionProof | None, new: VersionProof | None) -> bool:
     """Whether the verdict on a replica does not depend on the others: then it resumes without waiting for them."""
     return policy == "restore" or (policy == "exclude" and proof is not None and proof == new)

@@ -43,7 +43,7 @@ class Slice(NamedTuple):
         return math.prod(self.size)
 
 
-class Stream(NamedTuple):
+class ShardStream(NamedTuple):
     """What one sender sends of one part, in the order of the part's bytes."""
 
     sender: int
@@ -51,7 +51,7 @@ class Stream(NamedTuple):
     nbytes: int
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Tensors that the same receivers want, and who sends which slices of them.
 
     numbers: of each receiver, those of the tensors in its layout.
@@ -60,7 +60,7 @@ class Part(NamedTuple):
     receivers: tuple[int, ...]
     numbers: tuple[Numbers, ...]
     tensors: tuple[LocalTensor, ...]
-    streams: tuple[Stream, ...]
+    streams: tuple[ShardStream, ...]
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +123,7 @@ class _Want(NamedTuple):
     nbytes: int
 
 
-def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> tuple[Part, ...]:
+def make_plan(senders: Sequence[Layout], receivers: Sequence[Layout]) -> tuple[ShardPart, ...]:
     """All parts, for these layouts by rank. Deterministic.
 
     A slice that several senders have comes from the one with the least to send; a large one from several.
@@ -182,7 +182,7 @@ def _agree(source: _Source, piece: Piece, tensor: LocalTensor, who: str) -> None
         )
 
 
-def _parts(receivers: Sequence[Layout]) -> list[Part]:
+def _parts(receivers: Sequence[Layout]) -> list[ShardPart]:
     """Every part, without its streams; what has no bytes is in none. A layout that receivers share is read once."""
     alike: dict[int, list[int]] = {}
     for rank, layout in enumerate(receivers):
@@ -200,7 +200,7 @@ def _parts(receivers: Sequence[Layout]) -> list[Part]:
         of_first = {first: tuple(wanted[tensor][first] for tensor in tensors) for first in firsts}
         numbers = {rank: of_first[first] for first in firsts for rank in alike[id(receivers[first])]}
         ranks = tuple(sorted(numbers))
-        parts.append(Part(ranks, tuple(numbers[rank] for rank in ranks), tuple(tensors), ()))
+        parts.append(ShardPart(ranks, tuple(numbers[rank] for rank in ranks), tuple(tensors), ()))
     return parts
 
 
@@ -260,14 +260,14 @@ def _local(piece: Piece, start: Numbers) -> Numbers:
 
 def _streams(
     number: int, tensors: Sequence[LocalTensor], streams: dict[tuple[int, int], list[Slice]], senders: int
-) -> Iterator[Stream]:
+) -> Iterator[ShardStream]:
     for sender in range(senders):
         slices = streams.get((number, sender))
         if slices:
             slices.sort(key=lambda each: (each.target, each.target_start))
             merged = tuple(_merged(slices))
             nbytes = sum(each.volume * DTYPES[tensors[each.target].dtype].itemsize for each in merged)
-            yield Stream(sender, merged, nbytes)
+            yield ShardStream(sender, merged, nbytes)
 
 
 def _merged(slices: Sequence[Slice]) -> Iterator[Slice]:

@@ -19,10 +19,10 @@ import msgspec
 from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.runtime.decoders import hiding
 from transport.weights.plan import topology
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import VersionProof
 from transport.weights.plan.topology import Hop
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.plan import Part, Slice, Stream, make_plan
+from transport.weights.sharding.plan import ShardPart, ShardStream, Slice, make_plan
 
 T = TypeVar("T")
 
@@ -50,13 +50,13 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     bucket_bytes: int
     in_place: bool = False
-    proof: Proof | None = None
+    proof: VersionProof | None = None
     shape: topology.Shape = "tree"
     fanout: int = topology.FANOUT
 
 
 @hiding("token")
-class Peer(msgspec.Struct, frozen=True, array_like=True):
+class ParentRank(msgspec.Struct, frozen=True, array_like=True):
     """A rank that this one pulls from."""
 
     name: str
@@ -65,7 +65,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     token: str
 
 
-class Source(NamedTuple):
+class BucketSource(NamedTuple):
     """Where the buckets of a stream come from: the peer, and this rank's number among the readers there."""
 
     sender: int
@@ -86,7 +86,7 @@ class Incoming(NamedTuple):
     part: int
     tensors: tuple[int, ...]
     mapped: tuple[str, int] | None
-    sources: tuple[Source, ...]
+    sources: tuple[BucketSource, ...]
     local: tuple[str, ...]
     wired: tuple[str, ...]
 
@@ -101,7 +101,7 @@ class Outgoing(NamedTuple):
     slices: tuple[Slice, ...]
 
 
-class Role(msgspec.Struct, frozen=True, array_like=True):
+class RankRole(msgspec.Struct, frozen=True, array_like=True):
     """Everything that a rank needs to know for one update.
 
     update: a number that this update has and no other; together with the version it is what members prove.
@@ -113,10 +113,10 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
 
     update: int
     bucket_bytes: int
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[ParentRank, ...] = ()
     incoming: tuple[Incoming, ...] = ()
     outgoing: tuple[Outgoing, ...] = ()
-    base: Proof | None = None
+    base: VersionProof | None = None
     whole: bool = False
 
     @property
@@ -149,7 +149,7 @@ def unpack(text: str, kind: type[T]) -> T:
 
 
 @lru_cache(_KEPT_PLANS)
-def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Part, ...]:
+def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[ShardPart, ...]:
     """`make_plan` for packed layouts; remembered, because they are the same in every update."""
     layouts = {text: unpack(text, Layout) for text in {*senders, *receivers}}
     return make_plan([layouts[each] for each in senders], [layouts[each] for each in receivers])
@@ -157,7 +157,7 @@ def plan_of(senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Part,
 
 def roles(
     senders: Sequence[ShardDescription], receivers: Sequence[ShardDescription], update: int, *, whole: bool = False
-) -> tuple[list[Role], list[Role]]:
+) -> tuple[list[RankRole], list[RankRole]]:
     """One role for each sender and each receiver. ``whole``: all bytes are sent, not changes.
 
     Raises what `make_plan` and `topology.hops` raise.
@@ -173,7 +173,7 @@ def roles(
             raise UsageError("some ranks have a layout and others the whole model: give all of them one, or none")
         everyone = [senders[0], *receivers]
         everywhere = tuple(range(len(receivers)))
-        plan: tuple[Part, ...] = (Part(everywhere, ((),) * len(receivers), (), (Stream(0, (), 0),)),)
+        plan: tuple[ShardPart, ...] = (ShardPart(everywhere, ((),) * len(receivers), (), (ShardStream(0, (), 0),)),)
     else:
         plan = plan_of(tuple(each.layout for each in senders), tuple(each.layout for each in receivers))
     room = min(each.bucket_bytes for each in everyone)
@@ -217,7 +217,7 @@ def roles(
                 parent = senders[stream.sender] if hop.parent < 0 else receivers[among[hop.parent]]
                 parents[each][parent.name] = parent
                 rank = firsts.index(name) if hop.parent < 0 else wired[hop.parent].index(name)
-                sources.append(Source(stream.sender, parent.name, rank, stream.slices))
+                sources.append(BucketSource(stream.sender, parent.name, rank, stream.slices))
             incoming[each].append(
                 Incoming(
                     number,
@@ -229,12 +229,12 @@ def roles(
                 )
             )
     return (
-        [Role(update, bucket_bytes, outgoing=tuple(each), base=base, whole=whole_model) for each in outgoing],
+        [RankRole(update, bucket_bytes, outgoing=tuple(each), base=base, whole=whole_model) for each in outgoing],
         [
-            Role(
+            RankRole(
                 update,
                 bucket_bytes,
-                tuple(Peer(peer.name, peer.address, peer.port, peer.token) for peer in peers.values()),
+                tuple(ParentRank(peer.name, peer.address, peer.port, peer.token) for peer in peers.values()),
                 tuple(each),
                 base=base,
                 whole=whole_model,
@@ -244,7 +244,7 @@ def roles(
     )
 
 
-def completed(role: Role, layout: Layout) -> Role:
+def completed(role: RankRole, layout: Layout) -> RankRole:
     """The role of a whole model whose tensors are known: they are its part, each of them one slice."""
     tensors = layout.tensors
     slices = tuple(

@@ -15,11 +15,11 @@ import numpy as np
 from transport import _ring
 from transport.errors import ProtocolError
 from transport.schema import DTYPES
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import VersionProof
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of
 from transport.weights.sharding.roles import Outgoing
 from transport.weights.versions import delta
-from transport.weights.versions.delta import Record
+from transport.weights.versions.delta import DeltaRecord
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -30,7 +30,7 @@ _STEP = 64
 class Changed(NamedTuple):
     """``values``: what the records describe, one behind another; their offsets are those in the bucket."""
 
-    records: tuple[Record, ...]
+    records: tuple[DeltaRecord, ...]
     values: Bytes
 
 
@@ -60,7 +60,7 @@ class StreamBase:
         The image becomes the new bucket.
         """
         old = self.image(index, len(new))
-        records: list[Record] = []
+        records: list[DeltaRecord] = []
         used = 0
         for chunk in bucket:
             itemsize = self._itemsizes[chunk.slice.target]
@@ -81,11 +81,11 @@ class ShardBase:
     """
 
     def __init__(self) -> None:
-        self.proof: Proof | None = None
+        self.proof: VersionProof | None = None
         self._streams: list[StreamBase] = []
 
     def begin(
-        self, outgoing: Sequence[Outgoing], bucket_bytes: int, base: Proof | None
+        self, outgoing: Sequence[Outgoing], bucket_bytes: int, base: VersionProof | None
     ) -> list[tuple[StreamBase, bool]]:
         """For each stream its base, and whether that is version ``base``. From now on it is of no version."""
         known = base is not None and self.proof == base
@@ -102,13 +102,13 @@ class ShardBase:
             found.append((stream, usable))
         return found
 
-    def end(self, proof: Proof) -> None:
+    def end(self, proof: VersionProof) -> None:
         """The streams were sent: they are of this version, unless one lost its receivers on the way."""
         self.proof = proof if all(each.complete for each in self._streams) else None
 
 
 def apply(
-    bucket: Sequence[Chunk], targets: Sequence[np.ndarray[Any, Any]], records: Sequence[Record], data: Bytes
+    bucket: Sequence[Chunk], targets: Sequence[np.ndarray[Any, Any]], records: Sequence[DeltaRecord], data: Bytes
 ) -> int:
     """Put changes into the places of a bucket's chunks; the checksum of the bucket as it stands there then.
 

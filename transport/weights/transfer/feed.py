@@ -22,10 +22,10 @@ from transport.runtime.error_text import error_text
 from transport.weights.transfer.messages import (
     MAX_FRAME_BYTES,
     Alive,
-    Failed,
+    FeedFailed,
+    FeedHello,
+    FeedWelcome,
     Frame,
-    Hello,
-    Welcome,
     decode,
     encode,
     length_of,
@@ -135,9 +135,9 @@ class Feed:
                 self._strangers.discard(writer)
                 try:
                     name = self._admitted(hello)
-                    writer.write(encode(Welcome()))
+                    writer.write(encode(FeedWelcome()))
                 except TransportError as error:
-                    writer.write(encode(Failed(error_text(error))))
+                    writer.write(encode(FeedFailed(error_text(error))))
                     await writer.drain()
                     raise
                 self._children[name] = writer
@@ -155,7 +155,7 @@ class Feed:
             self._lost(name)
 
     def _admitted(self, hello: Frame) -> str:
-        if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
+        if not isinstance(hello, FeedHello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
             raise ProtocolError(
                 "authentication failed: the first message on a feed must be Hello with the group's token"
             )
@@ -231,7 +231,7 @@ _TELL_S = 1.0  # a child that does not receive the message detects the disconnec
 
 async def announce_failure(feed: Feed, error: BaseException) -> None:
     """Send every child the failure, even if the caller is cancelled meanwhile; takes at most `_TELL_S`."""
-    frame = Failed(error_text(error))
+    frame = FeedFailed(error_text(error))
 
     async def tell() -> None:
         with contextlib.suppress(TimeoutError):
@@ -278,9 +278,9 @@ class Upstream:
             raise ParentLostError(f"{parent} is unreachable at {address}:{port}: {error}") from error
         upstream = cls(parent, reader, writer, stall_s)
         try:
-            writer.write(encode(Hello(token, name)))
+            writer.write(encode(FeedHello(token, name)))
             answer = await upstream.next()
-            if not isinstance(answer, Welcome):
+            if not isinstance(answer, FeedWelcome):
                 raise ProtocolError(f"unexpected answer from {parent}: {type(answer).__name__}, expected Welcome")
         except BaseException:
             upstream.close()
@@ -326,7 +326,7 @@ class Upstream:
             raise ParentLostError(f"{self._parent} has said nothing for {self._stall_s:g} s (stall_s)") from error
         except (OSError, EOFError) as error:
             raise ParentLostError(f"{self._parent} disconnected during the update") from error
-        if isinstance(frame, Failed):
+        if isinstance(frame, FeedFailed):
             raise ParentLostError(f"{self._parent}: {frame.why}")
         return frame, size
 

@@ -12,7 +12,7 @@ import msgspec
 
 from transport.errors import ProtocolError
 from transport.runtime.decoders import hiding
-from transport.weights.versions.delta import Record
+from transport.weights.versions.delta import DeltaRecord
 
 MAX_FRAME_BYTES = 32 << 20  # the layout of the largest model, several times
 
@@ -20,18 +20,18 @@ _LENGTH = struct.Struct("<I")
 
 
 @hiding("token")
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class FeedHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A child's name, and the token that proves that it belongs to this group."""
 
     token: str
     name: str
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+class FeedWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """The child is accepted."""
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class FeedFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The sender will not complete the version. ``why`` is made by `error_text`."""
 
     why: str
@@ -64,7 +64,7 @@ class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
     sender: int
     index: int
     ticket: bytes = b""
-    records: tuple[Record, ...] | None = None
+    records: tuple[DeltaRecord, ...] | None = None
     checksum: int = 0
 
 
@@ -77,7 +77,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     checksum: int
 
 
-Frame = Hello | Welcome | Alive | Failed | Start | Slices | Placed
+Frame = FeedHello | FeedWelcome | Alive | FeedFailed | Start | Slices | Placed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode

@@ -22,10 +22,10 @@ from transport.devices.buffers import BufferPool
 from transport.errors import ChildrenLostError, InternalError, ProtocolError, WeightsChecksumError, WeightsError
 from transport.runtime.progress import Progress
 from transport.ticket import Ticket
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import VersionProof
 from transport.weights.sharding.buckets import Chunk, size_of
 from transport.weights.sharding.layouts import Layout
-from transport.weights.sharding.roles import Incoming, Role
+from transport.weights.sharding.roles import Incoming, RankRole
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Placed, Slices, Start
@@ -65,7 +65,7 @@ class ShardReceiving:
 
     def __init__(
         self,
-        role: Role,
+        role: RankRole,
         layout: Layout,
         upstreams: Mapping[str, Upstream],
         client: UCXXClient | None,
@@ -133,7 +133,7 @@ class ShardReceiving:
                 raise InternalError(f"{len(self._proven)} of {len(self._role.incoming)} parts are proven")
             with contextlib.suppress(ChildrenLostError):
                 await self._sender.drained()
-            held = ShardHeld(self._layout, Proof(version, self._role.update), self._held, self._own)
+            held = ShardHeld(self._layout, VersionProof(version, self._role.update), self._held, self._own)
             await in_thread(held.hash)
             return held
         except BaseException:

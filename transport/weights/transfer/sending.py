@@ -21,7 +21,7 @@ from transport.ring.packing import pack_from
 from transport.runtime.progress import Progress
 from transport.schema import Layout as RowLayout
 from transport.schema import Placement
-from transport.weights.plan.steps import Proof, Weights
+from transport.weights.plan.steps import VersionProof, Weights
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Outgoing
@@ -68,7 +68,7 @@ class ShardSending:
         bucket_bytes: int,
         progress: Progress,
         base: ShardBase | None,
-        from_base: Proof | None,
+        from_base: VersionProof | None,
     ) -> None:
         self._feed = feed
         self._sender = sender

@@ -27,7 +27,7 @@ from transport.ring.states import SlotState
 from transport.schema import DTYPES, Placement, Schema
 from transport.schema import Layout as RowLayout
 from transport.ticket import Ticket
-from transport.weights.plan.steps import Proof
+from transport.weights.plan.steps import VersionProof
 from transport.weights.sharding.layouts import Layout
 from transport.weights.versions.layout import weights_checksum
 
@@ -124,7 +124,11 @@ class ShardHeld:
     """
 
     def __init__(
-        self, layout: Layout, proof: Proof, parts: Sequence[Held], own: Mapping[str, np.ndarray[Any, Any]] | None = None
+        self,
+        layout: Layout,
+        proof: VersionProof,
+        parts: Sequence[Held],
+        own: Mapping[str, np.ndarray[Any, Any]] | None = None,
     ) -> None:
         self.layout = layout
         self.proof = proof

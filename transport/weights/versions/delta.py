@@ -28,7 +28,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class Record(NamedTuple):
+class DeltaRecord(NamedTuple):
     """What the bytes are of: ``length`` bytes at ``offset`` of the row, in elements of ``itemsize``.
 
     A message with other numbers than a record can have is refused when it is decoded.
@@ -48,12 +48,12 @@ class Record(NamedTuple):
         return _padded(4 * blocks) + _padded(2 * self.changes) + _padded(self.itemsize * self.changes)
 
 
-def encoded_size(records: Sequence[Record]) -> int:
+def encoded_size(records: Sequence[DeltaRecord]) -> int:
     """Bytes that these records describe."""
     return sum(record.encoded_bytes for record in records)
 
 
-def encode(offset: int, new: Bytes, old: Bytes, itemsize: int, out: Bytes) -> Record | None:
+def encode(offset: int, new: Bytes, old: Bytes, itemsize: int, out: Bytes) -> DeltaRecord | None:
     """Write what differs into ``out``, at least as long as ``new`` padded; None: nothing does.
 
     ``old`` becomes ``new``.
@@ -63,11 +63,11 @@ def encode(offset: int, new: Bytes, old: Bytes, itemsize: int, out: Bytes) -> Re
     positions = np.flatnonzero(new.view(kind) != old.view(kind))
     if not len(positions):
         return None
-    record = Record(offset, len(new), word, len(positions))
+    record = DeltaRecord(offset, len(new), word, len(positions))
     if record.encoded_bytes >= _padded(len(new)):
         out[: len(new)] = new
         old[:] = new
-        return Record(offset, len(new), word, RAW)
+        return DeltaRecord(offset, len(new), word, RAW)
     elements = len(new) // word
     blocks = -(-elements // BLOCK)
     values = new.view(kind)[positions]
@@ -85,7 +85,7 @@ def encode(offset: int, new: Bytes, old: Bytes, itemsize: int, out: Bytes) -> Re
     return record
 
 
-def apply(record: Record, data: Bytes, row: Bytes) -> None:
+def apply(record: DeltaRecord, data: Bytes, row: Bytes) -> None:
     """Put a record's changes into the row. ProtocolError for a record that does not fit it; the row is then spoilt."""
     offset, length, itemsize, changes = record
     if itemsize not in _WORDS or not 0 <= offset <= offset + length <= len(row) or length % itemsize:
