@@ -199,7 +199,7 @@ def ring_of(life: Life, index: int, file: Path | None) -> Iterator[SharedRingBuf
             SCHEMA,
             slots=SLOTS,
             file=file,
-            queue=queue,
+            rings=queue,
             mode="thread",
             drain_s=0.0,
             ring=RingOptions(sync=sync),

@@ -20,7 +20,7 @@ BATCH = 5
 def rollout(queue_url: str) -> None:
     rng = np.random.default_rng(0)
     # a supervisor and one listener process; the end of the with waits until the trainer has everything
-    with open_queue(queue_url) as queue, Rollout(SCHEMA, slots=8, queue=queue) as worker:
+    with open_queue(queue_url) as queue, Rollout(SCHEMA, slots=8, rings=queue) as worker:
         for episode in range(EPISODES):  # waits while 8 payloads are unread
             length = int(rng.integers(1, 4096))
             worker.write_to_buffer(

@@ -36,7 +36,7 @@ def play(number: int, port: int, rings: str, episodes: int, drain_s: float, leav
         stopped = stack.enter_context(until_stopped())  # SIGTERM, which schedulers send before SIGKILL, only sets it
         queue = stack.enter_context(open_queue(rings)) if rings else None
         server = ServerOptions(ports=[port])
-        rollout = stack.enter_context(Rollout(SCHEMA, slots=64, queue=queue, server=server, drain_s=drain_s))
+        rollout = stack.enter_context(Rollout(SCHEMA, slots=64, rings=queue, server=server, drain_s=drain_s))
         print(f"rollout {number} serves at port {rollout.ports[0]}", flush=True)
         for episode in range(episodes):
             length = int(rng.integers(1, 4097))

@@ -206,7 +206,7 @@ def test_the_operators_settings_reach_client_server_claims_and_record(monkeypatc
     worker, packer = Worker(), Packer()
     with FoundRings(OnThisHost(f"options-{os.getpid()}-")) as queue:
         try:
-            worker.setup_ucxx(SCHEMA, slots=2, mode="thread", queue=queue)
+            worker.setup_ucxx(SCHEMA, slots=2, mode="thread", rings=queue)
             packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
             assert server_of(worker).settings == expected
             assert packer._packer.client._settings == packer._packer.settings == expected

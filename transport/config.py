@@ -141,7 +141,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "secret_file": "file with the shared secret that clients and listeners prove to have; empty: none",
     "metrics_port": "port of the Prometheus metrics, 0: any free one; not set: no metrics",
     "metrics_bind": "local address of that port",
-    "store": "URL of the store that `transport cooldown` and `transport demo --checkpoint` use; empty: the demo's file",
+    "store": "URL of the store that `transport cooldown` uses; empty: a file in ~/.local/state",
     "run": "name by which rollouts and trainers of a host without a queue find each other; empty: SLURM's job, or all",
     "log_level": "DEBUG, INFO, WARNING, ERROR or CRITICAL",
     "log_format": "text, or json: an object per line with ticket, port and attempt as fields",

@@ -48,7 +48,7 @@ class Worker(UCXXRolloutMixin):
                 slots=part.slots,
                 readers=part.readers,
                 name=part.ring,
-                queue=self.queue,
+                rings=self.queue,
                 ring=RingOptions(slot_bytes=payloads.LARGEST),
                 server=ServerOptions(ports=part.ports, addresses=(part.address,)),
                 settings=part.settings,

@@ -41,7 +41,7 @@ def rollout(plan: JobPlan, stopped: Stopped) -> None:
     with (
         open_queue(plan.queue) as queue,
         Rollout(
-            SCHEMA, slots=32, name=f"{plan.prefix}-{plan.number}", queue=queue, server=server, drain_s=DRAIN_S
+            SCHEMA, slots=32, name=f"{plan.prefix}-{plan.number}", rings=queue, server=server, drain_s=DRAIN_S
         ) as worker,
     ):
         for number in range(1 << 40):

@@ -36,7 +36,7 @@ def rollout(queue: FoundRings, name: str, stop: threading.Event, trained: Path) 
     if trained.exists():  # in an earlier round
         return
     worker = RolloutWorker()
-    worker.setup_ucxx(SCHEMA, slots=8, name=name, queue=queue, settings=SETTINGS)
+    worker.setup_ucxx(SCHEMA, slots=8, name=name, rings=queue, settings=SETTINGS)
     try:
         number = 0
         while worker.ring_statistics().consumes < EPISODES // ROLLOUTS and not stop.is_set():  # its predecessor's count

@@ -242,7 +242,7 @@ def test_a_ring_with_a_name_is_found_by_the_trainers_of_its_run(
     worker, packer = Worker(), Packer()
     with open_queue(url or "rings:") as queue:
         for name in ("mine", f"{beginning}mine", f"/transport-{beginning}mine"):
-            ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", queue=queue if url else None, name=name)
+            ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", rings=queue if url else None, name=name)
             assert ring.name == f"/transport-{beginning}mine"
         try:
             packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue if url else None)

@@ -66,7 +66,7 @@ def grouped(prefix: str, queue: FoundRings, slots: int = 8) -> Worker:
         slots=slots,
         readers=2,
         grouped=True,
-        queue=queue,
+        rings=queue,
         mode="thread",
         ring=RingOptions(slot_bytes=4096),
         server=ServerOptions(addresses=("127.0.0.1",)),

@@ -45,8 +45,8 @@ def test_a_name_that_is_the_beginning_of_another_one_does_not_find_its_rings_and
     worker, other = Worker(), Worker()
     with open_queue(f"rings:{first}") as queue, open_queue(f"rings:{second}") as theirs:
         try:
-            worker.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64), queue=queue)
-            other.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64), queue=theirs)
+            worker.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64), rings=queue)
+            other.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64), rings=theirs)
             assert theirs.announce("0policy", 1)
             assert queue.announce("policy", 2)
             with open_queue(f"rings:{first}") as trainer:
@@ -57,7 +57,7 @@ def test_a_name_that_is_the_beginning_of_another_one_does_not_find_its_rings_and
                 [claim] = trainer.claim(1, 30.0, consumer="a")
                 assert claim.ticket_id.startswith(worker.ring.ring_id)
             with pytest.raises(UsageError):
-                Worker().setup_ucxx(slots=2, mode="thread", queue=queue, name=f"{second}-mine")
+                Worker().setup_ucxx(slots=2, mode="thread", rings=queue, name=f"{second}-mine")
         finally:
             worker.cleanup_ucxx()
             other.cleanup_ucxx()

@@ -80,7 +80,7 @@ def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path:
     with (
         found(name) as queue,
         Rollout(
-            SCHEMA, slots=8, queue=queue, mode="thread", ring=RingOptions(consumers=["reference", "train"])
+            SCHEMA, slots=8, rings=queue, mode="thread", ring=RingOptions(consumers=["reference", "train"])
         ) as rollout,
     ):
         for number in range(4):

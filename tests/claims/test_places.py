@@ -111,7 +111,7 @@ def test_a_writer_whose_ring_is_full_does_not_need_the_directory(monkeypatch: py
     worker = Worker()
     with FoundRings(InDirectory(Directory(MemoryStore()))) as queue:
         worker.setup_ucxx(
-            Schema.of(number=("int64",)), slots=2, queue=queue, server=ServerOptions(addresses=("127.0.0.1",))
+            Schema.of(number=("int64",)), slots=2, rings=queue, server=ServerOptions(addresses=("127.0.0.1",))
         )
         try:
 

@@ -204,7 +204,7 @@ from transport.errors import ConfigurationError
 from transport.queue import open_queue
 with open_queue(sys.argv[1]) as queue:
     try:
-        with Rollout(Schema.of(x="int64"), queue=queue, mode="thread"):
+        with Rollout(Schema.of(x="int64"), rings=queue, mode="thread"):
             print("published", flush=True)
     except ConfigurationError as error:
         print(error, flush=True)

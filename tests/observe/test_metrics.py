@@ -199,7 +199,7 @@ def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) 
     schema = Schema.of(tokens=("int32", 8))
     with RingQueue() as queue:
         try:
-            worker.setup_ucxx(schema, queue=queue, mode="thread")
+            worker.setup_ucxx(schema, rings=queue, mode="thread")
             packer.setup_ucxx_packer(schemas=[schema], queue=queue, consumer="trainer 0")
             worker.write_to_buffer({"tokens": np.arange(8, dtype=np.int32)})
             packer.start_prefetch(packer.claim_tickets(1, timeout_s=30.0))

@@ -17,7 +17,7 @@ __all__ = ["queue", "queue_url"]
 @pytest.fixture
 def worker(queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
+    worker.setup_ucxx(SCHEMA, slots=16, rings=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
     yield worker
     worker.cleanup_ucxx()
 

@@ -302,7 +302,7 @@ def test_a_trainer_that_comes_late_learns_the_end_from_the_directory_and_warns(
     url = f"rings+sqlite:///{tmp_path}/store"
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert not trainer.finished()
-        with open_queue(url) as theirs, Rollout(SCHEMA, queue=theirs, mode="thread"):
+        with open_queue(url) as theirs, Rollout(SCHEMA, rings=theirs, mode="thread"):
             pass
         assert consumed(trainer) == 0
         assert not warned()
@@ -343,7 +343,7 @@ def test_a_stream_behind_the_end_waits_for_a_rollout_that_goes_on_and_for_no_oth
                 batch.release()
             return found
 
-    with open_queue(url) as queue, Rollout(SCHEMA, queue=queue, mode="thread") as rollout:
+    with open_queue(url) as queue, Rollout(SCHEMA, rings=queue, mode="thread") as rollout:
 
         def write(wait: int) -> None:
             if wait == 3:
@@ -386,12 +386,12 @@ def test_a_rollout_that_has_waited_in_vain_is_not_told_to_wait(
 def test_a_rollout_that_another_one_replaces_has_not_ended(tmp_path: Path) -> None:
     url = f"rings+sqlite:///{tmp_path}/store"
     with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
-        with Rollout(SCHEMA, queue=queue, mode="thread") as rollout:
+        with Rollout(SCHEMA, rings=queue, mode="thread") as rollout:
             assert trainer.claim_tickets(1) == []
             rollout.close(0.0, ends=False)
         assert trainer.claim_tickets(1, 0.5) == []
         assert not trainer.finished()
-        with Rollout(SCHEMA, queue=queue, mode="thread"):
+        with Rollout(SCHEMA, rings=queue, mode="thread"):
             pass
         eventually(lambda: trainer.claim_tickets(1) == [] and queue.finished(1), "one has ended")
 
@@ -492,7 +492,7 @@ def test_the_end_of_a_ring_of_another_schema_is_not_a_rollouts_of_this_trainer(u
     other = Schema.of(other=("float32",))
     for place in (url, f"rings+sqlite:///{tmp_path}/store"):
         with open_queue(place) as queue, Trainer(queue=queue, schemas=[SCHEMA], expected_rollouts=1) as trainer:
-            with open_queue(place) as written, Rollout(other, queue=written, mode="thread"):
+            with open_queue(place) as written, Rollout(other, rings=written, mode="thread"):
                 assert trainer.claim_tickets(1, 0.5) == []
             assert trainer.claim_tickets(1, 0.5) == []
             assert not trainer.finished()

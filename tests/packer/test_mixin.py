@@ -131,7 +131,7 @@ def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worke
 @pytest.mark.ucx
 def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: RingQueue) -> None:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=ServerOptions(secret=b"right"))
+    worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread", server=ServerOptions(secret=b"right"))
     for step in range(2):
         write(worker, step)
     packer = Packer()

@@ -26,7 +26,7 @@ SCHEMA = Schema.of(obs=("float32", UpTo(4096), 4), step=("int64",))
 @pytest.fixture
 def worker(cupy: Any, queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread")
+    worker.setup_ucxx(SCHEMA, slots=8, rings=queue, mode="thread")
     yield worker
     worker.cleanup_ucxx()
 

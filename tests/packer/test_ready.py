@@ -69,7 +69,7 @@ print("written", written, flush=True)
 @pytest.mark.ucx
 def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RingQueue) -> None:
     with (
-        Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
+        Rollout(SCHEMA, slots=4, rings=queue, mode="thread") as rollout,
         Trainer(schemas=[SCHEMA], queue=queue) as trainer,
     ):
         rollout.write_to_buffer(VALUES)
@@ -180,7 +180,7 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
         raise KeyboardInterrupt
     assert waited == [0.0]
     with pytest.raises(UsageError, match="drain_s"):
-        Rollout(SCHEMA, queue=queue, drain_s=float("nan"))
+        Rollout(SCHEMA, rings=queue, drain_s=float("nan"))
 
 
 @pytest.mark.ucx

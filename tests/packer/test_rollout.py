@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ucx
 @pytest.fixture
 def worker(queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", ring=RingOptions(overflow="error"))
+    worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread", ring=RingOptions(overflow="error"))
     yield worker
     worker.cleanup_ucxx()
 
@@ -60,7 +60,7 @@ def test_what_a_groups_leader_has_ended_is_freed_where_a_rank_died_before_it_tol
 ) -> None:
     worker = Worker()
     ring = RingOptions(overflow=full)
-    worker.setup_ucxx(SCHEMA, slots=4, readers=2, grouped=True, queue=queue, mode="thread", ring=ring)
+    worker.setup_ucxx(SCHEMA, slots=4, readers=2, grouped=True, rings=queue, mode="thread", ring=ring)
     try:
         worker.write_many_to_buffer([VALUES] * 4)
         claims = queue.claim(4, 20, consumer="the leader")
@@ -126,6 +126,6 @@ def test_a_ring_taken_over_keeps_its_payloads(queue: RingQueue) -> None:
     name = f"rollout-test-{secrets.token_hex(4)}"
     ring_id = ring_of_a_killed_writer(name)
     worker = Worker()
-    assert worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread").ring_id == ring_id
+    assert worker.setup_ucxx(SCHEMA, slots=4, name=name, rings=queue, mode="thread").ring_id == ring_id
     assert queue.depth().ready == 2
     worker.cleanup_ucxx()

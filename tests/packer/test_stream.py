@@ -35,7 +35,7 @@ class Worker(UCXXRolloutMixin):
 @pytest.fixture
 def worker(queue: RingQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
+    worker.setup_ucxx(SCHEMA, slots=16, rings=queue, mode="thread")
     yield worker
     worker.cleanup_ucxx()
 

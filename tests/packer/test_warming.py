@@ -37,7 +37,7 @@ def test_the_first_batch_finds_its_connections(queue: RingQueue) -> None:
     worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
     try:
         server = ServerOptions(ports=(0, 0), directory=directory)
-        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=server)
+        worker.setup_ucxx(SCHEMA, slots=16, rings=queue, mode="thread", server=server)
         options = ClientOptions(directory=directory)
         packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
         warmed(packer)
@@ -58,7 +58,7 @@ def test_rings_that_come_later_are_found_by_looking_again(queue: RingQueue) -> N
         options = ClientOptions(directory=directory)
         packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
         server = ServerOptions(directory=directory)
-        worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=server)
+        worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread", server=server)
         until(lambda: packer.ucxx_statistics().client.links_idle == 8)
     finally:
         packer.cleanup_ucxx_packer()
@@ -75,7 +75,7 @@ class Unreachable(MemoryStore):
 def test_a_directory_that_cannot_be_asked_disturbs_nothing(queue: RingQueue) -> None:
     worker, packer = Worker(), Packer()
     try:
-        worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
+        worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread")
         options = ClientOptions(directory=Directory(Unreachable()))
         packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
         write(worker, 3)

@@ -207,7 +207,7 @@ def test_the_packers_of_a_group_train_on_the_same_payloads(tmp_path: Path) -> No
     with RingQueue() as queue, SQLiteStore(tmp_path / "store.db") as store:
         groups = [GroupQueue(queue, store, "a", rank, 2, patience_s=30) for rank in range(2)]
         rollout.setup_ucxx(
-            slots=8, readers=2, grouped=True, queue=queue, mode="thread", ring=RingOptions(slot_bytes=4096)
+            slots=8, readers=2, grouped=True, rings=queue, mode="thread", ring=RingOptions(slot_bytes=4096)
         )
         try:
             for rank, (packer, member) in enumerate(zip(packers, groups, strict=True)):

@@ -233,7 +233,7 @@ def test_damaged_bytes_are_an_error_of_their_field_alone() -> None:
 def test_a_rollout_and_a_trainer_pass_them_on(wire: Any) -> None:
     with (
         RingQueue() as queue,
-        Rollout(SCHEMA, slots=8, queue=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
+        Rollout(SCHEMA, slots=8, rings=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
         Trainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
     ):
         rollout.write_to_buffer(sample(1))

@@ -121,7 +121,7 @@ def test_numpys_numbers_are_numbers(ring: SharedRingBuffer) -> None:
     "setup",
     [
         lambda: Packer().setup_ucxx_packer(queue="redis://h/0?run=x"),
-        lambda: Worker().setup_ucxx(SCHEMA, queue="x"),
+        lambda: Worker().setup_ucxx(SCHEMA, rings="x"),
         lambda: Worker().setup_ucxx(SCHEMA, server=ServerOptions(secret="text")),  # type: ignore[arg-type]
     ],
 )

@@ -171,10 +171,10 @@ def test_payloads_for_another_number_of_ranks_are_refused_before_one_is_written(
     prefix: str, place: Path, before: int, after: int
 ) -> None:
     with open_queue(f"rings:{prefix}") as queue:
-        with Rollout(SCHEMA, slots=4, readers=before, queue=queue, mode="thread", drain_s=0) as rollout:
+        with Rollout(SCHEMA, slots=4, readers=before, rings=queue, mode="thread", drain_s=0) as rollout:
             rollout.write_to_buffer(values(1))
             saved_of(rollout.ring, place)
-        with Rollout(SCHEMA, slots=4, readers=after, queue=queue, mode="thread", drain_s=0) as rollout:
+        with Rollout(SCHEMA, slots=4, readers=after, rings=queue, mode="thread", drain_s=0) as rollout:
             with pytest.raises(UsageError, match=f"made for readers={after}"):
                 restore(str(place), 1, rollout)
             assert rollout.ring_statistics().takes == 0
@@ -763,13 +763,13 @@ def test_a_run_without_payloads_has_a_snapshot_as_well(ring: SharedRingBuffer, p
 # --- beside the mixins --------------------------------------------------------------------------------
 @pytest.mark.ucx
 def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefix: str, place: Path) -> None:
-    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
+    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         for number in range(5):
             rollout.write_to_buffer(values(number), metadata={"number": number}, policy_version=number)
         taken = snapshot(queue, str(place), 1)
         taken.wait(60)
         rollout.ring.consume(rollout.ring.claim(5))
-    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, queue=queue, mode="thread") as rollout:
+    with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         restore(str(place), 1, rollout)
         address = f"rings://127.0.0.1:{rollout.ports[0]}"
         with open_queue(address) as elsewhere, Trainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer:
@@ -788,7 +788,7 @@ def test_a_small_rollout_restores_as_trainers_make_room(prefix: str, place: Path
         saved_of(ring, place)
     with (
         open_queue(f"rings:{prefix}") as queue,
-        Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
+        Rollout(SCHEMA, slots=4, rings=queue, mode="thread") as rollout,
         ThreadPoolExecutor(1) as thread,
         open_queue(f"rings:{prefix}") as reading,
     ):

@@ -88,7 +88,7 @@ class Job:
     def a_rollout(self) -> Rollout:
         self.rings += 1  # what an interrupted start has made ends by itself, and its name is not used again
         ring = RingOptions(slot_bytes=10_000)
-        return Rollout(slots=SLOTS, name=f"{self.run}-{self.rings}", queue=self.rollout_queue, ring=ring)
+        return Rollout(slots=SLOTS, name=f"{self.run}-{self.rings}", rings=self.rollout_queue, ring=ring)
 
     # --- the rollout ------------------------------------------------------------------------------------
     def write(self) -> None:

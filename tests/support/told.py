@@ -235,7 +235,7 @@ class ToldWriter:
             slots=slots,
             name=name or None,
             file=file or None,
-            queue=self.queue,
+            rings=self.queue,
             readers=1 + group,
             grouped=group,
             server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),

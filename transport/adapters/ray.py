@@ -1,7 +1,7 @@
 """Rings find each other within a Ray cluster: a named actor holds the directory, and no other service is needed.
 
     handle = start_directory("job-7")                                   # the driver, or any other process, once
-    worker.setup_ucxx(schema, queue=open_rings("job-7"))                # in each actor that writes
+    worker.setup_ucxx(schema, rings=open_rings("job-7"))                # in each actor that writes
     packer.setup_ucxx_packer(schemas=[schema], queue=open_rings("job-7"))   # in each actor that reads
 
 The actor has small records: where each ring is served, and notices. Payloads go from ring to trainer and never

@@ -69,6 +69,11 @@ class TakenPart:
         """Whose payloads they are."""
         return self._claims.connection.ring
 
+    @property
+    def wire(self) -> str:
+        """Name of the wire that carried the payloads."""
+        return str(self._claims.connection.link.wire)
+
     def schemas(self) -> list[str]:
         """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""
         return self._received.schemas()

@@ -75,7 +75,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 def status(
     store: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The run's store: sqlite:///path. Default: TRANSPORT_STORE, else the demo's."),
+        typer.Option(
+            metavar="URL",
+            help="The run's store: sqlite:///path. Default: TRANSPORT_STORE, else a file in ~/.local/state.",
+        ),
     ] = None,
     destination: Annotated[
         str | None,

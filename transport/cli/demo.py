@@ -2,170 +2,112 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from transport.cli.epochs import state_folder, store_to_write
 from transport.cli.output import JsonTarget, Said, emit, status_of
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
-    from transport.demo.summary import Summary
+    from collections.abc import Callable, Iterator
+
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
 
-# Each rollout maps the trainer's ring and the other way round; 16 owner places also serve writer and listener.
-_MOST = 14
+_MOST = 14  # each maps the trainer's ring and the other way round; 16 owner places also serve writer and listener
 _TARGET = 2.0
-_PROCESSES, _RAY = "processes", "ray"
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
+_LINE_EVERY_S = 10.0  # where there is no terminal
 
 
 def demo(
     rollouts: Annotated[int, typer.Option(min=1, max=_MOST, help="Rollout worker processes.")] = 2,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes of all rollouts together; each is one payload.")] = 480,
-    readers: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="Trainer processes; each reads every payload once.")
-    ] = 1,
+    readers: Annotated[int, typer.Option(min=1, max=_MOST, help="Trainers; each reads every payload once.")] = 1,
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help=f"Allowed wires: auto, or some of {', '.join(_DEMO_WIRES)}.")
     ] = "auto",
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Folder, s3://…, gs://… or hf://…: begin with the last checkpoint, end with one. Default: none.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Save policy and snapshots of the rings every other update, at --checkpoint or else in "
-            "~/.local/state, and go on from them if a run was killed. For one trainer.",
-        ),
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Record the phases of every read and write, for chrome://tracing. Default: no file.",
-        ),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Port of the Prometheus metrics; 0: any free port. Default: no metrics."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of policy, learner and environments.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of policy and environments.")] = 0,
     target: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Least ratio of the mean returns of the last and the first tenth. Default: 2; 0 for a resumed run.",
-        ),
-    ] = None,
-    where: Annotated[
-        str, typer.Option("--on", metavar="processes|ray", help="processes: of this host; ray: actors of a cluster.")
-    ] = _PROCESSES,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Of a Ray cluster, or auto. Default: one is started here for the run."),
-    ] = None,
+        float, typer.Option(min=0, help="Least ratio of the mean returns of the last and the first tenth.")
+    ] = _TARGET,
     json_target: JsonTarget = None,
 ) -> int:
-    """Run the main job: rollouts play CartPole, a trainer fetches their episodes and improves the policy.
+    """Run the main job: rollouts play CartPole, a trainer takes their episodes and improves the policy.
 
-    Exit status 1 when a payload was lost or came twice, or the policy did not learn.
+    The program is one file, transport/demo.py, to be copied. Exit status 1 when a payload was lost or came twice, or
+    the policy did not learn.
     """
-    wires = _wires(wire)
-    _check_where(
-        where,
-        ray_address,
-        [
-            name
-            for name, given in (
-                ("--checkpoint", checkpoint),
-                ("--resume", resume),
-                ("--trace", trace),
-                ("--metrics-port", metrics_port is not None),
-            )
-            if given
-        ],
-    )
-    if resume and readers > 1:
-        raise UsageError("--resume is for one trainer: leave --readers away")
+    from transport.demo import Options, run
 
-    import uvloop
-
-    from transport.demo.display import Display
-    from transport.demo.main_job import CheckpointTo, InterruptedBySignal, run_demo
-    from transport.demo.plan import Plan
-    from transport.observe.metrics import Exporter
-
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise UsageError(f"--trace {trace}: the folder does not exist; create it first")
-    exporter = None if metrics_port is None else Exporter(metrics_port)
-    plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
+    signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything ends in order
+    options = Options(rollouts=rollouts, episodes=episodes, readers=readers, wire=_wires(wire), seed=seed)
     try:
-        with Display(episodes) as display:
-            to = CheckpointTo(checkpoint, store_to_write()) if checkpoint is not None else None
-            if exporter is not None:
-                display.say(f"metrics on http://127.0.0.1:{exporter.port}/metrics")
-            summary: Summary
-            if where == _RAY:
-                from transport.demo.ray_job import run_on_ray
-
-                summary = run_on_ray(plan, display, ray_address)
-            else:
-                summary = uvloop.run(
-                    run_demo(
-                        plan,
-                        display,
-                        to,
-                        resume=(checkpoint or str(state_folder() / "demo")) if resume else None,
-                        trace=trace,
-                        exporter=exporter,
-                    )
-                )
-    except InterruptedBySignal as interruption:
-        how = "interrupted" if interruption.number == signal.SIGINT else f"stopped by {interruption}"
+        with _progress(episodes) as shown:
+            summary = run(options, shown)
+    except KeyboardInterrupt as stop:
+        how, number = ("stopped by SIGTERM", signal.SIGTERM) if stop.args else ("interrupted", signal.SIGINT)
         print(f"transport demo: {how}; nothing is left behind", file=sys.stderr)
-        return Said(128 + interruption.number)
-    finally:
-        if exporter is not None:
-            exporter.close()
+        return Said(128 + number)
     emit(summary, str(summary), json_target)
-    if target is None:
-        target = 0.0 if summary.resumed_from else _TARGET  # a resumed policy need not double its return again
-    return status_of("transport demo", summary.problems(episodes, target))
+    found = []
+    if summary.payloads != episodes or summary.lost:
+        found.append(f"{summary.payloads} of {episodes} episodes were taken, {summary.lost} deliveries were lost")
+    if summary.duplicates:
+        found.append(f"{summary.duplicates} deliveries came twice")
+    if summary.mean_return_last < target * summary.mean_return_first:
+        found.append(
+            f"the policy did not learn: the mean return went from {summary.mean_return_first:.1f} to "
+            f"{summary.mean_return_last:.1f}, due is {target:g} times as much (more --episodes, or another --seed)"
+        )
+    return status_of("transport demo", found)
 
 
-def _check_where(where: str, ray_address: str | None, without: list[str]) -> None:
-    """``without``: options in use that only processes of this host have."""
-    if where not in (_PROCESSES, _RAY):
-        raise UsageError(f"--on {where}: choose processes or ray")
-    if where == _PROCESSES and ray_address is not None:
-        raise UsageError(f"--ray-address {ray_address}: give --on ray as well")
-    if where == _RAY and without:
-        raise UsageError(f"--on ray does not take {', '.join(without)}; leave it away, or give --on processes")
+def _stop(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
-def _wires(names: str) -> tuple[Wire, ...]:
+def _wires(names: str) -> str | frozenset[Wire]:
     from transport.bench.units import parse_names
     from transport.wires import WIRES
 
     wanted = parse_names("--wire", names, ("auto", *_DEMO_WIRES))
     if wanted == ["auto"]:
-        return ()
+        return "auto"
     if "auto" in wanted:
-        raise UsageError(f"--wire {names}: auto allows every wire; give it alone, or leave it out")
+        raise UsageError(f"--wire {names}: auto allows every wire; give it alone, or omit it")
     if wanted == ["rdma"]:
         from transport.doctor import infiniband
 
         infiniband.require()
-    return tuple(wire for wire in WIRES if wire in wanted)
+    return frozenset(wire for wire in WIRES if wire in wanted)
+
+
+@contextlib.contextmanager
+def _progress(episodes: int) -> Iterator[Callable[[int, int, float], None]]:
+    """A bar on a terminal; elsewhere a line for each tenth of the run, and after a while without one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    tenth, said_at = -1, time.monotonic()
+    columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[what]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=episodes, what="starting")
+
+        def show(done: int, size: int, mean_return: float) -> None:
+            nonlocal tenth, said_at
+            what = f"{size / 1e6:.1f} MB, mean return {mean_return:.1f}"
+            bar.update(task, completed=done, what=what)
+            now = time.monotonic()
+            if bar.disable and (done * 10 // episodes > tenth or now - said_at > _LINE_EVERY_S):
+                tenth, said_at = done * 10 // episodes, now
+                console.print(f"{done} of {episodes} episodes, {what}", markup=False, highlight=False, soft_wrap=True)
+
+        yield show

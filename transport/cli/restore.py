@@ -134,7 +134,7 @@ def _served(saved: Saved, url: str, stack: contextlib.ExitStack) -> tuple[list[R
         if schema is not None:
             options = RingOptions(consumers=names or None)
         rollout = stack.enter_context(
-            Rollout(schema, slots=len(payloads), readers=readers, ring=options, queue=queue, drain_s=0.0)
+            Rollout(schema, slots=len(payloads), readers=readers, ring=options, rings=queue, drain_s=0.0)
         )
         done = saved.restore(rollout, only=payloads)
         expired += done.expired

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from transport.claims.looks import known_of
+from transport.claims.open import open_queue
 from transport.claims.places import default_prefix
 from transport.claims.rings import FoundRings
 from transport.config import configuration
@@ -29,7 +30,6 @@ from transport.errors import (
 )
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
-from transport.packer.session import check_queue
 from transport.packer.with_block import WithBlock, ends_normally
 from transport.queue import arguments
 from transport.ring.attachment import beginning_of, belongs
@@ -61,6 +61,7 @@ class UCXXRolloutMixin(WithBlock):
     """
 
     _ucxx_ring: SharedRingBuffer | None = None
+    _ucxx_opened: FoundRings | None = None  # by text
     _ucxx_grouped = False
     _ucxx_server: UCXXServer | None = None
     _ucxx_announcement: Announcement | None = None
@@ -75,7 +76,7 @@ class UCXXRolloutMixin(WithBlock):
         slots: int = 64,
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
-        queue: FoundRings | None = None,
+        rings: str | FoundRings | None = None,
         readers: int = 1,
         grouped: bool = False,
         mode: Literal["process", "thread"] = "process",
@@ -88,12 +89,12 @@ class UCXXRolloutMixin(WithBlock):
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
                 over its old ring with what is unread in it. A name that does not begin as trainers look for it
-                (``rings:NAME``; without a queue as ``rings:`` does) gets this beginning.
+                (``rings:NAME``; without ``rings`` as ``rings:`` does) gets this beginning.
             file: where the ring lies instead of /dev/shm, see `SharedRingBuffer.create`. What is unread when the worker
                 ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
                 host's next start after a loss of power.
-            queue: the rings of the run, as `open_queue` finds them; None: those of this host whose trainers were given
-                no queue either. The caller may also pass tickets on.
+            rings: of the run that this ring belongs to, as text (``"rings:NAME"``, ``"rings+redis://…"``) or as
+                `open_queue` gave them; None: those of this host whose trainers were given none either.
             readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
             grouped: these ranks are a model-parallel group, which claims each payload together (`GroupQueue`): what its
                 leader has ended is over for all of them.
@@ -107,28 +108,31 @@ class UCXXRolloutMixin(WithBlock):
 
         Where it raises, nothing is set up, and a ring that it had taken over keeps its unread payloads: call it again.
         """
-        check_queue(queue)
         readers = index(readers)
         self._ucxx_ends = False  # another ring follows
         self.cleanup_ucxx()
         self._ucxx_ends = True
         operator = configuration()
-        prefix = default_prefix() if queue is None else queue.places.prefix
-        directory = server.directory or (None if queue is None else queue.places.directory)
+        run = self._ucxx_opened = open_queue(rings) if isinstance(rings, str) else None
+        if not isinstance(rings, str):
+            run = rings
+        prefix = default_prefix() if run is None else run.places.prefix
+        directory = server.directory or (None if run is None else run.places.directory)
         if name is not None and prefix and not belongs(name, prefix):
             name = beginning_of(prefix) + name.removeprefix("/transport-")
-        made = SharedRingBuffer.create(
-            schema,
-            slots=slots,
-            slot_bytes=ring.slot_bytes,
-            name=name,
-            prefix=prefix,
-            overflow=ring.overflow,
-            consumers=readers if ring.consumers is None else ring.consumers,
-            file=file,
-            sync=ring.sync,
-        )
+        made: SharedRingBuffer | None = None
         try:
+            made = SharedRingBuffer.create(
+                schema,
+                slots=slots,
+                slot_bytes=ring.slot_bytes,
+                name=name,
+                prefix=prefix,
+                overflow=ring.overflow,
+                consumers=readers if ring.consumers is None else ring.consumers,
+                file=file,
+                sync=ring.sync,
+            )
             made.readers_of(None if readers == 1 else readers)
             self._ucxx_server = UCXXServer(
                 made,
@@ -148,14 +152,15 @@ class UCXXRolloutMixin(WithBlock):
             self._ucxx_exporter = configured_exporter(operator)
             if self._ucxx_exporter is not None:
                 self._ucxx_exporter.add_ring(made)
-            if queue is not None:
-                queue.hand_out(made)
+            if run is not None:
+                run.hand_out(made)
             self._ucxx_ring, self._ucxx_grouped = made, grouped
         except BaseException:
             try:
                 self.cleanup_ucxx()
             finally:
-                made.close(keep_unread=made.native.taken_over)
+                if made is not None:
+                    made.close(keep_unread=made.native.taken_over)
             raise
         return made
 
@@ -174,10 +179,13 @@ class UCXXRolloutMixin(WithBlock):
         ring, self._ucxx_ring = self._ucxx_ring, None
         announcement, self._ucxx_announcement = self._ucxx_announcement, None
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
+        opened, self._ucxx_opened = self._ucxx_opened, None
         begun = time.monotonic()
         give_up_at = begun + drain_s
         # the ring is closed even if the server fails to stop
         with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
+            if opened is not None:
+                stack.callback(opened.close)
             if ring is not None:
                 stack.callback(lambda: _close(ring, server, time.monotonic() - begun if drain_s > 0 else 0.0))
                 if ends and self._ucxx_ends and not ring.native.closed:
@@ -343,11 +351,11 @@ class Rollout(UCXXRolloutMixin):
     def __init__(
         self,
         schema: Schema | None = None,
+        rings: str | FoundRings | None = None,
         *,
         slots: int = 64,
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
-        queue: FoundRings | None = None,
         readers: int = 1,
         grouped: bool = False,
         mode: Literal["process", "thread"] = "process",
@@ -365,13 +373,40 @@ class Rollout(UCXXRolloutMixin):
             slots=slots,
             name=name,
             file=file,
-            queue=queue,
+            rings=rings,
             readers=readers,
             grouped=grouped,
             mode=mode,
             ring=ring,
             server=server,
             settings=settings,
+        )
+
+    def write(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Write one payload; waits while the ring is full. Returns its ticket, which no trainer of the rings needs.
+
+        Args:
+            fields: of the schema, by name; without a schema any, described by the ticket.
+            version: of the policy that made the payload; trainers discard what is older than their ``max_age``.
+            metadata: small values that travel with the ticket.
+            deadline_s: seconds after which the payload is not handed out any more.
+            timeout_s: longest wait for a free slot; None: no limit.
+
+        Raises:
+            RingFullError: no slot became free in time.
+            StopRequestedError: the ring is full and a signal has asked the program to stop (`until_stopped`).
+            SchemaError, PayloadTooLargeError and the like: nothing was written.
+        """
+        return self.write_to_buffer(
+            fields, metadata=metadata, policy_version=version, deadline_s=deadline_s, timeout_s=timeout_s
         )
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ A batch is columns; an object for one payload, and arrays of another layout, are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, Self, overload
 
@@ -196,6 +197,17 @@ class Batch(Sequence[Payload]):
     def payloads(self) -> list[Payload]:
         """The payloads, each a read-only mapping of its fields."""
         return list(self)
+
+    @property
+    def bytes_by_wire(self) -> dict[str, int]:
+        """Bytes of the payloads by what carried them: mapped, shm, tcp or rdma."""
+        found: Counter[str] = Counter()
+        begin = 0
+        for part in self._parts:
+            wire = part.wire if isinstance(part, TakenPart) else "mapped"
+            found[wire] += int(self.sizes[begin : begin + len(part)].sum())
+            begin += len(part)
+        return dict(found)
 
     @property
     def ages(self) -> Numbers:

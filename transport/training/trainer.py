@@ -19,7 +19,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
@@ -255,15 +255,18 @@ class Trainer:
             raise UsageError("max_age counts from the version in training: set trainer.version before you take")
         return self.version - max_age
 
-    def batches(self, n: int, *, fill_s: float = _FILL_S) -> Batches:
+    def batches(self, n: int, *, fill_s: float = _FILL_S, stopping: Callable[[], object] = lambda: False) -> Batches:
         """Iterate over batches of ``n`` payloads until the data has ended (`finished`); also by ``async for``.
 
         A batch is smaller where no more payloads come within ``fill_s`` seconds. The loop's last batch is let go when
         the next one is taken: what was not consumed goes back.
+
+        Args:
+            stopping: called while nothing comes; the loop ends when it returns a true value.
         """
         check_claim(n, self._rank)
         seconds(fill_s, "fill_s of batches()")
-        return Batches(self, n, fill_s)
+        return Batches(self, n, fill_s, stopping)
 
     def finished(self) -> bool:
         """Return True when no payload comes any more: every rollout has closed cleanly, every payload is done.
@@ -319,10 +322,11 @@ class Trainer:
 class Batches:
     """The batches of a trainer until its data has ended. Made by `Trainer.batches`."""
 
-    def __init__(self, trainer: Trainer, n: int, fill_s: float) -> None:
+    def __init__(self, trainer: Trainer, n: int, fill_s: float, stopping: Callable[[], object]) -> None:
         self._trainer = trainer
         self._n = n
         self._fill_s = fill_s
+        self._stopping = stopping
 
     def __iter__(self) -> Iterator[Batch]:
         batch = self._next()
@@ -341,7 +345,7 @@ class Batches:
     def _next(self) -> Batch | None:
         while True:
             batch = self._trainer.take(self._n, _SLICE_S, fill_s=self._fill_s)
-            if batch is not None or self._trainer.finished():
+            if batch is not None or self._stopping() or self._trainer.finished():
                 return batch
 
 

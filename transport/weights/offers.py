@@ -116,7 +116,7 @@ class Offers:
             schema,
             slots=max(_SLOTS, min(_MOST_SLOTS, _SMALL_BYTES // max(schema.max_bytes, 1))),
             name=name or _name_of(queue, topic),
-            queue=RingQueue(),  # no trainer is to find the ring
+            rings=RingQueue(),  # no trainer is to find the ring
             ring=RingOptions(overflow="overwrite"),
             server=server,
             settings=msgspec.structs.replace(settings, ack_timeout_s=kept_s),

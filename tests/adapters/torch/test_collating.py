@@ -49,7 +49,7 @@ def written(queue_url: str) -> Iterator[Callable[..., str]]:
     """Writes payloads and gives the URL of their queue."""
     with open_queue(queue_url) as queue:
         worker = Worker()
-        worker.setup_ucxx(slots=4, queue=queue, mode="thread", ring=RingOptions(slot_bytes=1 << 16))
+        worker.setup_ucxx(slots=4, rings=queue, mode="thread", ring=RingOptions(slot_bytes=1 << 16))
 
         def write(*payloads: dict[str, Any]) -> str:
             for at, payload in enumerate(payloads):

@@ -53,7 +53,7 @@ class Worker(UCXXRolloutMixin):
 @pytest.fixture
 def worker(queue: FoundRings) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
+    worker.setup_ucxx(SCHEMA, slots=32, rings=queue, mode="thread")
     yield worker
     worker.cleanup_ucxx()
 
@@ -329,7 +329,7 @@ def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: FoundRi
 @pytest.fixture
 def served(queue: FoundRings) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
+    worker.setup_ucxx(SCHEMA, slots=32, rings=queue, mode="thread")
     worker.play(32)
     yield worker
     worker.cleanup_ucxx()

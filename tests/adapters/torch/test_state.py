@@ -66,7 +66,7 @@ def rollout(tmp_path: Path) -> Iterator[Rollout]:
     url = f"rings:state-{secrets.token_hex(4)}-"
     with open_queue(url) as queue:
         file = tmp_path / "ring"
-        made = Rollout(torch_loop.SCHEMA, slots=32, file=file, queue=queue, mode="thread", ring=RingOptions())
+        made = Rollout(torch_loop.SCHEMA, slots=32, file=file, rings=queue, mode="thread", ring=RingOptions())
         made.url = url  # type: ignore[attr-defined]
         for step in range(1, 21):
             made.write_to_buffer({"tokens": np.arange(step, dtype=np.int32), "step": step})
@@ -121,7 +121,7 @@ def test_the_state_knows_restored_payloads_by_the_ids_that_they_had_first(tmp_pa
     url = f"rings:origin-{secrets.token_hex(4)}-"
 
     def rollout_of(steps: int) -> Rollout:
-        made = Rollout(torch_loop.SCHEMA, slots=8, queue=stack.enter_context(open_queue(url)), mode="thread", drain_s=0)
+        made = Rollout(torch_loop.SCHEMA, slots=8, rings=stack.enter_context(open_queue(url)), mode="thread", drain_s=0)
         for step in range(1, steps + 1):
             made.write_to_buffer({"tokens": np.arange(step, dtype=np.int32), "step": step})
         return stack.enter_context(made)

@@ -60,7 +60,7 @@ class RingWriter:
                 schema_of(job.size_bytes),
                 slots=job.window,
                 name=f"{job.rings}{job.index}",
-                queue=queue,
+                rings=queue,
                 server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
             )
             self.address = ring.name
