@@ -134,6 +134,7 @@ class Batch(Sequence[Payload]):
         schema: of the payloads; None where they may have any, which their tickets describe.
         slots, generations, ranks, attempts, in_vain, versions, sizes: columns, int64; ``versions`` has NO_VERSION for a
             payload that was written without one, ``sizes`` are bytes.
+        parts: what was claimed of each ring; the claims are the batch's to end.
         dropped: payloads that were claimed for the batch and left out, because they were damaged or do not fit.
         training_version: the version that the trainer was at when it took the batch, which `ages` count from.
     """
@@ -149,7 +150,7 @@ class Batch(Sequence[Payload]):
         book: Book,
         training_version: int | None = None,
     ) -> None:
-        self._parts = parts
+        self.parts = parts
         self._gathered = gathered
         self._shape = shape
         self._schemas = schemas
@@ -203,7 +204,7 @@ class Batch(Sequence[Payload]):
         """Bytes of the payloads by what carried them: mapped, shm, tcp or rdma."""
         found: Counter[str] = Counter()
         begin = 0
-        for part in self._parts:
+        for part in self.parts:
             wire = part.wire if isinstance(part, TakenPart) else "mapped"
             found[wire] += int(self.sizes[begin : begin + len(part)].sum())
             begin += len(part)
@@ -256,13 +257,13 @@ class Batch(Sequence[Payload]):
                 raise ClosedError("this batch was given back, and its memory with it")
             asked = self._shape
             shape = Shape(layout="padded", fill=asked.fill, pad_to=asked.pad_to, verify=False, fields=asked.fields)
-            self._laid_out = Gathered.gathered(self._parts, self._gathered._whole, shape)
+            self._laid_out = Gathered.gathered(self.parts, self._gathered._whole, shape)
         return self._laid_out
 
     # --- what `Payload` asks for ------------------------------------------------------------------------
     def _part(self, at: int) -> tuple[Part, int]:
         if self._places is None:
-            self._places = [(part, index) for part in self._parts for index in range(len(part))]
+            self._places = [(part, index) for part in self.parts for index in range(len(part))]
         return self._places[at]
 
     def name(self, at: int) -> str:
@@ -307,7 +308,7 @@ class Batch(Sequence[Payload]):
             return
         self._require("consume")
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
-        for at, part in enumerate(self._parts):
+        for at, part in enumerate(self.parts):
             if isinstance(part, TakenPart):
                 part.ask_to_consume()
             else:
@@ -318,8 +319,8 @@ class Batch(Sequence[Payload]):
     @property
     def answered(self) -> bool:
         """Whether every ring has answered `consume`, so that `accepted` does not wait."""
-        return len(self._finished) == len(self._parts) or all(
-            part.answered for part in self._parts if isinstance(part, TakenPart)
+        return len(self._finished) == len(self.parts) or all(
+            part.answered for part in self.parts if isinstance(part, TakenPart)
         )
 
     @property
@@ -332,7 +333,7 @@ class Batch(Sequence[Payload]):
         if self._state == "asked":
             answers = [
                 part.consumption().tobytes() if isinstance(part, TakenPart) else self._finished[at]
-                for at, part in enumerate(self._parts)
+                for at, part in enumerate(self.parts)
             ]
             self._verdicts = verdicts = np.frombuffer(b"".join(answers), np.bool_)
             self._state = "consumed" if verdicts.all() or not self.in_question.any() else "in question"
@@ -345,7 +346,7 @@ class Batch(Sequence[Payload]):
     def in_question(self) -> npt.NDArray[np.bool_]:
         """True for each payload whose ring went out of reach before its answer: it may count as consumed."""
         none = np.zeros(self._count, np.bool_)
-        of = [part.in_question() if isinstance(part, TakenPart) else none[: len(part)] for part in self._parts]
+        of = [part.in_question() if isinstance(part, TakenPart) else none[: len(part)] for part in self.parts]
         return np.concatenate(of) if of else none
 
     def give_back(self, delay_s: float = 0.0) -> None:
@@ -356,7 +357,7 @@ class Batch(Sequence[Payload]):
         self._require("give_back")
         self._book.given_back(self)
         self._state = "given back"
-        for part in self._parts:
+        for part in self.parts:
             part.release(delay_s)
 
     def release(self) -> None:
@@ -364,7 +365,7 @@ class Batch(Sequence[Payload]):
         if self._state in ("claimed", "accepted"):
             self._book.given_back(self)
             self._state = "given back"
-        for part in self._parts:
+        for part in self.parts:
             part.release(in_vain=False)
 
     def _require(self, call: str) -> None:

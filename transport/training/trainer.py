@@ -40,6 +40,7 @@ from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 from transport.ring.batch import Batch as Gathered
+from transport.ring.batch import columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import check_claim
 from transport.ring.consumers import check_consumer
@@ -47,7 +48,7 @@ from transport.runtime.arguments import at_least, seconds
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
-from transport.ticket import Ticket
+from transport.ticket import ORIGIN, Ticket
 from transport.training.batch import Batch, Part, ring_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ _CLIENT: Final = ClientOptions()
 _SLICE_S: Final = 0.25  # of a wait for payloads, after which the end of the data is looked for
 _FILL_S: Final = 1.0
 _UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
+_ORIGIN: Final = ORIGIN.encode()
+Delivery = tuple[str, int, int, int]  # ring, slot, generation, rank
 _HELD_S: Final = 1.0  # until what another batch of this trainer has accepted is claimed again
 
 
@@ -262,7 +265,7 @@ class Trainer:
         the next one is taken: what was not consumed goes back.
 
         Args:
-            stopping: called while nothing comes; the loop ends when it returns a true value.
+            stopping: called before each batch, and again and again while none comes; a true value ends the loop.
         """
         check_claim(n, self._rank)
         seconds(fill_s, "fill_s of batches()")
@@ -343,10 +346,11 @@ class Batches:
             batch = await asyncio.to_thread(self._next)
 
     def _next(self) -> Batch | None:
-        while True:
+        while not self._stopping():
             batch = self._trainer.take(self._n, _SLICE_S, fill_s=self._fill_s)
-            if batch is not None or self._stopping() or self._trainer.finished():
+            if batch is not None or self._trainer.finished():
                 return batch
+        return None
 
 
 class Record:
@@ -377,14 +381,12 @@ class Record:
         """Return the parts without payloads that were consumed before, or that a batch has accepted."""
         accepted = {each for batch in self._accepted for each in deliveries(batch)}
         for part in parts:
-            ring, columns = ring_of(part), np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64)
-            part.columns(columns)
-            for at, (slot, generation, rank) in reversed(list(enumerate(columns[:3].T.tolist()))):
-                if self._consumed.contains(ring, slot, generation, rank):
+            for at, delivery in reversed(list(enumerate(deliveries_of(part)))):
+                if self._consumed.contains(*delivery):
                     self.duplicates += 1
-                    consume_one(part, at, slot, generation, rank)
-                elif (ring, slot, generation, rank) in accepted:  # its claim was lost; the batch may come to nothing
-                    drop_for_now(part, at)
+                    consume_one(part, at)
+                elif delivery in accepted:  # its claim was lost; the batch may come to nothing
+                    part.drop(at, "", False, "", _HELD_S)
         return [part for part in parts if len(part)]
 
     def accepted(self, batch: Batch) -> None:
@@ -409,8 +411,8 @@ class Record:
         """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
         learned = batch in self._accepted
         self._accepted.discard(batch)
-        for (ring, slot, generation, rank), ours in zip(deliveries(batch), verdicts.tolist(), strict=True):
-            if (ours or learned) and self._consumed.accept(ring, slot, generation, rank):
+        for delivery, ours in zip(deliveries(batch), verdicts.tolist(), strict=True):
+            if (ours or learned) and self._consumed.accept(*delivery):
                 self.consumed_count += 1
         if not verdicts.all():
             self.lost += int((~verdicts & ~batch.in_question).sum())
@@ -441,24 +443,30 @@ class Record:
             )
 
 
-def deliveries(batch: Batch) -> Iterator[tuple[str, int, int, int]]:
-    """Iterate over ring, slot, generation and rank of a batch's payloads."""
-    rings = [ring_of(part) for part in batch._parts for _ in range(len(part))]
-    return zip(rings, batch.slots.tolist(), batch.generations.tolist(), batch.ranks.tolist(), strict=True)
+def deliveries(batch: Batch) -> Iterator[Delivery]:
+    """Iterate over what a record has of a batch's payloads."""
+    return (each for part in batch.parts for each in deliveries_of(part))
 
 
-def consume_one(part: Part, at: int, slot: int, generation: int, rank: int) -> None:
+def deliveries_of(part: Part) -> Iterator[Delivery]:
+    """Iterate over what a record has of a part's payloads; restored ones have the identity that they had first."""
+    ring = ring_of(part)
+    for at, (slot, generation, rank, *_) in enumerate(columns_of([part]).T.tolist()):
+        note = part.note(at)
+        if _ORIGIN in note:
+            yield (*Ticket.decode(note).origin, rank)
+        else:
+            yield ring, slot, generation, rank
+
+
+def consume_one(part: Part, at: int) -> None:
     """Consume one payload of a part, which the part is left without."""
     if isinstance(part, TakenPart):
         part.leave_out(at, CONSUME)
     else:
+        slot, generation, rank = columns_of([part])[:3, at].tolist()
         part.ring.consume(slot, generation, rank)
         part.drop(at, "", False)
-
-
-def drop_for_now(part: Part, at: int) -> None:
-    """Give one payload of a part back, to be claimed again in a while."""
-    part.drop(at, "", False, "", _HELD_S)
 
 
 async def _live(rings: FoundRings, lease_s: float) -> None:
