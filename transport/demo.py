@@ -141,19 +141,10 @@ def train(
     report = Report()
     policy = Policy(options.seed)
     with ExitStack() as stack:
-        run = stack.enter_context(open_queue(rings))
         trainer = stack.enter_context(
-            Trainer(
-                EPISODE,
-                run,
-                rank=rank,
-                expected_rollouts=options.rollouts,
-                wire=options.wire,
-                settings=SETTINGS,
-                layout="list",
-            )
+            Trainer(EPISODE, rings, rank=rank, expected_rollouts=options.rollouts, wire=options.wire, settings=SETTINGS)
         )
-        offers = stack.enter_context(Offers(POLICY, run)) if rank == 0 else None
+        offers = stack.enter_context(Offers(POLICY, trainer.rings)) if rank == 0 else None
         for batch in trainer.batches(BATCH, stopping=failed):
             trainer.version = report.updates
             report.returns += batch.lengths["actions"].tolist()

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     import torch
     from torch.utils.data import DataLoader, get_worker_info
 
-from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import segments
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
@@ -45,7 +45,7 @@ class SecondFirst(TicketDataset):
     has_one = multiprocessing.Event()
 
     @contextlib.contextmanager
-    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+    def stream(self, stopping: Callable[[], object] = lambda: False) -> Iterator[Any]:
         if get_worker_info().id == 0:
             self.has_one.wait()
         with super().stream(stopping) as stream:
@@ -60,9 +60,9 @@ class SecondLate(TicketDataset):
     """Its second worker begins when the rings are gone."""
 
     @contextlib.contextmanager
-    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+    def stream(self, stopping: Callable[[], object] = lambda: False) -> Iterator[Any]:
         if get_worker_info().id == 1:
-            prefix = self._queue.removeprefix("rings:")
+            prefix = self._rings.removeprefix("rings:")
             eventually(lambda: not any(prefix in name for name in segments()), "the rings are gone")
         with super().stream(stopping) as stream:
             yield stream
@@ -94,14 +94,14 @@ def main() -> None:
     method, url = sys.argv[1], sys.argv[2]
     orders: dict[str, type[TicketDataset]] = {"second worker first": SecondFirst, "second worker late": SecondLate}
     if (order := orders.get("".join(sys.argv[3:]))) is not None:
-        ordered = order(url, collate=pad, fill_s=0.1, schemas=[SCHEMA])
+        ordered = order(url, collate=pad, fill_s=0.1, schema=SCHEMA)
         batches = TicketLoader(ordered, num_workers=2, multiprocessing_context=method)
         print([step for _, steps in batches for step in steps])
         return
     if sys.argv[3:] == ["slow worker"]:
-        slow = TicketDataset(url, collate=Slow(), schemas=[SCHEMA])
+        slow = TicketDataset(url, collate=Slow(), schema=SCHEMA)
         next(iter(TicketLoader(slow, num_workers=1, multiprocessing_context=method)))
-    dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})
+    dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schema=SCHEMA, wire={"tcp"})
     workers = 2 if method == "fork" else 1  # spawned ones import torch each
     loader = TicketLoader(dataset, num_workers=workers, multiprocessing_context=method)
     if sys.argv[3:] == ["wait"]:
@@ -128,11 +128,11 @@ def main() -> None:
         if method == "fork":
             found["plain"] = refusal(DataLoader(dataset, batch_size=None, num_workers=1))
             found["device"] = refusal(
-                TicketLoader(TicketDataset(url, client=ClientOptions(device="torch")), num_workers=1)
+                TicketLoader(TicketDataset(url, SCHEMA, layout="padded", shape={"memory": "torch"}), num_workers=1)
             )
             with SharedRingBuffer.create(SCHEMA, slots=1) as ring, UCXXServer(ring, mode="thread"):
                 ticket = ring.write({"tokens": np.arange(3, dtype=np.int32), "step": 3})
-                with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:
+                with BlockingClient(schema=SCHEMA, wire={"tcp"}) as client:
                     client.read(ticket)
                     found["inherited"] = refusal(loader)
     print(json.dumps(found))

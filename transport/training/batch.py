@@ -25,7 +25,7 @@ from transport.ring.batch import Batch as Gathered
 from transport.ring.batch import columns_of, memory_of
 from transport.ring.batch_shape import Shape
 from transport.ring.packing import decoded_views
-from transport.schema import Schema
+from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
 Part = _ring.ClaimedBatch | TakenPart
@@ -86,6 +86,16 @@ class Payload(Mapping[str, Any]):
     def metadata(self) -> dict[str, Any]:
         """The writer's own small values, decoded anew each time."""
         return self.ticket.metadata
+
+    @property
+    def data(self) -> memoryview:
+        """The payload's bytes, read-only, in the batch's memory."""
+        return self._batch.data(self._at)
+
+    def layout(self) -> Layout:
+        """Return where each field stands in `data`."""
+        ticket = self.ticket
+        return ticket.layout(self._batch.schema_of(ticket))
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -280,12 +290,20 @@ class Batch(Sequence[Payload]):
         if self._gathered is not None:
             return self._gathered[at]
         ticket = self.ticket(at)
-        schema = ticket.schema or self._schemas.get(ticket.schema_fingerprint)
+        schema = self.schema_of(ticket)
+        kinds = schema.kinds if schema else {}
+        return decoded_views(ticket.layout(schema), np.frombuffer(self.data(at), np.uint8), kinds)
+
+    def schema_of(self, ticket: Ticket) -> Schema | None:
+        """Return the schema that describes a payload; None: neither its ticket nor the trainer has it."""
+        return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
+
+    def data(self, at: int) -> memoryview:
+        """Return the bytes of the payload at this position, read-only."""
         part, index = self._part(at)
         memory, begin = memory_of(part, index)
         begin = int(self._offsets[at]) if begin is None else begin
-        data = memoryview(memory).cast("B")[begin : begin + int(self.sizes[at])]
-        return decoded_views(ticket.layout(schema), np.frombuffer(data, np.uint8), schema.kinds if schema else {})
+        return memoryview(memory).cast("B").toreadonly()[begin : begin + int(self.sizes[at])]
 
     # --- the ends of the claims -----------------------------------------------------------------------
     def accept(self) -> None:

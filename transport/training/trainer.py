@@ -85,6 +85,7 @@ class Trainer:
             when somebody looks at a tensor.
 
     Attributes:
+        rings: of the run; for `Offers`, notices and depth.
         version: of the policy in training; set it as training goes on. Required with ``max_age``.
 
     Raises:
@@ -136,20 +137,20 @@ class Trainer:
                 rings = open_queue("rings:" if rings is None else rings)
                 undo.callback(rings.close)
             undo.callback(rings.disconnect, self._client)
-            self._rings = rings.connect(thread, self._client, schemas)
-            self._most_deliveries = self._rings.max_deliveries
-            self._heart = thread.submit(_live(self._rings, settings.claim_lease_s))
+            self.rings = rings.connect(thread, self._client, schemas)
+            self._most_deliveries = self.rings.max_deliveries
+            self._heart = thread.submit(_live(self.rings, settings.claim_lease_s))
             undo.callback(self._heart.cancel)
             if (exporter := configured_exporter(operator)) is not None:
                 undo.callback(exporter.close)
                 exporter.add_packer(self._name, self.statistics)
-                exporter.add_queue(self._rings.name, self._rings)
+                exporter.add_queue(self.rings.name, self.rings)
             self.metrics_port = None if exporter is None else exporter.port
             self._open = undo.pop_all()
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Trainer {self._name} rank {self._rank} of {self._rings!r}{' closed' if self._closed else ''}>"
+        return f"<Trainer {self._name} rank {self._rank} of {self.rings!r}{' closed' if self._closed else ''}>"
 
     # --- taking -------------------------------------------------------------------------------------
     def take(self, n: int, timeout_s: float = 0.0, *, fill_s: float = 0.0) -> Batch | None:
@@ -188,7 +189,7 @@ class Trainer:
         full_by = 0.0
         while True:
             until = full_by if parts else give_up
-            came = self._rings.take_parts(
+            came = self.rings.take_parts(
                 left,
                 max(0.0, until - time.monotonic()),
                 rank=self._rank,
@@ -277,11 +278,11 @@ class Trainer:
         A killed rollout has not ended; another one is expected in its place, unless ``expected_rollouts`` have ended.
         """
         self._book.settle(0)
-        return self._rings.finished(self._expected)
+        return self.rings.finished(self._expected)
 
     def why_nothing(self) -> str:
         """Return a sentence that says why no payload comes; empty where it is only the rollouts' turn."""
-        found = self._rings.why_nothing(self._rank)
+        found = self.rings.why_nothing(self._rank)
         return "" if found is None else found.text
 
     # --- looking ------------------------------------------------------------------------------------

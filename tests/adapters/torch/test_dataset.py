@@ -62,9 +62,7 @@ def worker(queue: FoundRings) -> Iterator[Worker]:
 def dataset(request: pytest.FixtureRequest, queue: FoundRings) -> Callable[..., TicketDataset]:
     def make(**options: Any) -> TicketDataset:
         waits = {"fill_s": 0.0, "idle_s": 0.0}
-        return TicketDataset(
-            queue, **{"batch_size": 4, **waits, "schemas": [SCHEMA], "wire": {request.param}, **options}
-        )
+        return TicketDataset(queue, **{"batch_size": 4, **waits, "schema": SCHEMA, "wire": {request.param}, **options})
 
     return make
 
@@ -140,12 +138,11 @@ def test_asking_for_the_next_batch_acknowledges_the_one_before(
     batches.close()
 
 
-def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: FoundRings) -> None:
+def test_a_slot_is_free_once_a_batch_that_was_copied_is_consumed(worker: Worker, queue: FoundRings) -> None:
     worker.play(4)
-    dataset = TicketDataset(queue, batch_size=4, collate=torch_loop.pad, idle_s=0.0, schemas=[SCHEMA], wire={"mapped"})
+    dataset = TicketDataset(queue, batch_size=4, collate=torch_loop.pad, idle_s=0.0, schema=SCHEMA, wire={"mapped"})
     batches = iter(dataset)
     next(batches)
-    assert (worker.ring.statistics().ready, worker.ring.statistics().reading) == (4, 0)
     assert next(batches, None) is None
     assert (queue.depth().done, worker.ring.statistics().free) == (4, 32)
 
@@ -179,8 +176,8 @@ def test_what_was_consumed_before_a_break_is_not_given_back(
 
 def test_the_version_that_is_trained_bounds_the_age(worker: Worker, dataset: Callable[..., TicketDataset]) -> None:
     worker.play(8)
-    loader = TicketLoader(dataset(max_policy_age=1))
-    loader.set_policy_version(8)
+    loader = TicketLoader(dataset(max_age=1))
+    loader.set_version(8)
     assert [steps_of(batch) for batch in loader] == [[7, 8]]
 
 
@@ -211,9 +208,9 @@ def test_an_option_of_the_wrong_kind_is_refused(options: dict[str, Any], why: st
         TicketDataset("redis://127.0.0.1:1/0?run=never-opened", **options)
 
 
-def test_an_option_that_no_packer_has_is_refused_when_the_dataset_is_made() -> None:
-    with pytest.raises(TypeError, match="schema"):
-        TicketDataset("rings:never-opened", schema=SCHEMA)  # schemas=[…]
+def test_an_option_that_no_trainer_has_is_refused_when_the_dataset_is_made() -> None:
+    with pytest.raises(TypeError, match="schemas"):
+        TicketDataset("rings:never-opened", schemas=[SCHEMA])
 
 
 def test_a_tensor_that_does_not_fit_is_told_how_torch_casts() -> None:
@@ -244,8 +241,8 @@ def test_a_loader_that_asks_ahead_is_refused(
     assert (queue.depth().done, queue.depth().ready) == (0, 4)
 
 
-def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
-    with pytest.raises(UsageError, match="give its URL, not a FoundRings"):
+def test_opened_rings_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
+    with pytest.raises(UsageError, match="give their text, not FoundRings"):
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))
 
 
@@ -359,7 +356,7 @@ def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: W
     eventually(lambda: free(served.ring), "every slot is free again")
     if method == "fork":
         assert "UsageError" in found["plain"] and "use it instead of DataLoader" in found["plain"]
-        assert "only the trainer process reads into its device memory" in found["device"]
+        assert "only the trainer process has its device memory" in found["device"]
         assert 'multiprocessing_context="spawn"' in found["inherited"]
 
 
@@ -391,7 +388,7 @@ def test_the_iteration_ends_with_the_rollouts_though_a_worker_begins_behind_thei
 @pytest.mark.slow
 def test_an_iteration_behind_the_end_of_data_ends_and_one_with_another_rollout_has_its_payloads() -> None:
     run = f"again-{os.getpid()}-"
-    dataset = TicketDataset(f"rings:{run}", fill_s=0.0, schemas=[SCHEMA], expected_rollouts=1)
+    dataset = TicketDataset(f"rings:{run}", fill_s=0.0, schema=SCHEMA, expected_rollouts=1)
 
     def learned(*written: int) -> list[int]:
         with SharedRingBuffer.create(SCHEMA, slots=4, prefix=run) as ring:

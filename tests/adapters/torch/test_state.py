@@ -38,7 +38,7 @@ warnings.simplefilter("ignore")
 import torch, torch_loop
 from transport.adapters.torch import TicketDataset
 url, checkpoint, loader, wire = sys.argv[1:]
-dataset = TicketDataset(url, batch_size=4, fill_s=0.0, schemas=[torch_loop.SCHEMA], wire={wire})
+dataset = TicketDataset(url, batch_size=4, fill_s=0.0, schema=torch_loop.SCHEMA, wire={wire})
 if loader == "torchdata":
     from torchdata.stateful_dataloader import StatefulDataLoader
     loop = stateful = StatefulDataLoader(dataset, batch_size=None)
@@ -108,7 +108,7 @@ def test_a_state_that_is_none_is_refused(rollout: Rollout) -> None:
 
 
 def test_the_state_of_worker_processes_is_refused(rollout: Rollout) -> None:
-    dataset = TicketDataset(rollout.url, batch_size=4, schemas=[torch_loop.SCHEMA], idle_s=0.5)  # type: ignore[attr-defined]
+    dataset = TicketDataset(rollout.url, batch_size=4, schema=torch_loop.SCHEMA, idle_s=0.5)  # type: ignore[attr-defined]
     loader = TicketLoader(dataset, num_workers=1, multiprocessing_context="spawn")
     for _ in loader:
         with pytest.raises(UsageError, match="num_workers=0"):
@@ -127,7 +127,7 @@ def test_the_state_knows_restored_payloads_by_the_ids_that_they_had_first(tmp_pa
         return stack.enter_context(made)
 
     def dataset() -> TicketDataset:
-        return TicketDataset(url, batch_size=4, fill_s=0.0, idle_s=0.5, schemas=[torch_loop.SCHEMA], wire=("mapped",))
+        return TicketDataset(url, batch_size=4, fill_s=0.0, idle_s=0.5, schema=torch_loop.SCHEMA, wire=("mapped",))
 
     def learned(batch: object) -> list[int]:
         return [int(sample.tensors["step"]) for sample in batch]  # type: ignore[attr-defined]

@@ -1,57 +1,60 @@
-"""Tickets in a torch training loop: batches of tensors, in the trainer's process or fetched by worker processes.
+"""Payloads in a torch training loop: batches of tensors, in the trainer's process or taken by worker processes.
 
-    dataset = TicketDataset("rings:run", batch_size=64, schemas=[schema], collate=pad)
+    dataset = TicketDataset("rings:run", schema, batch_size=64, collate=pad)
     for batch in TicketLoader(dataset, num_workers=2):
-        ...                    # asking for the next batch acknowledges this one
+        ...                    # asking for the next batch consumes this one
 
 torchdata's StatefulDataLoader takes the dataset as well (``batch_size=None``), and resumes in the middle of an epoch.
 
-A batch is acknowledged when the loop asks for the next one. If the loop ends early, its last batch is given back to the
-queue, unless `consume` was called. The claims of a killed trainer return to the queue when their leases end: a batch
-that it trained on without asking for the next one is trained on again, from the checkpoint it restarts with.
+A batch is consumed when the loop asks for the next one. If the loop ends early, its last batch is given back, unless
+`consume` was called. The claims of a killed trainer end with it: a batch that it trained on without asking for the next
+one is trained on again, from the checkpoint it restarts with.
 
-    trainer                                    worker process (num_workers > 0): a client of its own
-    TicketLoader ◄──── batches, copied ─────── TicketDataset ──► claims, fetches, acknowledges
+    trainer                                    worker process (num_workers > 0): a trainer of its own
+    TicketLoader ◄──── batches, copied ─────── TicketDataset ──► takes, consumes
                  ─────── used, version, ended, stop ──►
 
-With ``layout="packed"`` or ``"padded"`` a batch is a dict of tensors (in_place.py), each payload copied once, without
-Python code for a payload.
-
-Use worker processes where `collate` takes much time. Without them nothing is copied, and the next batch is prefetched
-as well.
+With ``layout="packed"`` or ``"padded"`` a batch is a dict of tensors, each payload copied once, without Python code for
+a payload. Use worker processes where `collate` takes much time; without them nothing is copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
-from transport.adapters.torch.in_place import tensor_batch
+import msgspec
+
 from transport.adapters.torch.tensors import tensors
-from transport.claims.open import open_queue
-from transport.errors import UsageError
+from transport.claims.rings import FoundRings
+from transport.devices.host_tensors import as_tensors
+from transport.errors import SchemaError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.options import ClientOptions
-from transport.packer.stream import BatchStream
-from transport.queue.base import TicketQueue
 from transport.ring.batch_shape import BatchLayout, Shape
 from transport.runtime.arguments import at_least, seconds
+from transport.schema import Schema
 from transport.settings import DEFAULTS
 from transport.ticket import Metadata
+from transport.training.batch import Batch
+from transport.training.trainer import Trainer
 from transport.wire.ucx import check_fork
 
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
 
-_PACKER: Final = inspect.signature(UCXXDataPackerMixin.setup_ucxx_packer)
+_TRAINER: Final = inspect.signature(Trainer.__init__)
+_SLICE_S: Final = 0.25  # of a wait for payloads, after which the end is looked for
+_MEET_S: Final = 2.0  # after which a trainer has met the rollouts that go on, also at addresses
 _PARENT_S: Final = 1.0  # how often a waiting worker checks that its trainer is alive
 
 
@@ -75,25 +78,27 @@ class _End:
 
 
 class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not there when types are checked
-    """Batches for the tickets of a queue. Iterate over it, or give it to a `TicketLoader`.
+    """Batches from the rings of a run. Iterate over it, or give it to a `TicketLoader`.
 
     Args:
-        queue: URL for `open_queue`, which every process opens itself; or a queue, but not for spawned workers.
-        batch_size: payloads of a batch, at most; failed payloads are left out and reported to the queue.
+        rings: text for `open_queue`, which every process opens itself; or opened rings, but not for spawned workers.
+        schema: of the payloads; several, or None for any.
+        batch_size: payloads of a batch, at most; failed payloads are left out.
         collate: makes a batch from a list of `Sample`; None: the list itself. With a padded or packed ``layout`` it is
             given the dict of tensors and the list of the payloads' metadata; None: the dict. Runs in the worker
             process, if any.
-        layout: "list"; or "padded" or "packed" for payloads of one schema, as `SharedRingBuffer.claim_batch` has them.
+        layout: "list"; or "padded" or "packed" for payloads of one schema, see `Trainer`.
         shape: with such a layout, its ``fill``, ``pad_to``, ``memory`` and ``most_memory``.
-        fill_s: seconds for which an incomplete batch waits for more tickets.
-        idle_s: the iteration ends after so many seconds without a ticket, or when all rollouts have ended (give
+        fill_s: seconds for which an incomplete batch waits for more payloads.
+        idle_s: the iteration ends after so many seconds without a payload, or when all rollouts have ended (give
             ``expected_rollouts=`` where you know how many there are); None: then only.
-        options: of `UCXXDataPackerMixin.setup_ucxx_packer`; must be picklable for spawned workers.
+        options: of `Trainer`; must be picklable for spawned workers.
     """
 
     def __init__(
         self,
-        queue: str | TicketQueue,
+        rings: str | FoundRings,
+        schema: Schema | Sequence[Schema] | None = None,
         *,
         batch_size: int = 1,
         collate: Callable[..., Any] | None = None,
@@ -105,45 +110,41 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     ) -> None:
         seconds(fill_s, "fill_s")
         seconds(idle_s, "idle_s")
-        _PACKER.bind(None, queue=queue, **options)  # TypeError for what it does not take
-        self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
-        self._queue = queue
-        self._batch_size = at_least(1, batch_size, "batch_size")
+        _TRAINER.bind(None, schema, rings, **options)  # TypeError for what it does not take
+        self.version: int | None = None  # that is trained now, with max_age; see `TicketLoader`
+        self._rings = rings
+        self._schema = schema
+        self.batch_size = at_least(1, batch_size, "batch_size")
         self._shape = Shape(layout=layout, **(shape or {}))
         if self._shape.out is not None:
             raise UsageError("out= would be overwritten by the next batch; leave it out of the shape")
-        if layout != "list" and options.get("client", ClientOptions()).device is not None:
+        if options.get("client", ClientOptions()).device is not None:
             raise UsageError(
-                f"layout={layout!r} reads to the host: leave ClientOptions(device=…) out, and give "
+                'ClientOptions(device=…) is for reads by ticket: give layout="padded" or "packed" and '
                 'shape={"memory": "torch"} for batches in device memory'
             )
-        if layout != "list" and options.get("joined"):
-            raise UsageError(
-                f"layout={layout!r} lays payloads of one schema out in place, and joined=True has several in one: use "
-                "the layout list, with collate="
-            )
         self._collate = collate
-        self._fill_s, self._idle_s = fill_s, idle_s
-        if options.get("consumed") is None:
-            options["consumed"] = ConsumedRecord(options.get("settings") or DEFAULTS)
+        self.fill_s, self.idle_s = fill_s, idle_s
+        if options.get("record") is None:
+            options["record"] = ConsumedRecord(options.get("settings") or DEFAULTS)
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
-        self._in_hand: tuple[BatchStream, FetchedBatch] | None = None
+        self._in_hand: tuple[Trainer, Batch] | None = None
         self._in_workers = False  # a loader of it has worker processes, which keep the records of what they consumed
-        self._behind_end = False  # an iteration has met the end of data, which a later queue may know nothing of
+        self._behind_end = False  # an iteration has met the end of data, of which later ones may know nothing
 
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned worker."""
-        if not isinstance(self._queue, str):
+        if not isinstance(self._rings, str):
             raise UsageError(
-                f"a spawned worker opens the queue itself: give its URL, not a {type(self._queue).__name__}"
+                f"a spawned worker opens the rings itself: give their text, not {type(self._rings).__name__}"
             )
         return {**self.__dict__, "_in_hand": None}
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; asking for the next one acknowledges the previous one.
+        """Batches; asking for the next one consumes the previous one.
 
-        Raises the errors of queue and packer, and UsageError in a worker process with options that do not work there,
+        Raises the errors of `Trainer`, and UsageError in a worker process with options that do not work there,
         and in a loader that asks ahead, which is known of DataLoader with a batch size and of Accelerate.
         """
         worker = get_worker_info()
@@ -151,11 +152,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             _check_in_turn()
             return self._in_this_process()
         check_fork()  # also where the first payloads are mapped: it would end at the first that is not
-        if self._options.get("client", ClientOptions()).device is not None or self._shape.memory != "host":
-            raise UsageError(
-                "ClientOptions(device=…) and a shape's memory= need num_workers=0: only the trainer process reads into "
-                "its device memory"
-            )
+        if self._shape.memory != "host":
+            raise UsageError("a shape's memory= needs num_workers=0: only the trainer process has its device memory")
         if not self._orders:
             raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
         return _in_a_worker(self, worker.id, self._orders[worker.id])
@@ -163,39 +161,43 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     def _in_this_process(self) -> Iterator[Any]:
         with self.stream() as stream:
             while True:
-                stream.policy_version = self.policy_version
+                stream.trainer.version = self.version
                 batch = stream.next()
                 if batch is None:
                     self._behind_end |= stream.ended
                     return
-                self._in_hand = stream, batch
+                self._in_hand = stream.trainer, batch
                 try:
-                    yield self.collated(batch)
+                    data = self.collated(batch)
+                    del batch
+                    yield data
+                    del data
                     self.consume()
                 finally:
                     self._in_hand = None
 
     def consume(self) -> None:
-        """Acknowledge the current batch now, before leaving the loop. Idempotent. For iteration in this process."""
+        """Consume the current batch now, before leaving the loop. Idempotent. For iteration in this process."""
         if self._in_hand is not None:
-            stream, batch = self._in_hand
+            _, batch = self._in_hand
             self._in_hand = None
-            stream.used(batch)
+            batch.consume()
 
     # --- in a checkpoint ----------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs for the loop to go on behind the batch that it has. StatefulDataLoader asks for it.
+        """Return what a checkpoint needs for the loop to go on behind the batch in hand; StatefulDataLoader asks for it.
 
-        The batch in hand counts as learned. It is acknowledged when the next one is asked for, behind the checkpoint: a
+        The batch in hand counts as learned. It is consumed when the next one is asked for, behind the checkpoint: a
         trainer that is killed in between gets it again, and a dataset with this state leaves it out.
 
         UsageError: a `TicketLoader` of this dataset has worker processes.
         """
         self._check_own()
         if self._in_hand is not None:
-            stream, batch = self._in_hand
-            return {"consumed": stream.record_with(batch)}
-        return {"consumed": self._options["consumed"].to_bytes()}
+            trainer, batch = self._in_hand
+            batch.accept()
+            return {"consumed": trainer.record.to_bytes()}
+        return {"consumed": self._options["record"].to_bytes()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, before the loop begins. UsageError: no such state, or as for `state_dict`."""
@@ -204,7 +206,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         if not isinstance(record, bytes):
             raise UsageError(f"{state!r:.80} is not what state_dict() of a TicketDataset returns")
         settings = self._options.get("settings") or DEFAULTS
-        self._options["consumed"] = ConsumedRecord.from_bytes(record, settings)
+        self._options["record"] = ConsumedRecord.from_bytes(record, settings)
 
     def _check_own(self) -> None:
         if self._in_workers:
@@ -212,32 +214,68 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
     # --- used by both -----------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[BatchStream]:
-        """A stream on a queue that this process opens."""
-        with contextlib.ExitStack() as stack:
-            queue = stack.enter_context(open_queue(self._queue)) if isinstance(self._queue, str) else self._queue
-            waits: dict[str, Any] = {"fill_s": self._fill_s, "idle_s": self._idle_s, "stopping": stopping}
-            made = stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
-            made.behind_end = self._behind_end
-            yield made
+    def stream(self, stopping: Callable[[], object] = lambda: False) -> Iterator[_Stream]:
+        """Open a trainer in this process, and the wait for its batches."""
+        shape = {} if self._shape.layout == "list" else msgspec.structs.asdict(self._shape)
+        with Trainer(self._schema, self._rings, **self._options, **shape) as trainer:
+            yield _Stream(trainer, self, stopping, behind_end=self._behind_end)
 
-    def collated(self, batch: FetchedBatch) -> Any:
-        """The batch for the loop. From then on only its tensors keep the payloads' memory."""
-        payloads = batch.payloads
+    def collated(self, batch: Batch) -> Any:
+        """Make of a batch what the loop gets. From then on only its tensors keep the payloads' memory."""
         data: Any
         if self._shape.layout == "list":
-            data = [Sample(tensors(payload), payload.metadata) for payload in payloads]
-            data = data if self._collate is None else self._collate(data)
-        else:
-            data = tensor_batch(payloads, self._shape)
-            if self._collate is not None:
-                data = self._collate(data, [payload.metadata for payload in payloads])
-        batch.release()
-        return data
+            data = [Sample(tensors(payload), payload.metadata) for payload in batch]
+            return data if self._collate is None else self._collate(data)
+        data = _tensor_batch(batch)
+        return data if self._collate is None else self._collate(data, batch.metadata)
+
+
+def _tensor_batch(batch: Batch) -> dict[str, Any]:
+    """Tensors of all payloads by name; beside each ragged one its lengths (int64) and, packed, cu_seqlens (int32)."""
+    found = batch.torch()
+    beside = {f"{name}.lengths": lengths for name, lengths in batch.lengths.items()}
+    beside |= {f"{name}.cu_seqlens": ends for name, ends in batch.cu_seqlens.items()}
+    if taken := beside.keys() & found.keys():
+        raise SchemaError(f"the schema's tensor {', '.join(sorted(taken))} has the name of what stands beside another")
+    return found | as_tensors(beside)
+
+
+class _Stream:
+    """The batches of a trainer until the iteration ends.
+
+    Attributes:
+        ended: all rollouts have ended, and the stream with them.
+        behind_end: another stream of this run was `ended`. This one ends, too, where it meets no rollout that goes on:
+            it may have begun too late to learn of those that have ended.
+    """
+
+    def __init__(
+        self, trainer: Trainer, dataset: TicketDataset, stopping: Callable[[], object], *, behind_end: bool
+    ) -> None:
+        self.trainer = trainer
+        self.ended, self.behind_end = False, behind_end
+        self._dataset = dataset
+        self._stopping = stopping
+        self._meets_until = time.monotonic() + _MEET_S
+
+    def next(self) -> Batch | None:
+        """Take the next batch. None: the rollouts have ended, nothing came for ``idle_s``, or a stop is requested."""
+        of = self._dataset
+        give_up = math.inf if of.idle_s is None else time.monotonic() + of.idle_s
+        while not self._stopping():
+            left_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
+            batch = self.trainer.take(of.batch_size, left_s, fill_s=of.fill_s)
+            if batch is not None:
+                return batch
+            self.ended = self.trainer.finished()
+            behind = self.behind_end and time.monotonic() >= self._meets_until
+            if self.ended or time.monotonic() >= give_up or (behind and self.trainer.rings.finished(0)):
+                break
+        return None
 
 
 def _check_in_turn() -> None:
-    """UsageError: who iterates asks for more before the loop has used a batch, and would acknowledge that.
+    """UsageError: who iterates asks for more before the loop has used a batch, and would consume that.
 
     A loader does not say so to its dataset. It is found in the stack, once for each iteration.
     """
@@ -265,8 +303,8 @@ class _Trainer:
     def __init__(self, orders: multiprocessing.connection.Connection) -> None:
         self._orders = orders
         self.stopped = False
-        self.unused: dict[str, FetchedBatch] = {}
-        self.stream: BatchStream | None = None
+        self.unused: dict[str, Batch] = {}
+        self.stream: _Stream | None = None
 
     def listen(self, timeout_s: float = 0.0) -> bool:
         """Carry out the waiting orders; True when the trainer has stopped."""
@@ -296,9 +334,9 @@ class _Trainer:
         assert self.stream is not None
         match order:
             case "used":
-                self.stream.used(self.unused.pop(value))
+                self.unused.pop(value).consume()
             case "version":
-                self.stream.policy_version = int(value)
+                self.stream.trainer.version = int(value)
             case "ended":
                 self.stream.behind_end = True
             case "stop":
@@ -312,7 +350,7 @@ def _in_a_worker(
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.follow)  # behind the stream's end, which gives its claims back
         stream = stack.enter_context(dataset.stream(trainer.listen))
-        stream.policy_version = dataset.policy_version
+        stream.trainer.version = dataset.version
         trainer.stream = stream
         serial = 0
         try:
@@ -320,6 +358,7 @@ def _in_a_worker(
                 serial += 1
                 delivery = _Delivery(number, str(serial), dataset.collated(batch))
                 trainer.unused[delivery.token] = batch
+                del batch
                 yield delivery
                 del delivery  # the loader holds its tensors now
             if stream.ended:
@@ -332,7 +371,7 @@ def _in_a_worker(
 class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when types are checked
     """torch's DataLoader for a `TicketDataset`; it reports used batches to the worker processes.
 
-    The queue alone decides the order: a batch is given as soon as a worker has it. In torch's order, worker by worker,
+    The rings alone decide the order: a batch is given as soon as a worker has it. In torch's order, worker by worker,
     it would wait for a worker that has none, and whose iteration ends only when this batch is used.
 
     Args:
@@ -358,7 +397,7 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
         self._in_hand: _Delivery | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches as `collate` makes them. Asking for the next one acknowledges the last one; one loop at a time."""
+        """Batches as `collate` makes them. Asking for the next one consumes the last one; one loop at a time."""
         return self._own() if self.num_workers == 0 else self._from_workers()
 
     def _own(self) -> Iterator[Any]:
@@ -394,16 +433,16 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
                 sending.close()
 
     def consume(self) -> None:
-        """Acknowledge the current batch now; call it before leaving the loop early. Idempotent."""
+        """Consume the current batch now; call it before leaving the loop early. Idempotent."""
         if self.num_workers == 0:
             self.dataset.consume()
         elif self._in_hand is not None:
             delivery, self._in_hand = self._in_hand, None
             _tell(self._workers[delivery.worker], f"used {delivery.token}")
 
-    def set_policy_version(self, version: int) -> None:
-        """Set the version in training, for ``max_policy_age``: it limits the payloads claimed from now on."""
-        self.dataset.policy_version = version
+    def set_version(self, version: int) -> None:
+        """Set the version in training, for ``max_age``: it limits the payloads taken from now on."""
+        self.dataset.version = version
         for worker in self._workers:
             _tell(worker, f"version {version}")
 

@@ -18,6 +18,7 @@ from transport.errors import MissingDependencyError
 from transport.joined.payloads import JoinedPayload
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
+from transport.training.batch import Payload
 
 require_fitting("torch")
 try:
@@ -28,7 +29,7 @@ except ImportError as error:
     ) from error
 
 
-def tensors(payload: ReceivedPayload) -> dict[str, Any]:
+def tensors(payload: ReceivedPayload | Payload) -> dict[str, Any]:
     """The payload's tensors by name, without a copy, each keeping the memory alive; text, bytes and values as they are.
 
     Raises:
