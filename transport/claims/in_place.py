@@ -29,6 +29,7 @@ from transport.ring.batches import PayloadBatch
 from transport.runtime.arguments import seconds
 from transport.runtime.loop_thread import Job, LoopThread
 from transport.schema import Schema
+from transport.wires import Wire
 
 B = TypeVar("B", bound=Batch)
 
@@ -70,9 +71,10 @@ class TakenPart:
         return self._claims.connection.ring
 
     @property
-    def wire(self) -> str:
+    def wire(self) -> Wire:
         """Name of the wire that carried the payloads."""
-        return str(self._claims.connection.link.wire)
+        wire: Wire = self._claims.connection.link.wire
+        return wire
 
     def schemas(self) -> list[str]:
         """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""

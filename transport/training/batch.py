@@ -21,12 +21,15 @@ from transport import _ring
 from transport.claims.in_place import TakenPart
 from transport.client.payload import no_field
 from transport.errors import ClosedError, SchemaError, UsageError
+from transport.joined.payloads import Part as JoinedPart
 from transport.ring.batch import Batch as Gathered
 from transport.ring.batch import columns_of, memory_of
 from transport.ring.batch_shape import Shape
 from transport.ring.packing import decoded_views
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
+from transport.training.joining import Joined
+from transport.wires import Wire
 
 Part = _ring.ClaimedBatch | TakenPart
 Numbers = npt.NDArray[np.int64]
@@ -124,6 +127,7 @@ class Book(Protocol):
     def asked(self, batch: Batch) -> None: ...
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None: ...
     def given_back(self, batch: Batch) -> None: ...
+    def end_part(self, part: JoinedPart) -> None: ...
 
 
 def ring_of(part: Part) -> str:
@@ -145,6 +149,7 @@ class Batch(Sequence[Payload]):
         slots, generations, ranks, attempts, in_vain, versions, sizes: columns, int64; ``versions`` has NO_VERSION for a
             payload that was written without one, ``sizes`` are bytes.
         parts: what was claimed of each ring; the claims are the batch's to end.
+        joined: by position, payloads with the parents that they name.
         dropped: payloads that were claimed for the batch and left out, because they were damaged or do not fit.
         training_version: the version that the trainer was at when it took the batch, which `ages` count from.
     """
@@ -170,6 +175,7 @@ class Batch(Sequence[Payload]):
         self._finished: dict[int, bytes] = {}  # answers of mapped rings, by part
         self._verdicts: npt.NDArray[np.bool_] = _NONE
         self._places: list[tuple[Part, int]] | None = None
+        self.joined: Mapping[int, Joined] = {}
         self.schema = None if gathered is None else gathered.schema
         self.dropped = 0 if gathered is None else gathered.dropped
         self.training_version = training_version
@@ -215,7 +221,7 @@ class Batch(Sequence[Payload]):
         found: Counter[str] = Counter()
         begin = 0
         for part in self.parts:
-            wire = part.wire if isinstance(part, TakenPart) else "mapped"
+            wire: str = part.wire if isinstance(part, TakenPart) else "mapped"
             found[wire] += int(self.sizes[begin : begin + len(part)].sum())
             begin += len(part)
         return dict(found)
@@ -271,22 +277,30 @@ class Batch(Sequence[Payload]):
         return self._laid_out
 
     # --- what `Payload` asks for ------------------------------------------------------------------------
-    def _part(self, at: int) -> tuple[Part, int]:
+    def part(self, at: int) -> tuple[Part, int]:
+        """Return the part of the payload at this position, and the payload's position in it."""
         if self._places is None:
             self._places = [(part, index) for part in self.parts for index in range(len(part))]
         return self._places[at]
 
+    def wire(self, at: int) -> Wire:
+        """Return what carried the payload at this position."""
+        part, _ = self.part(at)
+        return part.wire if isinstance(part, TakenPart) else "mapped"
+
     def name(self, at: int) -> str:
         """Return ``ring/slot/generation`` of the payload at this position."""
-        return f"{ring_of(self._part(at)[0])}/{self.slots[at]}/{self.generations[at]}"
+        return f"{ring_of(self.part(at)[0])}/{self.slots[at]}/{self.generations[at]}"
 
     def ticket(self, at: int) -> Ticket:
         """Return the ticket of the payload at this position."""
-        part, index = self._part(at)
+        part, index = self.part(at)
         return Ticket.decode(part.note(index))
 
     def fields(self, at: int) -> Mapping[str, Any]:
         """Return the fields of the payload at this position, by name."""
+        if (joined := self.joined.get(at)) is not None and joined.payload is not None:
+            return joined.payload
         if self._gathered is not None:
             return self._gathered[at]
         ticket = self.ticket(at)
@@ -300,7 +314,7 @@ class Batch(Sequence[Payload]):
 
     def data(self, at: int) -> memoryview:
         """Return the bytes of the payload at this position, read-only."""
-        part, index = self._part(at)
+        part, index = self.part(at)
         memory, begin = memory_of(part, index)
         begin = int(self._offsets[at]) if begin is None else begin
         return memoryview(memory).cast("B").toreadonly()[begin : begin + int(self.sizes[at])]
@@ -325,6 +339,9 @@ class Batch(Sequence[Payload]):
         if self._state in ("asked", "consumed"):
             return
         self._require("consume")
+        for joined in self.joined.values():  # before the payload itself, which leads to them when it comes again
+            for each in joined.parts:
+                self._book.end_part(each)
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
         for at, part in enumerate(self.parts):
             if isinstance(part, TakenPart):

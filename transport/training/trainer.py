@@ -35,6 +35,8 @@ from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient
 from transport.config import configuration
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
+from transport.joined.payloads import Part as JoinedPart
+from transport.joined.payloads import names_parents
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
@@ -50,6 +52,7 @@ from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.ticket import ORIGIN, Ticket
 from transport.training.batch import Batch, Part, ring_of
+from transport.training.joining import Child, end_parts, join_all
 
 if TYPE_CHECKING:
     from transport.client.client import WirePolicy
@@ -77,6 +80,8 @@ class Trainer:
         rank: this trainer's rank among the readers of each payload; or the name of a consumer ("reference", "train:2").
         max_age: how many versions a payload may be older than `version`; older ones are discarded and counted.
         record: `Trainer.record` from a checkpoint: payloads that it has are consumed and left out.
+        joined: a payload that names its parents (docs/PAYLOADS.md) has the fields of all parts, and is consumed with
+            them; ``parents`` are their schemas, of what is read and not taken.
         expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
         name: of this trainer, in the rings' reports; default host and process id.
         wire, settings, client: of the connections; default as the operator configured them.
@@ -101,6 +106,8 @@ class Trainer:
         rank: int | str = 0,
         max_age: int | None = None,
         record: ConsumedRecord | None = None,
+        joined: bool = False,
+        parents: Sequence[Schema] = (),
         expected_rollouts: int | None = None,
         name: str | None = None,
         wire: WirePolicy | None = None,
@@ -115,6 +122,11 @@ class Trainer:
             self._shape.fills(self._schema)
         elif self._shape != Shape():
             raise SchemaError("tensors of a batch are those of one schema: give Trainer one, or leave its shape out")
+        if parents and not joined:
+            raise UsageError("parents are schemas of what is read with a payload: give joined=True as well")
+        if joined and self._shape.layout != "list":
+            raise UsageError("joined=True has payloads of several schemas in one: use batch.payloads, without a layout")
+        self._joined = joined
         self._rank = check_consumer(rank, "rank") if isinstance(rank, str) else rank
         check_claim(1, self._rank)
         self._max_age = None if max_age is None else at_least(0, max_age, "max_age")
@@ -127,12 +139,12 @@ class Trainer:
         operator = configuration()
         if client.secret is None:
             client = msgspec.structs.replace(client, secret=operator.secret())
-        settings = operator.settings if settings is None else settings
+        self._settings = settings = operator.settings if settings is None else settings
         wire = operator.wire_policy if wire is None else wire
         with ExitStack() as undo:
             self._thread = thread = LoopThread("transport trainer")
             undo.callback(thread.close)
-            self._client = thread.run(_client(thread, schemas, wire, settings, client))
+            self._client = self._book.client = thread.run(_client(thread, [*schemas, *parents], wire, settings, client))
             if not isinstance(rings, FoundRings):
                 rings = open_queue("rings:" if rings is None else rings)
                 undo.callback(rings.close)
@@ -199,7 +211,7 @@ class Trainer:
             if came and not parts:
                 full_by = time.monotonic() + fill_s if fill_s else 0.0
             if self._book.remembers:
-                came = self._book.left(came)
+                came = self._book.left(came, self._end_parts if self._joined else None)
             for part in came:
                 parts.append(part)
                 left -= len(part)
@@ -227,10 +239,38 @@ class Trainer:
         else:
             self._without_undescribed(parts)
         batch = Batch(parts, gathered, self._shape, self._schemas, self._book, self.version)
+        if self._joined and not self._join(batch):
+            return self._batch(parts, oldest)  # without those whose parts cannot be read
         self._book.taken(batch)
         if oldest is not None:
             self._book.say_ageless(batch)
         return batch
+
+    def _join(self, batch: Batch) -> bool:
+        """Read the parents of the payloads that name some. False: some cannot be read, and have left their parts."""
+        which = [at for at in range(len(batch)) if names_parents(self._client, batch.ticket(at))]
+        children = [Child(batch.ticket(at), int(batch.ranks[at]), batch.wire(at), batch.data(at)) for at in which]
+        found = self._thread.run(join_all(self._client, children, self._settings))
+        batch.joined = {at: each for at, each in zip(which, found, strict=True) if each.error is None}
+        for at, each in reversed(list(zip(which, found, strict=True))):
+            if each.error is not None:
+                part, index = batch.part(at)
+                log.warning("payload %s was not joined: %s", batch.name(at), each.error)
+                self._book.failed += 1
+                if each.error.retryable:
+                    part.drop(index, str(each.error), False, self._name, self._settings.backoff_most_s)
+                else:
+                    for parent in each.parts:
+                        parent.ack(self._client)
+                    self._discard(part, index, str(each.error))
+        return len(batch.joined) == len(which)
+
+    def _end_parts(self, part: Part, at: int) -> None:
+        """Acknowledge the parents of a payload that was consumed before."""
+        ticket = Ticket.decode(part.note(at))
+        if names_parents(self._client, ticket):
+            rank = int(columns_of([part])[2, at])
+            self._thread.run(end_parts(self._client, ticket, rank, self._settings))
 
     def _without_strange(self, part: TakenPart, schema: Schema) -> None:
         """Discard the payloads whose tickets name another schema, in a ring that is made for any."""
@@ -355,7 +395,13 @@ class Batches:
 
 
 class Record:
-    """What a trainer writes down: payloads that were consumed, those of accepted batches, and counters."""
+    """What a trainer writes down: payloads that were consumed, those of accepted batches, and counters.
+
+    Attributes:
+        client: acknowledges the parents of joined payloads.
+    """
+
+    client: UCXXClient
 
     def __init__(self, record: ConsumedRecord | None) -> None:
         self._consumed = ConsumedRecord() if record is None else record
@@ -378,13 +424,18 @@ class Record:
         for batch in list(self._open):
             batch.release()
 
-    def left(self, parts: Sequence[Part]) -> list[Part]:
-        """Return the parts without payloads that were consumed before, or that a batch has accepted."""
+    def left(self, parts: Sequence[Part], end_parts: Callable[[Part, int], None] | None) -> list[Part]:
+        """Return the parts without payloads that were consumed before, or that a batch has accepted.
+
+        end_parts: called for each that was consumed before; None: payloads have no parts.
+        """
         accepted = {each for batch in self._accepted for each in deliveries(batch)}
         for part in parts:
             for at, delivery in reversed(list(enumerate(deliveries_of(part)))):
                 if self._consumed.contains(*delivery):
                     self.duplicates += 1
+                    if end_parts is not None:
+                        end_parts(part, at)
                     consume_one(part, at)
                 elif delivery in accepted:  # its claim was lost; the batch may come to nothing
                     part.drop(at, "", False, "", _HELD_S)
@@ -431,6 +482,10 @@ class Record:
             for delivery in deliveries(batch):
                 record.accept(*delivery)
         return record
+
+    def end_part(self, part: JoinedPart) -> None:
+        """Acknowledge a parent of a joined payload that is consumed."""
+        part.ack(self.client)
 
     def say_ageless(self, batch: Batch) -> None:
         """Warn of payloads without a version, which ``max_age`` cannot discard."""

@@ -111,7 +111,7 @@ def test_a_payload_with_its_parents_is_one_sample(written: Callable[..., str]) -
         assert batch.tensors["reward"].tolist() == [0, 1]
         taken = [first.native.take(20.0) for _ in range(2)]
         assert all(taken)  # both were acknowledged
-    with pytest.raises(UsageError, match="joined=True has several in one"):
+    with pytest.raises(UsageError, match="joined=True has payloads of several"):
         TicketDataset(queue, layout="packed", joined=True)
 
 

@@ -61,7 +61,7 @@ def worker(queue: FoundRings) -> Iterator[Worker]:
 @pytest.fixture(params=["mapped", "tcp"])
 def dataset(request: pytest.FixtureRequest, queue: FoundRings) -> Callable[..., TicketDataset]:
     def make(**options: Any) -> TicketDataset:
-        waits = {"fill_s": 0.0, "idle_s": 0.0}
+        waits = {"fill_s": 0.1, "idle_s": 0.5}
         return TicketDataset(queue, **{"batch_size": 4, **waits, "schema": SCHEMA, "wire": {request.param}, **options})
 
     return make

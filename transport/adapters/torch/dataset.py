@@ -123,6 +123,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                 'ClientOptions(device=…) is for reads by ticket: give layout="padded" or "packed" and '
                 'shape={"memory": "torch"} for batches in device memory'
             )
+        if layout != "list" and options.get("joined"):
+            raise UsageError("joined=True has payloads of several schemas in one: use the layout list, with collate=")
         self._collate = collate
         self.fill_s, self.idle_s = fill_s, idle_s
         if options.get("record") is None:
@@ -185,7 +187,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
     # --- in a checkpoint ----------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs for the loop to go on behind the batch in hand; StatefulDataLoader asks for it.
+        """Return what a checkpoint needs for the loop to go on behind the batch in hand. StatefulDataLoader asks.
 
         The batch in hand counts as learned. It is consumed when the next one is asked for, behind the checkpoint: a
         trainer that is killed in between gets it again, and a dataset with this state leaves it out.

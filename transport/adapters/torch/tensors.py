@@ -37,6 +37,8 @@ def tensors(payload: ReceivedPayload | Payload) -> dict[str, Any]:
         BufferUnsuitableError: torch has no such dtype.
         ClosedError: the payload was released.
     """
+    if isinstance(payload, Payload) and isinstance(payload.fields, JoinedPayload):
+        payload = payload.fields
     if isinstance(payload, JoinedPayload):
         return {name: found for part in payload.parts for name, found in tensors(part).items() if name in payload}
     if isinstance(payload, DevicePayload):
