@@ -40,7 +40,7 @@ class Worker(UCXXRolloutMixin):
 worker = Worker()
 with open_queue(url) as queue:
     worker.setup_ucxx(
-        Schema.of(data=("int64", UpTo(1 << 18))), slots=8, queue=queue, mode=mode,
+        Schema.of(data=("int64", UpTo(1 << 18))), slots=8, rings=queue, mode=mode,
         server=ServerOptions(addresses=addresses),
     )
     for number in range(payloads):

@@ -36,7 +36,7 @@ from transport.settings import Settings
 with (
     open_queue(sys.argv[1]) as queue,
     Rollout(
-        Schema.of(number=("int64",)), queue=queue, drain_s=float(sys.argv[3]), settings=Settings(linger_s=1.0),
+        Schema.of(number=("int64",)), rings=queue, drain_s=float(sys.argv[3]), settings=Settings(linger_s=1.0),
         server=ServerOptions(ports=(0,) * int(sys.argv[4]), addresses=("127.0.0.1",)),
     ) as rollout,
 ):
