@@ -153,7 +153,7 @@ define tried_again
 endef
 # PASSED=FILE: what it names has passed, and is left out; what passes now is added (tests/support/passed.py).
 PASSED ?=
-WITH_PASSED := $(if $(PASSED),--passed $(PASSED))
+WITH_PASSED := $(if $(PASSED),--passed=$(PASSED))
 pytest: $(VENV)/installed | redis
 	@$(BIN)/python -m pytest $(WITH_PASSED) -n $(PYTEST_WORKERS) --dist worksteal || \
 	$(call tried_again,$(BIN)/python -m pytest $(WITH_PASSED))

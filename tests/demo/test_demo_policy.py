@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transport.demo import LONGEST, Policy, cartpole, discounted, play
+from transport.demo.cartpole import LONGEST, Policy, cartpole, discounted, play
 from transport.errors import MissingDependencyError
 
 

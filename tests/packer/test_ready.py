@@ -172,10 +172,10 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
             waited.append(drain_s)
             super().cleanup_ucxx()
 
-    with Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=7.0):
+    with Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=7.0):
         waited.clear()
     assert waited[0] == 7.0
-    with pytest.raises(KeyboardInterrupt), Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=7.0):
+    with pytest.raises(KeyboardInterrupt), Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=7.0):
         waited.clear()
         raise KeyboardInterrupt
     assert waited == [0.0]
@@ -208,9 +208,9 @@ def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(queue: 
             super().close()
 
     with until_stopped() as stopped:
-        with Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=given):
+        with Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=given):
             pass
-        with Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=given):
+        with Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=given):
             os.kill(os.getpid(), signal.SIGTERM)
             assert stopped.wait()
     usual, told = waited

@@ -41,15 +41,17 @@ def demo(
 ) -> int:
     """Run the main job: rollouts play CartPole, a trainer takes their episodes and improves the policy.
 
-    The program is one file, transport/demo.py, to be copied. Exit status 1 when a payload was lost or came twice, or
-    the policy did not learn.
+    The program is one file, transport/demo/cartpole.py, to be copied. Exit status 1 when a payload was lost or came
+    twice, or the policy did not learn.
     """
-    from transport.demo import Options, run
+    from transport.demo.cartpole import Options, run
+    from transport.runtime.interruption import owning_segment, segment_prefix
 
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C: everything ends in order
-    options = Options(rollouts=rollouts, episodes=episodes, readers=readers, wire=_wires(wire), seed=seed)
+    name = segment_prefix("demo")  # its segments end with the command, however that ends
+    options = Options(run=name, rollouts=rollouts, episodes=episodes, readers=readers, wire=_wires(wire), seed=seed)
     try:
-        with _progress(episodes) as shown:
+        with _progress(episodes) as shown, owning_segment(f"transport-offers-{name}"):
             summary = run(options, shown)
     except KeyboardInterrupt as stop:
         how, number = ("stopped by SIGTERM", signal.SIGTERM) if stop.args else ("interrupted", signal.SIGINT)

@@ -72,11 +72,11 @@ class UCXXRolloutMixin(WithBlock):
     def setup_ucxx(
         self,
         schema: Schema | None = None,
+        rings: str | FoundRings | None = None,
         *,
         slots: int = 64,
         name: str | None = None,
         file: str | os.PathLike[str] | None = None,
-        rings: str | FoundRings | None = None,
         readers: int = 1,
         grouped: bool = False,
         mode: Literal["process", "thread"] = "process",

@@ -1,6 +1,6 @@
 """The main job in one file: rollouts play CartPole, a trainer takes batches of episodes and improves the policy.
 
-    transport demo --rollouts 4              the same as  python -m transport.demo --rollouts 4
+    transport demo --rollouts 4 --wire tcp
 
 Copy it and put your own model in the place of `Policy`. What is of the transport: the two schemas, `rollout` with its
 `Rollout` and `Taker`, and `train` with its `Trainer` and `Offers`.
@@ -120,6 +120,7 @@ def rollout(rings: str, number: int, share: int, options: Options) -> None:
     ):
         for _ in range(share):
             if stopped.wait(0) or os.getppid() != parent:
+                to.close()  # at once: nobody waits for what is unread
                 return
             if taker.follow(run, client):
                 policy.parameters = {name: np.array(value) for name, value in worker.weights.items()}
@@ -144,7 +145,9 @@ def train(
         trainer = stack.enter_context(
             Trainer(EPISODE, rings, rank=rank, expected_rollouts=options.rollouts, wire=options.wire, settings=SETTINGS)
         )
-        offers = stack.enter_context(Offers(POLICY, trainer.rings)) if rank == 0 else None
+        offers = None
+        if rank == 0:
+            offers = stack.enter_context(Offers(POLICY, trainer.rings, name=f"offers-{options.run}", settings=SETTINGS))
         for batch in trainer.batches(BATCH, stopping=failed):
             trainer.version = report.updates
             report.returns += batch.lengths["actions"].tolist()
@@ -170,8 +173,9 @@ def read_along(rings: str, rank: int, options: Options, answer: Any) -> None:
 
 # --- the whole job --------------------------------------------------------------------------------------
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of the job."""
+    """The name of the job, which its rings have, and its size."""
 
+    run: str = msgspec.field(default_factory=lambda: f"demo-{secrets.token_hex(8)}-")
     rollouts: int = 2
     episodes: int = 480
     readers: int = 1
@@ -224,7 +228,7 @@ def run(options: Options, shown: Callable[[int, int, float], None]) -> Summary:
     """Run rollouts and further trainers as processes, and the first trainer here. Nothing of it is left behind."""
     started = time.monotonic()
     cartpole()  # says here what is missing
-    rings = f"rings:demo-{os.getpid()}-{secrets.token_hex(4)}-"
+    rings = f"rings:{options.run}"
     spawn = multiprocessing.get_context("spawn")
     shares = [len(range(number, options.episodes, options.rollouts)) for number in range(options.rollouts)]
     processes = [
