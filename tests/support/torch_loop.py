@@ -132,7 +132,7 @@ def main() -> None:
             )
             with SharedRingBuffer.create(SCHEMA, slots=1) as ring, UCXXServer(ring, mode="thread"):
                 ticket = ring.write({"tokens": np.arange(3, dtype=np.int32), "step": 3})
-                with BlockingClient(schema=SCHEMA, wire={"tcp"}) as client:
+                with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:
                     client.read(ticket)
                     found["inherited"] = refusal(loader)
     print(json.dumps(found))

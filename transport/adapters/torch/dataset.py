@@ -52,7 +52,11 @@ from transport.wire.ucx import check_fork
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
 
-_TRAINER: Final = inspect.signature(Trainer.__init__)
+_OPTIONS: Final = {
+    name
+    for name, each in inspect.signature(Trainer.__init__).parameters.items()
+    if each.kind is inspect.Parameter.KEYWORD_ONLY
+}
 _SLICE_S: Final = 0.25  # of a wait for payloads, after which the end is looked for
 _MEET_S: Final = 2.0  # after which a trainer has met the rollouts that go on, also at addresses
 _PARENT_S: Final = 1.0  # how often a waiting worker checks that its trainer is alive
@@ -110,7 +114,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     ) -> None:
         seconds(fill_s, "fill_s")
         seconds(idle_s, "idle_s")
-        _TRAINER.bind(None, schema, rings, **options)  # TypeError for what it does not take
+        if strange := options.keys() - _OPTIONS:
+            raise TypeError(f"TicketDataset() and Trainer() have no argument {', '.join(sorted(strange))}")
         self.version: int | None = None  # that is trained now, with max_age; see `TicketLoader`
         self._rings = rings
         self._schema = schema
