@@ -46,9 +46,10 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
-from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo
+from transport import Rollout, Schema, SharedRingBuffer, UpTo
 from transport.claims.open import open_queue
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.mixin import TicketTrainer
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.ring.attachment import remove_dead
@@ -265,7 +266,7 @@ def learn(job: Job, payloads: Sequence[Any], ledger: Counter[int]) -> None:
         ledger[number] += 1
 
 
-def claim_next(trainer: Trainer) -> tuple[FetchedBatch | None, bool]:
+def claim_next(trainer: TicketTrainer) -> tuple[FetchedBatch | None, bool]:
     """The batch that was fetched, and whether another one is on its way now."""
     batch = trainer.collect_prefetch()
     claims = trainer.claim_tickets(BATCH, timeout_s=0.05 if batch is None else 0.0)
@@ -281,7 +282,9 @@ def train(life: Life) -> None:
     step, ledger, record, _, before = found or Checkpoint(0, Counter(), ConsumedRecord(), "", frozenset())
     with (
         open_queue(life.queue) as queue,
-        Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("tcp",) if job.hosts else ("mapped",)) as trainer,
+        TicketTrainer(
+            schemas=[SCHEMA], queue=queue, consumed=record, wire=("tcp",) if job.hosts else ("mapped",)
+        ) as trainer,
     ):
         if job.way == "files":
             beside_files(life, trainer, step, ledger)
@@ -290,7 +293,7 @@ def train(life: Life) -> None:
     write_whole(job.final, [json.dumps(ledger).encode()])
 
 
-def beside_files(life: Life, trainer: Trainer, step: int, ledger: Counter[int]) -> None:
+def beside_files(life: Life, trainer: TicketTrainer, step: int, ledger: Counter[int]) -> None:
     """Accept, learn, checkpoint, consume: several batches in a checkpoint, or what there is."""
     job = life.job
     learned: list[FetchedBatch] = []
@@ -311,7 +314,7 @@ def beside_files(life: Life, trainer: Trainer, step: int, ledger: Counter[int]) 
 
 
 def with_snapshots(
-    life: Life, trainer: Trainer, queue: Any, step: int, ledger: Counter[int], before: frozenset[int]
+    life: Life, trainer: TicketTrainer, queue: Any, step: int, ledger: Counter[int], before: frozenset[int]
 ) -> None:
     """Learn, consume, and now and then a snapshot; none before every share of the last one is restored."""
     job = life.job

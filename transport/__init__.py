@@ -1,11 +1,12 @@
 """Payload transport for reinforcement-learning post-training: from rollout memory to trainer memory, over UCX.
 
-    ring = SharedRingBuffer.create(schema)            # rollout worker
-    with UCXXServer(ring):
-        ticket = ring.write({"obs": obs, "reward": reward})
+    with Rollout(SCHEMA) as rollout:                  # rollout worker
+        rollout.write({"obs": obs, "reward": reward}, version=7)
 
-    async with UCXXClient(schemas=[schema]) as client:  # trainer
-        payload = await client.read(ticket)
+    with Trainer(SCHEMA) as trainer:                  # trainer
+        for batch in trainer.batches(64):
+            learn(batch["obs"], batch["reward"])
+            batch.consume()
 
 Nothing below imports ucxx before an endpoint is needed, so that schemas, tickets, rings and same-host reads work
 without it. docs/developers/DESIGN.md has the order in which to read the files.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transport.client.client import UCXXClient
     from transport.client.payload import ReadOutcome, ReceivedPayload
     from transport.errors import StaleSlotError, TransportError
-    from transport.packer.mixin import Trainer, UCXXDataPackerMixin
+    from transport.packer.mixin import UCXXDataPackerMixin
     from transport.packer.options import ClientOptions, RingOptions, ServerOptions
     from transport.packer.rollout import Rollout, UCXXRolloutMixin
     from transport.ring.buffer import SharedRingBuffer
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
     from transport.server.server import UCXXServer
     from transport.settings import Settings
     from transport.ticket import Ticket
+    from transport.training.batch import Batch, Payload
+    from transport.training.trainer import Trainer
 
 _HOMES = {
+    "Batch": "training.batch",
     "BlockingClient": "client.blocking",
     "ClientOptions": "packer.options",
+    "Payload": "training.batch",
     "ReadOutcome": "client.payload",
     "ReceivedPayload": "client.payload",
     "RingOptions": "packer.options",
@@ -45,7 +50,7 @@ _HOMES = {
     "StaleSlotError": "errors",
     "TensorSpec": "schema",
     "Ticket": "ticket",
-    "Trainer": "packer.mixin",
+    "Trainer": "training.trainer",
     "TransportError": "errors",
     "UCXXClient": "client.client",
     "UCXXDataPackerMixin": "packer.mixin",
@@ -68,6 +73,8 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "ReceivedPayload",
     "Rollout",
     "Trainer",
+    "Batch",
+    "Payload",
     "UCXXRolloutMixin",
     "UCXXDataPackerMixin",
     "RingOptions",

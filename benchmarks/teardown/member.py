@@ -16,8 +16,9 @@ import time
 import msgspec
 import numpy as np
 
-from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
+from transport import Rollout, Schema, ServerOptions, UpTo
 from transport.errors import TransportError
+from transport.packer.mixin import TicketTrainer
 from transport.queue import open_queue
 from transport.runtime.signals import Stopped, until_stopped
 
@@ -56,7 +57,7 @@ def rollout(plan: JobPlan, stopped: Stopped) -> None:
 
 def trainer(plan: JobPlan, stopped: Stopped) -> None:
     """Consume until told to end."""
-    with open_queue(plan.queue) as queue, Trainer(schemas=[SCHEMA], queue=queue, wire={"tcp"}) as worker:
+    with open_queue(plan.queue) as queue, TicketTrainer(schemas=[SCHEMA], queue=queue, wire={"tcp"}) as worker:
         ready = False
         while not stopped.wait(0.0):
             try:

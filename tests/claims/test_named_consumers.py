@@ -10,9 +10,10 @@ import pytest
 from helpers import NETWORK, NETWORK_WIRE, eventually
 from packers import collected, fetch
 
-from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import RingOptions, Rollout, Schema, SharedRingBuffer, UCXXServer
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
+from transport.packer.mixin import TicketTrainer
 from transport.queue import FoundRings, RingQueue
 
 SCHEMA = Schema.of(x="int64")
@@ -88,7 +89,7 @@ def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path:
         for rank in ("reference", "train"):
             with (
                 found(name) as own,
-                Trainer(schemas=[SCHEMA], queue=own, rank=rank, wire={wire}) as trainer,
+                TicketTrainer(schemas=[SCHEMA], queue=own, rank=rank, wire={wire}) as trainer,
             ):
                 seen: list[int] = []
                 while len(seen) < 4:
@@ -101,7 +102,7 @@ def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path:
 @pytest.mark.ucx
 def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> None:
     ticket = ring.write({"x": 9})
-    with RingQueue([ring]) as queue, Trainer(schemas=[SCHEMA], queue=queue, rank="train:1") as trainer:
+    with RingQueue([ring]) as queue, TicketTrainer(schemas=[SCHEMA], queue=queue, rank="train:1") as trainer:
         [first, *_] = trainer.claim_tickets(4)
         with pytest.raises(RankError, match="came as a ticket, and this trainer's rank is 'train:1'"):
             trainer.start_prefetch([first, ticket])

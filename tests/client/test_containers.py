@@ -31,7 +31,8 @@ with Rollout(Schema.of(data=("int64", UpTo(1 << 16))), slots=8, server=server) a
 # The first by its ticket, the others as the queue brings them.
 READER = """
 import sys
-from transport import BlockingClient, Schema, Ticket, Trainer, UpTo
+from transport import BlockingClient, Schema, Ticket, UpTo
+from transport.packer.mixin import TicketTrainer
 from transport.queue import open_queue
 
 schemas = [Schema.of(data=("int64", UpTo(1 << 16)))]
@@ -39,7 +40,7 @@ address, ticket, payloads = sys.argv[1], Ticket.parse(sys.argv[2]), int(sys.argv
 with BlockingClient(schemas=schemas, wire={"shm", "tcp"}) as client:
     payload = client.read(ticket, timeout=10.0)
     seen, wires = [int(payload["data"][0])], {payload.wire}
-with open_queue(f"rings://{address}") as queue, Trainer(schemas=schemas, queue=queue, wire={"shm", "tcp"}) as trainer:
+with open_queue(f"rings://{address}") as queue, TicketTrainer(schemas=schemas, queue=queue, wire={"shm", "tcp"}) as trainer:
     while len(seen) < payloads:
         tickets = trainer.claim_tickets(payloads, timeout_s=10.0)
         assert tickets, f"nothing came after {seen}"

@@ -64,8 +64,8 @@ with BlockingClient(wire=wire) as client:
 )
 
 TAKER = (
-    "from transport import Trainer\nfrom transport.queue import open_queue\n"
-    "Trainer(queue=open_queue('rings:nothing')).close()\n"
+    "from transport.packer.mixin import TicketTrainer\nfrom transport.queue import open_queue\n"
+    "TicketTrainer(queue=open_queue('rings:nothing')).close()\n"
     + BECOME
     + """
 wire = "auto" if sys.argv[3] == "auto" else set(sys.argv[3].split(","))
@@ -73,7 +73,7 @@ wire = "auto" if sys.argv[3] == "auto" else set(sys.argv[3].split(","))
 with BlockingClient(wire=wire) as client:
     batch = client.take(f"127.0.0.1:{port}", 1, wait_s=20)
     print(len(batch), batch.nbytes, len(client.consume(batch)), flush=True)
-with open_queue(f"rings://127.0.0.1:{port}") as queue, Trainer(queue=queue, wire=wire) as trainer:
+with open_queue(f"rings://127.0.0.1:{port}") as queue, TicketTrainer(queue=queue, wire=wire) as trainer:
     found = []
     while len(found) < 2:
         trainer.start_prefetch(trainer.claim_tickets(2 - len(found), 20.0))

@@ -14,9 +14,10 @@ import pytest
 from helpers import until
 from packers import Packer
 
-from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
+from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, UCXXClient, UCXXServer
 from transport.cooldown import open_destination
 from transport.errors import SchemaError, TransportError, UsageError
+from transport.packer.mixin import TicketTrainer
 from transport.queue import RingQueue
 from transport.rendezvous import Rendezvous, Rules
 from transport.store.memory import MemoryStore
@@ -74,11 +75,11 @@ def test_what_is_at_hand_in_place_of_what_is_meant_is_refused_by_name() -> None:
     for refused in (
         lambda: Rollout({"step": "int64"}, mode="thread"),  # type: ignore[arg-type]
         lambda: Rollout(SCHEMA, mode="thread", drain_s=-1.0),
-        lambda: Trainer(schemas=one),
+        lambda: TicketTrainer(schemas=one),
     ):
         with pytest.raises(UsageError):
             refused()
-    with Rollout(SCHEMA, slots=2, mode="thread", drain_s=0.0) as rollout, Trainer(schemas=[SCHEMA]) as trainer:
+    with Rollout(SCHEMA, slots=2, mode="thread", drain_s=0.0) as rollout, TicketTrainer(schemas=[SCHEMA]) as trainer:
         array: Any = np.zeros(3)
         with pytest.raises(SchemaError, match="mapping"):
             rollout.write_to_buffer(array)

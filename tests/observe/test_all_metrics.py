@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from helpers import Child, dead_port, eventually, settings_with
 
-from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
 from transport.errors import RetriesExhaustedError, RingFullError, StaleSlotError, TransportError
 from transport.observe.metrics import FAMILIES, client_samples, packer_samples, queue_samples, ring_samples
+from transport.packer.mixin import TicketTrainer
 from transport.packer.prefetch import FetchedBatch
 from transport.queue import Claim, RingQueue
 from transport.ticket import Ticket
@@ -184,7 +185,7 @@ def of_a_packer_and_its_queue() -> None:
     one = {"x": np.arange(4)}
     with SharedRingBuffer.create(schema, slots=32) as ring:
         queue = RingQueue([ring], max_deliveries=2)
-        trainer = Trainer(schemas=[schema], queue=queue)
+        trainer = TicketTrainer(schemas=[schema], queue=queue)
         try:
 
             def batch(count: int) -> list[Claim]:

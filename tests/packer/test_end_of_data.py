@@ -14,8 +14,9 @@ import pytest
 from helpers import Child, eventually
 from packers import collected, fetch
 
-from transport import Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import Rollout, Schema, SharedRingBuffer, UCXXServer
 from transport._ring import segments
+from transport.packer.mixin import TicketTrainer
 from transport.packer.stream import BatchStream
 from transport.queue import Claim, FoundRings, open_queue
 from transport.ring.attachment import remove_dead
@@ -49,9 +50,10 @@ with (
 # Claims at addresses, and keeps its claims.
 HOLDER = """
 import sys
-from transport import Schema, Trainer
+from transport import Schema
+from transport.packer.mixin import TicketTrainer
 from transport.queue import open_queue
-with open_queue(sys.argv[1]) as queue, Trainer(queue=queue, schemas=[Schema.of(number=("int64",))]) as trainer:
+with open_queue(sys.argv[1]) as queue, TicketTrainer(queue=queue, schemas=[Schema.of(number=("int64",))]) as trainer:
     claims = []
     while len(claims) < int(sys.argv[2]):
         claims += trainer.claim_tickets(int(sys.argv[2]) - len(claims), 30.0)
@@ -106,14 +108,14 @@ def end(child: Child) -> None:
     child.tell("end")
 
 
-def consume(trainer: Trainer, claims: list[Claim]) -> int:
+def consume(trainer: TicketTrainer, claims: list[Claim]) -> int:
     batch = collected(trainer, claims)
     count = len(trainer.consume(batch))
     batch.release()
     return count
 
 
-def consumed(trainer: Trainer) -> int:
+def consumed(trainer: TicketTrainer) -> int:
     """Consume what comes until no more comes; how many."""
     count = 0
     while not trainer.finished():
@@ -126,7 +128,7 @@ def consumed(trainer: Trainer) -> int:
 def test_a_trainer_is_finished_when_every_rollout_has_ended_and_every_payload_is_done(url: str) -> None:
     with (
         open_queue(url) as queue,
-        Trainer(queue=queue, schemas=[SCHEMA], expected_rollouts=2) as trainer,
+        TicketTrainer(queue=queue, schemas=[SCHEMA], expected_rollouts=2) as trainer,
         rollouts(url, 5, 7) as children,
     ):
         assert not trainer.finished()
@@ -138,7 +140,7 @@ def test_a_trainer_is_finished_when_every_rollout_has_ended_and_every_payload_is
 
 @mapped
 def test_what_is_claimed_and_not_consumed_is_not_done(url: str) -> None:
-    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
+    with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
         claims = trainer.claim_tickets(1, 30.0)
         end(child)
         assert trainer.claim_tickets(1, 0.5) == []
@@ -150,7 +152,7 @@ def test_what_is_claimed_and_not_consumed_is_not_done(url: str) -> None:
 @both
 def test_the_end_of_a_rollout_stands_for_a_killed_one_of_its_name_whose_ring_is_gone(url: str) -> None:
     name = f"rollout-{url.removeprefix('rings:')}named"
-    with open_queue(f"rings:{name}") as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+    with open_queue(f"rings:{name}") as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert isinstance(queue, FoundRings)
         own = trainer._packer.queue
         assert isinstance(own, FoundRings)
@@ -177,7 +179,7 @@ def test_the_end_of_a_rollout_stands_for_a_killed_one_of_its_name_whose_ring_is_
 
 @tcp
 def test_a_killed_rollout_has_not_ended_and_another_one_ends_in_its_place(url: str) -> None:
-    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+    with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert isinstance(queue, FoundRings)
         with rollouts(url, 2) as [child]:
             claims = trainer.claim_tickets(2, 30.0)
@@ -205,7 +207,7 @@ def test_rollouts_at_addresses_are_finished_when_each_has_ended() -> None:
     with (
         rollouts(f"rings:end-{os.getpid()}-", 2, 3, ports=ports) as children,
         open_queue("rings://" + ",".join(f"127.0.0.1:{port}" for port in ports)) as queue,
-        Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+        TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer,
     ):
         end(children[0])
         end(children[1])
@@ -217,7 +219,7 @@ def test_two_addresses_of_one_rollout_are_finished_when_it_has_ended() -> None:
     with (
         rollouts(f"rings:end-{os.getpid()}-", 3, ports=ports, listeners=2) as [rollout],
         open_queue("rings://" + ",".join(f"127.0.0.1:{port}" for port in ports[0].split())) as queue,
-        Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+        TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer,
     ):
         assert not trainer.finished()
         end(rollout)
@@ -239,7 +241,7 @@ def test_at_addresses_nobody_is_finished_while_another_trainer_holds_claims(
     url, rollout = addresses
     with Child(HOLDER, url, 3) as holder:
         assert holder.line() == "holds"
-        with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
             assert trainer.claim_tickets(3, 0.2) == []
             end(rollout)
             for _ in range(5):
@@ -262,7 +264,7 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
         with (
             Child(HOLDER, url, 3) as holder,
             open_queue(url) as queue,
-            Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+            TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer,
         ):
             assert holder.line() == "holds"
             connected = trainer._packer.queue
@@ -282,7 +284,7 @@ def test_a_rollout_that_does_not_wait_tells_the_end_and_refuses_what_was_claimed
 
 @mapped
 def test_a_payload_that_is_consumed_and_still_looked_at_is_done(url: str) -> None:
-    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
+    with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer, rollouts(url, 1) as [child]:
         batch = fetch(trainer, 1)
         [payload] = trainer.consume(batch)
         number = payload["number"]
@@ -300,13 +302,13 @@ def test_a_trainer_that_comes_late_learns_the_end_from_the_directory_and_warns(
         return any("run=" in each.getMessage() for each in caplog.records if each.name == "transport.claims.rings")
 
     url = f"rings+sqlite:///{tmp_path}/store"
-    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+    with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert not trainer.finished()
         with open_queue(url) as theirs, Rollout(SCHEMA, rings=theirs, mode="thread"):
             pass
         assert consumed(trainer) == 0
         assert not warned()
-    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+    with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
         assert consumed(trainer) == 0
         assert warned()
 
@@ -385,7 +387,7 @@ def test_a_rollout_that_has_waited_in_vain_is_not_told_to_wait(
 
 def test_a_rollout_that_another_one_replaces_has_not_ended(tmp_path: Path) -> None:
     url = f"rings+sqlite:///{tmp_path}/store"
-    with open_queue(url) as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+    with open_queue(url) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
         with Rollout(SCHEMA, rings=queue, mode="thread") as rollout:
             assert trainer.claim_tickets(1) == []
             rollout.close(0.0, ends=False)
@@ -438,7 +440,7 @@ def test_a_ring_of_several_writers_has_ended_when_none_has_yet_to_say_it(
         Child(ATTACHED, ring.name) as first,
         Child(ATTACHED, ring.name) as second,
         open_queue(f"rings:{prefix}") as queue,
-        Trainer(queue=queue, schemas=[SCHEMA]) as trainer,
+        TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer,
     ):
 
         def tell(child: Child, line: str) -> None:
@@ -469,7 +471,7 @@ def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after
     name = f"rollout-end-{os.getpid()}"
     with Child(WRITER, name, 0) as first:
         port = first.line()
-        with open_queue(f"rings://127.0.0.1:{port}") as queue, Trainer(queue=queue, schemas=[SCHEMA]) as trainer:
+        with open_queue(f"rings://127.0.0.1:{port}") as queue, TicketTrainer(queue=queue, schemas=[SCHEMA]) as trainer:
             assert consume(trainer, trainer.claim_tickets(1, 30.0)) == 1
             end(first)
             eventually(lambda: trainer.claim_tickets(1, 0.05) == [] and trainer.finished(), "it is finished")
@@ -491,7 +493,7 @@ def test_a_trainer_elsewhere_follows_a_ring_that_another_writer_takes_over_after
 def test_the_end_of_a_ring_of_another_schema_is_not_a_rollouts_of_this_trainer(url: str, tmp_path: Path) -> None:
     other = Schema.of(other=("float32",))
     for place in (url, f"rings+sqlite:///{tmp_path}/store"):
-        with open_queue(place) as queue, Trainer(queue=queue, schemas=[SCHEMA], expected_rollouts=1) as trainer:
+        with open_queue(place) as queue, TicketTrainer(queue=queue, schemas=[SCHEMA], expected_rollouts=1) as trainer:
             with open_queue(place) as written, Rollout(other, rings=written, mode="thread"):
                 assert trainer.claim_tickets(1, 0.5) == []
             assert trainer.claim_tickets(1, 0.5) == []

@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, Trainer, UCXXServer, UpTo
+from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, UCXXServer, UpTo
 from transport.errors import SchemaError, UsageError
 from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.mixin import TicketTrainer
 from transport.queue import RingQueue, open_queue
 from transport.queue.group import GroupQueue
 from transport.store.memory import MemoryStore
@@ -30,7 +31,7 @@ REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(64)), parents=PARENTS)
 REWARD = Schema.of(reward="float32", parents=PARENTS)
 SCHEMAS = [ROLLOUT, REFERENCE, REWARD]
 OF_PARENTS = [ROLLOUT, REFERENCE]
-Make = Callable[..., Trainer]
+Make = Callable[..., TicketTrainer]
 
 
 class Stages:
@@ -77,11 +78,11 @@ def stages() -> Iterator[Stages]:
 
 @pytest.fixture
 def trainer(stages: Stages) -> Iterator[Make]:
-    opened: list[Trainer] = []
+    opened: list[TicketTrainer] = []
 
-    def make(**options: Any) -> Trainer:
+    def make(**options: Any) -> TicketTrainer:
         of = {"schemas": [REWARD], "parents": OF_PARENTS, "joined": True}
-        opened.append(Trainer(**{"wire": {"mapped", "tcp"}, "queue": stages.queue, **of, **options}))
+        opened.append(TicketTrainer(**{"wire": {"mapped", "tcp"}, "queue": stages.queue, **of, **options}))
         return opened[-1]
 
     yield make
@@ -89,7 +90,7 @@ def trainer(stages: Stages) -> Iterator[Make]:
         each.close()
 
 
-def fetched(trainer: Trainer, count: int) -> Any:
+def fetched(trainer: TicketTrainer, count: int) -> Any:
     claims: list[Any] = []
     while len(claims) < count:
         claims += trainer.claim_tickets(count - len(claims), 30.0)
@@ -98,7 +99,7 @@ def fetched(trainer: Trainer, count: int) -> Any:
 
 
 def test_a_trainer_gets_one_payload_of_all_parts_and_consumes_all(
-    stages: Stages, trainer: Callable[..., Trainer]
+    stages: Stages, trainer: Callable[..., TicketTrainer]
 ) -> None:
     for number in range(3):
         stages.write(number)
@@ -124,7 +125,7 @@ def test_payloads_of_parents_schemas_are_read_and_not_claimed() -> None:
             queue.hand_out(ring)
         for number in range(3):
             stages.write(number)
-        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"mapped"}, queue=queue) as loop:
+        with TicketTrainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"mapped"}, queue=queue) as loop:
             batch = fetched(loop, 3)
             assert [payload["prompt"] for payload in loop.consume(batch)] == ["p0", "p1", "p2"]
             assert loop.claim_tickets(9) == []
@@ -165,7 +166,7 @@ def test_a_part_that_is_gone_fails_alone_and_frees_the_others(stages: Stages, tr
 
 
 def test_an_abandoned_batch_can_be_claimed_again_with_all_parts(
-    stages: Stages, trainer: Callable[..., Trainer]
+    stages: Stages, trainer: Callable[..., TicketTrainer]
 ) -> None:
     stages.write(2)
     loop = trainer()
@@ -210,7 +211,7 @@ def test_a_payload_that_a_group_refuses_keeps_its_parts() -> None:
         store = MemoryStore()
         ranks = [
             stack.enter_context(
-                Trainer(
+                TicketTrainer(
                     schemas=[REWARD],
                     parents=OF_PARENTS,
                     joined=True,
@@ -236,13 +237,14 @@ def test_a_payload_that_a_group_refuses_keeps_its_parts() -> None:
 _KILLED = """
 import os, signal, sys
 import msgspec
-from transport import Schema, Trainer
+from transport import Schema
+from transport.packer.mixin import TicketTrainer
 from transport.packer.claims import ClaimBook
 from transport.queue import open_queue
 
 parents, schemas = ([Schema.from_json(each) for each in given] for given in msgspec.json.decode(sys.argv[2]))
 with open_queue(sys.argv[1]) as queue:
-    trainer = Trainer(schemas=schemas, parents=parents, joined=True, wire={"mapped"}, queue=queue)
+    trainer = TicketTrainer(schemas=schemas, parents=parents, joined=True, wire={"mapped"}, queue=queue)
     trainer.start_prefetch(trainer.claim_tickets(1, 30.0))
     batch = trainer.collect_prefetch()
     ClaimBook.settle = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -259,7 +261,7 @@ def test_what_a_trainer_that_is_killed_while_it_consumes_had_comes_whole_to_the_
         assert killed.returncode == -signal.SIGKILL
         for ring in stages.all:
             ring.reclaim()
-        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"mapped"}, queue=queue) as loop:
+        with TicketTrainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"mapped"}, queue=queue) as loop:
             assert [each.ticket for each in loop.consume(fetched(loop, 1))] == [rewarded]
         assert stages.all_free()
 
@@ -275,7 +277,7 @@ def test_without_joined_the_parents_are_a_field(stages: Stages, trainer: Make) -
 
 
 def test_a_parent_whose_schema_is_unknown_is_an_error_that_names_it(
-    stages: Stages, trainer: Callable[..., Trainer]
+    stages: Stages, trainer: Callable[..., TicketTrainer]
 ) -> None:
     rolled, *_ = stages.write(1)
     loop = trainer(parents=[REFERENCE])
@@ -289,7 +291,9 @@ def test_samples_of_a_group_come_with_what_they_share(wire: str) -> None:
     with Stages() as stages:
         shared: dict[str, Any] = {"prompt": "shared", "tokens": [1]}
         write_group(stages.rollout, shared, [{"reward": at} for at in range(3)], samples_ring=stages.reward)
-        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={wire, "tcp"}, queue=stages.queue) as loop:
+        with TicketTrainer(
+            schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={wire, "tcp"}, queue=stages.queue
+        ) as loop:
             batch = fetched(loop, 3)
             found = [(each["prompt"], float(each["reward"])) for each in loop.consume(batch)]
             assert found == [("shared", at) for at in range(3)]
@@ -312,7 +316,7 @@ def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_f
         rolled = stages.rollout.write({"prompt": "p", "tokens": [1]}, readers=2)
         referenced = stages.reference.write(with_parents({"ref_logprobs": [1.0]}, [Parent(rolled, 1)]))
         stages.reward.write(with_parents({"reward": 1.0}, [rolled, referenced]))
-        with Trainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"tcp"}, queue=stages.queue) as loop:
+        with TicketTrainer(schemas=[REWARD], parents=OF_PARENTS, joined=True, wire={"tcp"}, queue=stages.queue) as loop:
             batch = fetched(loop, 1)
             assert len(loop.consume(batch)) == 1
             batch.release()

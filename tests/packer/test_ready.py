@@ -1,4 +1,4 @@
-"""Rollout and Trainer need no subclass, and ``with`` cleans up: theirs, the mixins', and beside a base class's own."""
+"""Rollout and TicketTrainer need no subclass, and ``with`` cleans up: theirs, and the mixins' beside a base class."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from transport import (
     Rollout,
     Schema,
     SharedRingBuffer,
-    Trainer,
     UCXXDataPackerMixin,
     UCXXRolloutMixin,
     UpTo,
 )
 from transport.errors import ClosedError, StopRequestedError, UsageError
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.mixin import TicketTrainer
 from transport.queue import RingQueue
 from transport.runtime.signals import until_stopped
 
@@ -70,7 +70,7 @@ print("written", written, flush=True)
 def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RingQueue) -> None:
     with (
         Rollout(SCHEMA, slots=4, rings=queue, mode="thread") as rollout,
-        Trainer(schemas=[SCHEMA], queue=queue) as trainer,
+        TicketTrainer(schemas=[SCHEMA], queue=queue) as trainer,
     ):
         rollout.write_to_buffer(VALUES)
         (payload,) = trainer.consume(fetch(trainer, 1))
@@ -80,7 +80,7 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RingQueue) -> None:
         assert segment.exists()
     assert not segment.exists()
     assert repr(rollout) == "<Rollout closed>"
-    assert repr(trainer) == "<Trainer closed>"
+    assert repr(trainer) == "<TicketTrainer closed>"
     with pytest.raises(ClosedError, match="Trainer"):
         trainer.claim_tickets(1)
     with pytest.raises(ClosedError, match="Rollout"):
@@ -93,7 +93,7 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
 
     with Rollout(SCHEMA, slots=4, mode="thread") as rollout:
         rollout.write_many_to_buffer([VALUES, VALUES])
-        with Trainer(schemas=[SCHEMA]) as trainer:
+        with TicketTrainer(schemas=[SCHEMA]) as trainer:
             batch = fetch(trainer, 4)
             accepted = trainer.accept(batch)
             assert len(accepted) == 2
@@ -102,7 +102,7 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
             del accepted
             batch.release()
         assert rollout.ring_statistics().ready == 2  # its end gave the claims back
-        with Trainer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored)) as again:
+        with TicketTrainer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored)) as again:
             rollout.write_to_buffer(VALUES)
             batch = fetch(again, 4)
             assert len(again.accept(batch)) == 1
@@ -117,7 +117,7 @@ def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatc
 @pytest.mark.ucx
 def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSPORT_RUN", f"abandoned-{os.getpid()}")
-    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, Trainer(schemas=[SCHEMA]) as trainer:
+    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, TicketTrainer(schemas=[SCHEMA]) as trainer:
         rollout.write_many_to_buffer([VALUES, VALUES])
         for again in (False, True):
             batch = fetch(trainer, 4)
@@ -139,7 +139,7 @@ def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monk
 @pytest.mark.ucx
 @pytest.mark.parametrize("end", ["abandoned", "dropped", "consumed"])
 def test_a_payload_that_comes_twice_is_ended_by_the_batch_that_accepted_it(end: str) -> None:
-    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, Trainer(schemas=[SCHEMA]) as trainer:
+    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, TicketTrainer(schemas=[SCHEMA]) as trainer:
         ticket = rollout.write_to_buffer(VALUES)
         first = collected(trainer, [ticket])
         assert len(trainer.accept(first)) == 1
@@ -247,7 +247,7 @@ def test_a_request_to_stop_ends_a_write_that_waits_and_what_was_written_still_go
             child.process.send_signal(signal.SIGTERM)
             eventually(lambda: ring.native.ended, "the rollout ends, and no payload was consumed")
         trained = 0
-        with Trainer(schemas=[SCHEMA]) as trainer:
+        with TicketTrainer(schemas=[SCHEMA]) as trainer:
             while not trainer.finished():
                 trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=0.2))
                 if batch := trainer.collect_prefetch():
@@ -318,7 +318,7 @@ def test_a_class_with_both_mixins_cleans_up_both() -> None:
     ("made", "setup", "more"),
     [
         (Rollout, UCXXRolloutMixin.setup_ucxx, {"drain_s"}),
-        (Trainer, UCXXDataPackerMixin.setup_ucxx_packer, set()),
+        (TicketTrainer, UCXXDataPackerMixin.setup_ucxx_packer, set()),
     ],
 )
 def test_arguments_and_defaults_are_those_of_the_setup(made: Any, setup: Any, more: set[str]) -> None:

@@ -9,9 +9,10 @@ import pytest
 from helpers import eventually
 from packers import FAST
 
-from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.claims.places import OnThisHost
 from transport.errors import SchemaError, TicketError
+from transport.packer.mixin import TicketTrainer
 from transport.queue import FoundRings
 
 pytestmark = pytest.mark.ucx
@@ -29,7 +30,7 @@ def test_a_ticket_of_another_version_fails_alone_and_the_others_are_trained_on(
         SharedRingBuffer.create(schema, slots=4, prefix=prefix) as ring,
         UCXXServer(ring, mode="thread"),
         FoundRings(OnThisHost(prefix)) as queue,
-        Trainer(schemas=[schema], queue=queue) as trainer,
+        TicketTrainer(schemas=[schema], queue=queue) as trainer,
     ):
         first = ring.write({"x": np.zeros(count, np.int64)})
         loan = ring.native.try_take()
@@ -66,14 +67,14 @@ def test_a_payload_of_an_unknown_schema_fails_and_is_trained_on_by_who_knows_it(
         FoundRings(OnThisHost(prefix)) as queue,
     ):
         ticket = ring.write({"x": np.zeros(count, np.int64)})
-        with Trainer(queue=queue, joined=joined, settings=FAST) as trainer:
+        with TicketTrainer(queue=queue, joined=joined, settings=FAST) as trainer:
             trainer.start_prefetch(trainer.claim_tickets(1, timeout_s=30.0))
             batch = trainer.collect_prefetch(30.0)
             assert batch is not None
             [failure] = batch.failures
             assert isinstance(failure.error, SchemaError)
             assert trainer.consume(batch) == [] and ring.statistics().free == 0
-        with Trainer(schemas=[schema], queue=queue) as trainer:
+        with TicketTrainer(schemas=[schema], queue=queue) as trainer:
             trainer.start_prefetch(trainer.claim_tickets(1, timeout_s=30.0))
             batch = trainer.collect_prefetch(30.0)
             assert batch is not None

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
+from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, UCXXServer, UpTo
 from transport.errors import PayloadDamagedError, PayloadTooLargeError, SchemaError
+from transport.packer.mixin import TicketTrainer
 from transport.packer.options import ServerOptions
 from transport.queue import RingQueue
 from transport.testing import LocalTransport
@@ -234,7 +235,7 @@ def test_a_rollout_and_a_trainer_pass_them_on(wire: Any) -> None:
     with (
         RingQueue() as queue,
         Rollout(SCHEMA, slots=8, rings=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
-        Trainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
+        TicketTrainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
     ):
         rollout.write_to_buffer(sample(1))
         rollout.write_many_to_buffer([sample(2), sample(3)])

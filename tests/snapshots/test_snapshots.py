@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packers import collected
 
-from transport import Rollout, Schema, SharedRingBuffer, Trainer, UpTo, _ring
+from transport import Rollout, Schema, SharedRingBuffer, UpTo, _ring
 from transport.claims.rings import RingQueue
 from transport.cooldown.destinations.folder import Folder
 from transport.errors import (
@@ -39,6 +39,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.mixin import TicketTrainer
 from transport.queue import open_queue
 from transport.ring.buffer import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
@@ -196,7 +197,7 @@ def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuse
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as third,
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as fourth,
         open_queue(f"rings:{prefix}") as queue,
-        Trainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
+        TicketTrainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
     ):
         left_out = restore(str(place), 2, third, consumed=[record])
         assert (left_out.known, len(left_out.tickets)) == (1, 2)
@@ -772,7 +773,10 @@ def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefi
     with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         restore(str(place), 1, rollout)
         address = f"rings://127.0.0.1:{rollout.ports[0]}"
-        with open_queue(address) as elsewhere, Trainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer:
+        with (
+            open_queue(address) as elsewhere,
+            TicketTrainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer,
+        ):
             found: list[int] = []
             while len(found) < 5 and (claims := trainer.claim_tickets(5, timeout_s=30)):
                 batch = collected(trainer, claims)

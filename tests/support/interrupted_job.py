@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 from interrupted_plants import plant
 
-from transport import RingOptions, Rollout, Trainer
+from transport import RingOptions, Rollout
 from transport.errors import UsageError
+from transport.packer.mixin import TicketTrainer
 from transport.queue import Claim, open_queue
 from transport.wires import Wire
 
@@ -83,7 +84,7 @@ class Job:
         self.rollout_queue, self.queue = open_queue(f"rings:{run}-"), open_queue(f"rings:{run}-")
         self.rings = 0
         self.rollout = self.a_rollout()
-        self.trainer = Trainer(queue=self.queue, wire={wire})
+        self.trainer = TicketTrainer(queue=self.queue, wire={wire})
 
     def a_rollout(self) -> Rollout:
         self.rings += 1  # what an interrupted start has made ends by itself, and its name is not used again
@@ -133,7 +134,7 @@ class Job:
             self.interrupts.repeated(self.trainer.cancel_prefetch)
         elif how == "close":
             self.interrupts.repeated(self.trainer.close)
-            self.trainer = self.interrupts.repeated(lambda: Trainer(queue=self.queue, wire={self.wire}))
+            self.trainer = self.interrupts.repeated(lambda: TicketTrainer(queue=self.queue, wire={self.wire}))
         else:
             self.collect(how)
             if how == "defer":

@@ -16,7 +16,7 @@ import numpy as np
 
 from transport.claims.places import OnThisHost
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import FetchedBatch, Trainer
+from transport.packer.mixin import FetchedBatch, TicketTrainer
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.rollout import Rollout
 from transport.queue import Claim, FoundRings, RingQueue, open_queue
@@ -98,7 +98,7 @@ class ToldTrainer:
         if group:
             self.queue = GroupQueue(self.queue, open_store(store), group, rank, 2, patience_s=LONG_S)
         record = ConsumedRecord.from_bytes(bytes.fromhex(consumed)) if consumed else None
-        self.packer = Trainer(
+        self.packer = TicketTrainer(
             schemas=[SCHEMA], queue=self.queue, rank=rank, client=ClientOptions(directory=directory), consumed=record
         )
         self.claims: list[Claim] = []

@@ -28,15 +28,17 @@ def test_what_is_written_is_claimed_read_and_consumed() -> None:
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_a_trainer_takes_what_is_written_without_a_network(steps: int) -> None:
-    with LocalTransport(SCHEMA) as local, Trainer(schemas=[SCHEMA], queue=local.queue, wire={"mapped"}) as trainer:
+    with (
+        LocalTransport(SCHEMA) as local,
+        Trainer(SCHEMA, local.queue, wire={"mapped"}) as trainer,
+    ):
         for step in range(steps):
             local.write({"tokens": np.arange(step, dtype=np.int32), "reward": float(step)})
-        trainer.start_prefetch(trainer.claim_tickets(steps, timeout_s=20))
-        batch = trainer.collect_prefetch()
+        batch = trainer.take(steps, 20)
         assert batch is not None
-        assert [float(payload["reward"]) for payload in trainer.consume(batch)] == list(range(steps))
-        assert local.ring.statistics().ready == 0
-        batch.release()
+        assert batch["reward"].tolist() == list(range(steps))
+        batch.consume()
+        assert batch.accepted.all() and local.ring.statistics().ready == 0
 
 
 def test_a_full_ring_raises_where_a_rollout_would_wait() -> None:

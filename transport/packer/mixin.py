@@ -1,7 +1,7 @@
-"""Trainer: a data packer that reads payloads by ticket, prefetched, and trains on each once. UCXXDataPackerMixin is the
-same to be mixed in.
+"""UCXXDataPackerMixin: a data packer reads payloads by ticket, prefetched, and trains on each once. TicketTrainer is one
+by itself.
 
-with Trainer(schemas=[schema], queue=queue) as trainer:
+with TicketTrainer(schemas=[schema], queue=queue) as trainer:
     trainer.start_prefetch(trainer.claim_tickets(32, timeout_s=5))
     payloads = trainer.consume(trainer.collect_prefetch())
 
@@ -64,7 +64,14 @@ from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
 from transport.ticket import Ticket
 
-__all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "Trainer", "UCXXDataPackerMixin"]
+__all__ = [
+    "_MAX_FETCH_ROUNDS",
+    "FetchedBatch",
+    "FetchedItem",
+    "PackerStatistics",
+    "TicketTrainer",
+    "UCXXDataPackerMixin",
+]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +81,7 @@ _CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is sai
 class UCXXDataPackerMixin(WithBlock):
     """Mix into a data packer, before its base class; `get_policy_input` then also takes tickets.
 
-    `Trainer` is one by itself. A ``with`` cleans up at its end.
+    `TicketTrainer` is one by itself. A ``with`` cleans up at its end.
     """
 
     _ucxx: PackerSession | None = None
@@ -83,7 +90,7 @@ class UCXXDataPackerMixin(WithBlock):
     @property
     def _packer(self) -> PackerSession:
         if self._ucxx is None:
-            raise ClosedError("this trainer is closed, or not set up: make a new Trainer, or call setup_ucxx_packer()")
+            raise ClosedError("this trainer is closed, or not set up: make a new one, or call setup_ucxx_packer()")
         return self._ucxx
 
     # --- life ---------------------------------------------------------------------------------------
@@ -413,7 +420,7 @@ async def _read(packer: PackerSession, item: FetchedItem, timeout_s: float) -> R
     return await packer.client.read(item.ticket, rank=packer.rank_of(item), timeout=timeout_s)
 
 
-class Trainer(UCXXDataPackerMixin):
+class TicketTrainer(UCXXDataPackerMixin):
     """A trainer's data packer that is set up as it is made; `UCXXDataPackerMixin` has its methods.
 
     Arguments and errors are those of `UCXXDataPackerMixin.setup_ucxx_packer`.

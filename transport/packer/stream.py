@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 from transport.client.payload import ReceivedPayload
 from transport.errors import SchemaError, TransportError
-from transport.packer.mixin import FetchedBatch, Trainer
+from transport.packer.mixin import FetchedBatch, TicketTrainer
 from transport.queue.base import Claim, TicketQueue
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class BatchStream:
         idle_s: the stream ends after so many seconds without a ticket, or when all rollouts have ended; None: then
             only.
         stopping: called during every wait; the stream ends when it returns True.
-        options: of `Trainer`, with its errors.
+        options: of `TicketTrainer`, with its errors.
 
     Attributes:
         ended: all rollouts have ended, and the stream with them.
@@ -62,10 +62,10 @@ class BatchStream:
         self._stopping = stopping
         self._waiting: list[Claim] = []  # of the batch after the one that is fetched
         self._fetching = False
-        self.packer = Trainer(queue=queue, **options)
+        self.packer = TicketTrainer(queue=queue, **options)
 
     def next(self) -> FetchedBatch | None:
-        """The next batch with a payload in it; None: `Trainer.finished`, no tickets for ``idle_s``, or
+        """The next batch with a payload in it; None: `TicketTrainer.finished`, no tickets for ``idle_s``, or
         stopping.
 
         Raises the queue's errors, those of `collect_prefetch`, and SchemaError: a payload has a schema that was not
