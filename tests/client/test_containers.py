@@ -40,7 +40,8 @@ address, ticket, payloads = sys.argv[1], Ticket.parse(sys.argv[2]), int(sys.argv
 with BlockingClient(schemas=schemas, wire={"shm", "tcp"}) as client:
     payload = client.read(ticket, timeout=10.0)
     seen, wires = [int(payload["data"][0])], {payload.wire}
-with open_queue(f"rings://{address}") as queue, TicketTrainer(schemas=schemas, queue=queue, wire={"shm", "tcp"}) as trainer:
+wire = {"shm", "tcp"}
+with open_queue(f"rings://{address}") as queue, TicketTrainer(schemas=schemas, queue=queue, wire=wire) as trainer:
     while len(seen) < payloads:
         tickets = trainer.claim_tickets(payloads, timeout_s=10.0)
         assert tickets, f"nothing came after {seen}"

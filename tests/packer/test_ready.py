@@ -81,7 +81,7 @@ def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RingQueue) -> None:
     assert not segment.exists()
     assert repr(rollout) == "<Rollout closed>"
     assert repr(trainer) == "<TicketTrainer closed>"
-    with pytest.raises(ClosedError, match="Trainer"):
+    with pytest.raises(ClosedError):
         trainer.claim_tickets(1)
     with pytest.raises(ClosedError, match="Rollout"):
         rollout.write_to_buffer(VALUES)

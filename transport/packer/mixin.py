@@ -1,5 +1,4 @@
-"""UCXXDataPackerMixin: a data packer reads payloads by ticket, prefetched, and trains on each once. TicketTrainer is one
-by itself.
+"""UCXXDataPackerMixin: a data packer reads payloads by ticket, prefetched, and trains on each once.
 
 with TicketTrainer(schemas=[schema], queue=queue) as trainer:
     trainer.start_prefetch(trainer.claim_tickets(32, timeout_s=5))
