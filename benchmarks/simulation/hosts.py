@@ -206,6 +206,7 @@ class SimLink:
         self.wire, self.inline_limit = "tcp", 1 << 16
         self.given_up = self.peer_died = False
         self.usable = True
+        self.no_more_rdma = ""
         self.silent = False  # the other end does not exist any more, and nobody has said so
         self.next_number = 0
         self._ready_at = 0.0  # messages are handled in order

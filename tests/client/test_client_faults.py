@@ -301,7 +301,7 @@ async def test_a_wire_that_is_not_allowed_is_refused_by_name(allowed: Any, offer
     with serving(wires=frozenset({offered})) as (ring, _):
         ticket = ring.write_raw(noise(10))
         async with UCXXClient(wire={allowed}) as client:
-            with pytest.raises(WireNotAllowedError, match=f"UCX chose {offered} .*allowed are .*{allowed}"):
+            with pytest.raises(WireNotAllowedError, match=allowed):
                 await client.read(ticket)
             assert client.statistics().links_in_use + client.statistics().links_idle == 0
 

@@ -12,7 +12,7 @@ from transport import UCXXClient
 from transport.client.connections import links
 from transport.client.device_reads import _DIRECT_BYTES
 from transport.devices.streams import address_of
-from transport.wires import user_settings
+from transport.wires import settings_for, user_settings
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from transport.wires import user_settings
         ("auto", None, None),  # whatever UCX finds: CUDA, too, where it was built for it
         ({"tcp"}, "tcp,self", "tcp,self,cuda"),
         ({"shm"}, "sm,tcp", "sm,tcp,cuda"),
-        ({"rdma"}, "rc,dc,ud,tcp", "rc,dc,ud,tcp,cuda"),  # GPUDirect
-        ({"mapped", "rdma"}, "rc,dc,ud,tcp", "rc,dc,ud,tcp,cuda"),
+        ({"rdma"}, "ib,tcp", "ib,tcp,cuda"),  # GPUDirect
+        ({"mapped", "rdma"}, "ib,tcp", "ib,tcp,cuda"),
     ],
 )
 @asynchronous
@@ -40,7 +40,11 @@ async def test_ucx_is_told_of_cuda_only_for_direct_receives(
         asked.append(settings)
         raise Made
 
+    def with_rdma(wires: Any, *, shared_memory: bool = True, refused: str = "") -> dict[str, str]:
+        return settings_for(wires, shared_memory=shared_memory, refused="")  # as on a host that has a device
+
     monkeypatch.setattr(links, "Worker", worker)
+    monkeypatch.setattr(links, "settings_here", with_rdma)
     for receive in ("staged", "direct"):
         async with UCXXClient(wire=wire, device_receive=receive) as client:  # type: ignore[arg-type]
             with pytest.raises(Made):

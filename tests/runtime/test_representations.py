@@ -31,6 +31,7 @@ from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.store.decision import Next
 from transport.ticket import Ticket
+from transport.training.joining import Child
 from transport.weights import offers
 from transport.weights.barrier import UpdateBarrier
 from transport.weights.options import EngineOptions
@@ -55,6 +56,7 @@ RECORDS = [
     MappedClaim(**OF_CLAIM, source=None, ring=None, native=None),
     NetworkClaim(**OF_CLAIM, source=None, batch=None, position=0, owned=None),
     PayloadBytes("tcp", TICKET.encode()),
+    Child(TICKET, 0, "tcp", TICKET.encode()),
     FetchedItem(TICKET, CLAIM),
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),

@@ -74,7 +74,7 @@ def test_a_server_that_stops_waits_until_killed_listeners_have_left_so_that_the_
     ring: SharedRingBuffer, killed: int
 ) -> None:
     assert is_ending(killed)
-    Processes(ring, config(ring), (0,), None)._stop_orphans()
+    Processes(ring, config(ring), (0,))._stop_orphans()
     assert [owner.pid for owner in ring.native.owners() if owner.alive] == [os.getpid()]
     ring.close()
     assert ring.name not in _ring.segments()

@@ -459,7 +459,7 @@ class TicketTrainer(UCXXDataPackerMixin):
         )
 
     def __repr__(self) -> str:
-        return "<Trainer closed>" if self._ucxx is None else f"<Trainer {self._ucxx.claims!r}>"
+        return "<TicketTrainer closed>" if self._ucxx is None else f"<TicketTrainer {self._ucxx.claims!r}>"
 
     def close(self) -> None:
         """The same as `cleanup_ucxx_packer`."""

@@ -12,6 +12,7 @@ from transport.client.client import UCXXClient
 from transport.client.retry import Deadline, Retry
 from transport.errors import TransportError
 from transport.joined.payloads import JoinedPayload, Part, find_parts, join_to
+from transport.runtime.decoders import hiding
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wires import Wire
@@ -19,6 +20,7 @@ from transport.wires import Wire
 _AT_A_TIME: Final = 8
 
 
+@hiding("data")
 class Child(NamedTuple):
     """A payload that names parents: its ticket, its reader's rank, and its bytes, which came with its claim."""
 
