@@ -14,36 +14,35 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 
 from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
 from transport.errors import RingFullError
-from transport.queue import open_queue
 from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)), log_probabilities=("float32", UpTo(4096)))
 BATCH = 16
-CLAIM_S = 2.0
 BAD_NEWS_S = 600.0  # without a payload for so long, the trainer gives up
+LAST_S = 2.0  # the same after SIGTERM
 TOLD_TO_STOP = 128 + signal.SIGTERM  # exit status: it is to be started again
 
 
-def play(number: int, port: int, rings: str, episodes: int, drain_s: float, leave_s: float) -> None:
+def play(number: int, port: int, rings: str | None, episodes: int, drain_s: float, leave_s: float) -> None:
     """Write the episodes, then stay until the trainer has them, or `drain_s` is over; after SIGTERM, `leave_s`."""
     rng = np.random.default_rng(number)
     with contextlib.ExitStack() as stack:
         stopped = stack.enter_context(until_stopped())  # SIGTERM, which schedulers send before SIGKILL, only sets it
-        queue = stack.enter_context(open_queue(rings)) if rings else None
         server = ServerOptions(ports=[port])
-        rollout = stack.enter_context(Rollout(SCHEMA, slots=64, rings=queue, server=server, drain_s=drain_s))
+        rollout = stack.enter_context(Rollout(SCHEMA, rings, slots=64, server=server, drain_s=drain_s))
         print(f"rollout {number} serves at port {rollout.ports[0]}", flush=True)
         for episode in range(episodes):
             length = int(rng.integers(1, 4097))
             payload = {"tokens": np.full(length, episode, np.int32), "log_probabilities": np.zeros(length, np.float32)}
             while not stopped.wait(0):
                 try:  # waits while 64 payloads are unread, but not for ever: a trainer may be gone
-                    rollout.write_to_buffer(payload, metadata={"rollout": number, "episode": episode}, timeout_s=1.0)
+                    rollout.write(payload, metadata={"rollout": number, "episode": episode}, timeout_s=1.0)
                     break
                 except RingFullError:
                     continue
@@ -59,29 +58,23 @@ def train(rings: str, rollouts: int, episodes: int) -> None:
     After SIGTERM it goes on while payloads come: rollouts wait for it, and have been asked to stop as well.
     """
     seen: set[tuple[int, int]] = set()
-    waited_s = 0.0
-    with (
-        until_stopped() as stopped,
-        open_queue(rings) as queue,
-        Trainer(schemas=[SCHEMA], queue=queue, expected_rollouts=rollouts) as trainer,
-    ):
-        print(f"waiting for {rollouts} rollouts of {queue!r}", flush=True)
-        while not trainer.finished():
-            tickets = trainer.claim_tickets(BATCH, timeout_s=CLAIM_S)
-            if not tickets:
-                waited_s += CLAIM_S
-                if stopped.wait(0) or waited_s >= BAD_NEWS_S:
-                    raise SystemExit(f"no payload for {waited_s:.0f} s; {len(seen)} episodes were trained on")
-                continue
-            waited_s = 0.0
-            trainer.start_prefetch(tickets)
-            batch = trainer.collect_prefetch()
-            assert batch is not None
-            for payload in trainer.consume(batch):
+    news = time.monotonic()
+    with until_stopped() as stopped, Trainer(SCHEMA, rings, expected_rollouts=rollouts) as trainer:
+
+        def gives_up() -> bool:
+            return time.monotonic() - news > (LAST_S if stopped.wait(0) else BAD_NEWS_S)
+
+        print(f"waiting for {rollouts} rollouts of {trainer.rings!r}", flush=True)
+        for batch in trainer.batches(BATCH, stopping=gives_up):
+            for payload in batch:
                 which = (int(payload.metadata["rollout"]), int(payload.metadata["episode"]))
                 assert int(payload["tokens"][0]) == which[1]
                 seen.add(which)
-            batch.release()
+            batch.consume()
+            news = time.monotonic()
+        if not trainer.finished():
+            waited_s = time.monotonic() - news
+            raise SystemExit(f"no payload for {waited_s:.0f} s; {len(seen)} episodes were trained on")
     print(f"trained on {len(seen)} episodes of {rollouts} rollouts", flush=True)
 
 
@@ -112,7 +105,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("role", nargs="?", choices=("rollout", "trainer"))
     parser.add_argument("--number", type=int, default=0, help="of this rollout, from 0")
     parser.add_argument("--port", type=int, default=7450, help="of this rollout's listener")
-    parser.add_argument("--rings", default="", help="for the trainer rings://host:port,…; or for all rings+redis://…")
+    parser.add_argument("--rings", help="for the trainer rings://host:port,…; or for all rings+redis://…")
     parser.add_argument("--rollouts", type=int, default=1, help="how many there are, for the trainer")
     parser.add_argument("--episodes", type=int, default=200, help="of each rollout")
     parser.add_argument("--drain", type=float, default=300.0, help="seconds that a rollout waits at its end")
