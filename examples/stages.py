@@ -10,86 +10,63 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 
-from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
+from transport import Rollout, Schema, Trainer, UpTo
 from transport.joined import PARENTS, Parent, with_parents
-from transport.queue import open_queue
 from transport.runtime.signals import until_stopped
 
 ROLLOUT = Schema.of(prompt=("text", UpTo(256)), tokens=("int32", UpTo(4096)), image=("uint8", 32, 32, 3))
 REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(4096)), parents=PARENTS)
 EPISODES = 12  # of each rollout
-TOTAL = 2 * EPISODES
-
-
-def drain(ring: SharedRingBuffer) -> None:
-    """Wait until every payload was acknowledged: they lie in this process's ring."""
-    while ring.statistics().free < ring.slot_count:
-        time.sleep(0.02)
+WAIT_S = 60.0
+SLOTS = 8  # more than the two trainers hold at a time
 
 
 def rollout(run: str, number: int) -> None:
-    with (
-        SharedRingBuffer.create(ROLLOUT, slots=4, name=f"{run}-rolled-{number}") as ring,
-        UCXXServer(ring, mode="thread"),
-    ):
+    # rank 0 is the reference stage, rank 1 the trainer: a slot is free when both have acknowledged its payload
+    with Rollout(ROLLOUT, f"rings:{run}-rolled-", slots=SLOTS, readers=2, mode="thread", drain_s=WAIT_S) as rolled:
         for at in range(EPISODES):
             episode = number * EPISODES + at
-            ring.write(
+            rolled.write(
                 {
                     "prompt": f"episode {episode}",
                     "tokens": np.full(10 + episode, episode, np.int32),
                     "image": np.full((32, 32, 3), episode, np.uint8),
                 },
-                readers=2,  # rank 0 is the reference stage, rank 1 the trainer
-                timeout_s=60.0,  # a slot is free when both have acknowledged its payload
+                timeout_s=WAIT_S,
             )
-        drain(ring)
 
 
 def reference(run: str) -> None:
     with (
-        open_queue(f"rings:{run}-rolled-") as rolled,
-        BlockingClient(schemas=[ROLLOUT], ack="manual") as client,
-        SharedRingBuffer.create(REFERENCE, slots=4, name=f"{run}-referenced") as ring,
-        UCXXServer(ring, mode="thread"),
+        Trainer(ROLLOUT, f"rings:{run}-rolled-", rank=0, expected_rollouts=2, fields=("tokens",)) as rolled,
+        Rollout(REFERENCE, f"rings:{run}-referenced-", slots=SLOTS, mode="thread", drain_s=WAIT_S) as referenced,
     ):
-        done = 0
-        while done < TOTAL:
-            for claim in rolled.claim(4, timeout_s=30.0, rank=0, consumer="reference"):
-                parent = Ticket.parse(claim.data)
-                tokens = client.read(parent, fields=("tokens",))  # not the image
-                values = {"ref_logprobs": -tokens["tokens"].astype(np.float32)}
-                tokens.release()
-                ring.write(with_parents(values, [Parent(parent, first=1)]), timeout_s=60.0)
-                done += rolled.ack(claim)
-        drain(ring)
+        for batch in rolled.batches(4):
+            with batch:  # its end frees the slots, which `batch` holds until the next one comes
+                for payload in batch:
+                    values = {"ref_logprobs": -payload["tokens"].astype(np.float32)}
+                    referenced.write(with_parents(values, [Parent(payload.ticket, first=1)]), timeout_s=WAIT_S)
+                batch.consume()
 
 
 def train(run: str, number: int) -> None:
     trained = 0
     with (
         until_stopped() as stopped,
-        open_queue(f"rings:{run}-referenced") as queue,
-        Trainer(schemas=[REFERENCE], parents=[ROLLOUT], queue=queue, joined=True) as trainer,
+        Trainer(REFERENCE, f"rings:{run}-referenced-", joined=True, parents=[ROLLOUT]) as trainer,
     ):
-        while not stopped.wait(0.0):
-            claims = trainer.claim_tickets(2, timeout_s=0.2)
-            if not claims:
-                continue
-            trainer.start_prefetch(claims)
-            batch = trainer.collect_prefetch()
-            assert batch is not None
-            for payload in trainer.consume(batch):
-                episode = int(payload["prompt"].split()[1])
-                assert (payload["tokens"] == episode).all()
-                assert (payload["ref_logprobs"] == -episode).all()
-                assert (payload["image"] == episode).all()
-                trained += 1
-            batch.release()
+        for batch in trainer.batches(2, stopping=lambda: stopped.wait(0)):
+            with batch:
+                for payload in batch:
+                    episode = int(payload["prompt"].split()[1])
+                    assert (payload["tokens"] == episode).all()
+                    assert (payload["ref_logprobs"] == -episode).all()
+                    assert (payload["image"] == episode).all()
+                batch.consume()
+            trained += len(batch)
     print(f"trainer {number} trained on {trained} payloads of two parts each")
 
 
