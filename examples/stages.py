@@ -58,6 +58,7 @@ def train(run: str, number: int) -> None:
         until_stopped() as stopped,
         Trainer(REFERENCE, f"rings:{run}-referenced-", joined=True, parents=[ROLLOUT]) as trainer,
     ):
+        print("ready", flush=True)
         for batch in trainer.batches(2, stopping=lambda: stopped.wait(0)):
             with batch:
                 for payload in batch:
@@ -72,16 +73,25 @@ def train(run: str, number: int) -> None:
 
 def main() -> None:
     run = f"stages-{os.getpid()}"
-    stages = [("rollout", "0"), ("rollout", "1"), ("reference", "0"), ("train", "0"), ("train", "1")]
-    processes = [subprocess.Popen([sys.executable, __file__, *stage, run]) for stage in stages]
+
+    def start(stage: str, number: int) -> subprocess.Popen[str]:
+        program = [sys.executable, __file__, stage, str(number), run]
+        return subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+
+    trainers = [start("train", 0), start("train", 1)]
+    writers = [start("rollout", 0), start("rollout", 1), start("reference", 0)]
     try:
-        assert [process.wait(timeout=120) for process in processes[:3]] == [0] * 3
-        for trainer in processes[3:]:  # there is nothing left
+        assert all(trainer.stdout and trainer.stdout.readline() == "ready\n" for trainer in trainers)
+        assert [writer.wait(timeout=120) for writer in writers] == [0] * 3
+        for trainer in trainers:  # there is nothing left
             trainer.send_signal(signal.SIGTERM)
-        assert [process.wait(timeout=60) for process in processes[3:]] == [0] * 2
+        for trainer in trainers:
+            print(trainer.communicate(timeout=60)[0], end="")
+        assert [trainer.returncode for trainer in trainers] == [0] * 2
     finally:
-        for process in processes:
+        for process in trainers + writers:
             process.kill()
+            process.communicate()
 
 
 if __name__ == "__main__":
