@@ -45,11 +45,10 @@ def reference(run: str) -> None:
         Rollout(REFERENCE, f"rings:{run}-referenced-", slots=SLOTS, mode="thread", drain_s=WAIT_S) as referenced,
     ):
         for batch in rolled.batches(4):
-            with batch:  # its end frees the slots, which `batch` holds until the next one comes
-                for payload in batch:
-                    values = {"ref_logprobs": -payload["tokens"].astype(np.float32)}
-                    referenced.write(with_parents(values, [Parent(payload.ticket, first=1)]), timeout_s=WAIT_S)
-                batch.consume()
+            for payload in batch:
+                values = {"ref_logprobs": -payload["tokens"].astype(np.float32)}
+                referenced.write(with_parents(values, [Parent(payload.ticket, first=1)]), timeout_s=WAIT_S)
+            batch.consume()
 
 
 def train(run: str, number: int) -> None:
@@ -60,13 +59,12 @@ def train(run: str, number: int) -> None:
     ):
         print("ready", flush=True)
         for batch in trainer.batches(2, stopping=lambda: stopped.wait(0)):
-            with batch:
-                for payload in batch:
-                    episode = int(payload["prompt"].split()[1])
-                    assert (payload["tokens"] == episode).all()
-                    assert (payload["ref_logprobs"] == -episode).all()
-                    assert (payload["image"] == episode).all()
-                batch.consume()
+            for payload in batch:
+                episode = int(payload["prompt"].split()[1])
+                assert (payload["tokens"] == episode).all()
+                assert (payload["ref_logprobs"] == -episode).all()
+                assert (payload["image"] == episode).all()
+            batch.consume()
             trained += len(batch)
     print(f"trainer {number} trained on {trained} payloads of two parts each")
 

@@ -122,6 +122,39 @@ def test_what_is_not_consumed_comes_again(ring: SharedRingBuffer, prefix: str, w
         assert again.attempts.tolist() == [2, 2]
 
 
+def test_a_loop_whose_batches_take_every_slot_goes_on(prefix: str, wire: str) -> None:
+    with ring_of(prefix, schema=SCHEMA, slots=2, slot_bytes=None) as ring, trainer_of(prefix, wire) as trainer:
+        seen: list[int] = []
+        write(ring, 0, 1)
+        for batch in trainer.batches(2, fill_s=0.1):  # the loop's variable refers to the batch before
+            seen += steps(batch)
+            batch.consume()
+            if len(seen) < 6:
+                writer = threading.Thread(target=write, args=(ring, len(seen), len(seen) + 1))
+                writer.start()
+            else:
+                writer.join()
+                ring.end_data()
+        assert seen == list(range(6))
+
+
+def test_arrays_keep_their_slot_when_the_trainer_takes_again(ring: SharedRingBuffer, prefix: str) -> None:
+    write(ring, 1, 2)
+    with trainer_of(prefix, "mapped") as trainer:
+        batch = taken(trainer, 2)
+        kept = batch[1]["obs"]
+        batch.consume()
+        assert trainer.take(1) is None
+        assert ring.statistics().reading == 2
+        with pytest.raises(ClosedError):
+            batch[0]["obs"]
+        with pytest.raises(ClosedError):
+            batch["obs"]
+        assert kept.tolist() == [[2.0, 2.0]] * 3
+        del kept
+        assert ring.statistics().free == 32
+
+
 def test_a_closed_trainer_has_given_everything_back(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
     write(ring, 1, 2)
     with trainer_of(prefix, wire) as trainer:

@@ -21,7 +21,6 @@ from transport import _ring
 from transport.claims.in_place import TakenPart
 from transport.client.payload import no_field
 from transport.errors import ClosedError, SchemaError, UsageError
-from transport.joined.payloads import Part as JoinedPart
 from transport.ring.batch import Batch as Gathered
 from transport.ring.batch import columns_of, memory_of
 from transport.ring.batch_shape import Shape
@@ -41,15 +40,14 @@ class Payload(Mapping[str, Any]):
     """One payload of a `Batch`: a read-only mapping from field names to arrays, text, bytes and values.
 
     The memory of its arrays is the batch's: a slot of a mapped ring, or what came over the network. The arrays keep
-    that memory, also after the batch's end.
+    that memory, also when the batch was consumed; what was given back may change under them.
     """
 
-    __slots__ = ("_at", "_batch", "_fields")
+    __slots__ = ("_at", "_batch")
 
     def __init__(self, batch: Batch, at: int) -> None:
         self._batch = batch
         self._at = at
-        self._fields: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"<Payload {self.name} rank {self.rank}, attempt {self.attempts}, {self.nbytes} bytes>"
@@ -103,9 +101,7 @@ class Payload(Mapping[str, Any]):
     @property
     def fields(self) -> Mapping[str, Any]:
         """All fields by name."""
-        if self._fields is None:
-            self._fields = self._batch.fields(self._at)
-        return self._fields
+        return self._batch.fields(self._at)
 
     def __getitem__(self, name: str) -> Any:
         fields = self.fields
@@ -127,7 +123,6 @@ class Book(Protocol):
     def asked(self, batch: Batch) -> None: ...
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None: ...
     def given_back(self, batch: Batch) -> None: ...
-    def end_part(self, part: JoinedPart) -> None: ...
 
 
 def ring_of(part: Part) -> str:
@@ -142,7 +137,8 @@ class Batch(Sequence[Payload]):
         batch.payloads          a mapping of fields for each payload; so does iterating over the batch
         batch.consume()         they were used: no other trainer gets them
 
-    Dropped without `consume`, a batch gives its payloads back.
+    Dropped without `consume`, a batch gives its payloads back. Payloads that were consumed from mapped rings stay in
+    their slots until the trainer takes again: look before, or keep their arrays.
 
     Attributes:
         schema: of the payloads; None where they may have any, which their tickets describe.
@@ -175,6 +171,8 @@ class Batch(Sequence[Payload]):
         self._finished: dict[int, bytes] = {}  # answers of mapped rings, by part
         self._verdicts: npt.NDArray[np.bool_] = _NONE
         self._places: list[tuple[Part, int]] | None = None
+        self._fields: dict[int, Mapping[str, Any]] = {}  # of payloads that were looked at
+        self._ended = False  # nothing refers to the payloads from here
         self.joined: Mapping[int, Joined] = {}
         self.schema = None if gathered is None else gathered.schema
         self.dropped = 0 if gathered is None else gathered.dropped
@@ -264,13 +262,13 @@ class Batch(Sequence[Payload]):
     def _arrays(self) -> Gathered:
         """The payloads laid out: as they were taken, or padded now, without a second look at their checksums."""
         if self._laid_out is None:
+            if self._ended:
+                self.part(0)
             if self._gathered is None:
                 raise SchemaError(
                     "a batch of payloads of any schema has no tensors of the whole batch: use batch.payloads, or make "
                     "the trainer with the schema, Trainer(schema)"
                 )
-            if self._state == "given back":
-                raise ClosedError("this batch was given back, and its memory with it")
             asked = self._shape
             shape = Shape(layout="padded", fill=asked.fill, pad_to=asked.pad_to, verify=False, fields=asked.fields)
             self._laid_out = Gathered.gathered(self.parts, self._gathered._whole, shape)
@@ -279,6 +277,10 @@ class Batch(Sequence[Payload]):
     # --- what `Payload` asks for ------------------------------------------------------------------------
     def part(self, at: int) -> tuple[Part, int]:
         """Return the part of the payload at this position, and the payload's position in it."""
+        if self._ended:
+            raise ClosedError(
+                "the payloads of this batch are gone: it was given back, or consumed before the trainer took another"
+            )
         if self._places is None:
             self._places = [(part, index) for part in self.parts for index in range(len(part))]
         return self._places[at]
@@ -299,6 +301,11 @@ class Batch(Sequence[Payload]):
 
     def fields(self, at: int) -> Mapping[str, Any]:
         """Return the fields of the payload at this position, by name."""
+        if (known := self._fields.get(at)) is None:
+            known = self._fields[at] = self._fields_of(at)
+        return known
+
+    def _fields_of(self, at: int) -> Mapping[str, Any]:
         if (joined := self.joined.get(at)) is not None and joined.payload is not None:
             return joined.payload
         if self._gathered is not None:
@@ -339,9 +346,6 @@ class Batch(Sequence[Payload]):
         if self._state in ("asked", "consumed"):
             return
         self._require("consume")
-        for joined in self.joined.values():  # before the payload itself, which leads to them when it comes again
-            for each in joined.parts:
-                self._book.end_part(each)
         keep = self._gathered is None or self._shape.layout == "list"  # payloads stay where they are
         for at, part in enumerate(self.parts):
             if isinstance(part, TakenPart):
@@ -394,14 +398,30 @@ class Batch(Sequence[Payload]):
         self._state = "given back"
         for part in self.parts:
             part.release(delay_s)
+        self._let_go()
 
     def release(self) -> None:
-        """Let the memory go; what was not consumed goes back, uncounted. Idempotent; so does dropping the batch."""
+        """Let the payloads go; what was not consumed goes back, uncounted. Idempotent; so does dropping the batch."""
         if self._state in ("claimed", "accepted"):
             self._book.given_back(self)
             self._state = "given back"
-        for part in self.parts:
-            part.release(in_vain=False)
+            for part in self.parts:
+                part.release(in_vain=False)
+        elif self._state != "given back":
+            _ = self.accepted
+        self._let_go()
+
+    def let_go_of_slots(self) -> None:
+        """Let consumed payloads of mapped rings go: their slots are free when no array looks into them."""
+        in_slots = self._shape.layout == "list" and not all(isinstance(part, TakenPart) for part in self.parts)
+        if self._state == "consumed" and in_slots:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._ended = True
+        self.parts, self._places, self._gathered, self.joined, self._fields = (), None, None, {}, {}
+        if self._shape.layout == "list":
+            self._laid_out = None
 
     def _require(self, call: str) -> None:
         asked = self._state in ("asked", "in question")

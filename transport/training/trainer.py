@@ -35,7 +35,6 @@ from transport.claims.rings import FoundRings
 from transport.client.client import UCXXClient
 from transport.config import configuration
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
-from transport.joined.payloads import Part as JoinedPart
 from transport.joined.payloads import names_parents
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
@@ -190,6 +189,7 @@ class Trainer:
                 raise ClosedError("this trainer is closed; make a new one")
             if self._book.unanswered:
                 self._book.settle(_UNANSWERED)
+            self._book.let_go_of_slots()
             return self._take(n, time.monotonic() + timeout_s, fill_s)
         finally:
             self._calls.release()
@@ -406,6 +406,9 @@ class Record:
     def __init__(self, record: ConsumedRecord | None) -> None:
         self._consumed = ConsumedRecord() if record is None else record
         self._open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
+        self._looked_at: weakref.WeakSet[Batch] = (
+            weakref.WeakSet()
+        )  # consumed, and perhaps looked at until the next take
         self._accepted: weakref.WeakSet[Batch] = weakref.WeakSet()  # one that is dropped comes again
         self.unanswered: deque[Batch] = deque()  # whose rings have not answered `consume`
         self._ageless = LogLimit(SAY_AGAIN_S)
@@ -459,13 +462,23 @@ class Record:
         while self.unanswered and (len(self.unanswered) > most or self.unanswered[0].answered):
             self.unanswered.popleft().accepted  # noqa: B018
 
+    def let_go_of_slots(self) -> None:
+        """Let consumed batches go, to which a caller may refer while the next one is taken."""
+        for batch in list(self._looked_at):
+            batch.let_go_of_slots()
+        self._looked_at.clear()
+
     def consumed(self, batch: Batch, verdicts: npt.NDArray[np.bool_]) -> None:
         """Note what was consumed: all of an accepted batch, since the model has learned from it, else what was ours."""
         learned = batch in self._accepted
         self._accepted.discard(batch)
-        for delivery, ours in zip(deliveries(batch), verdicts.tolist(), strict=True):
+        for at, (delivery, ours) in enumerate(zip(deliveries(batch), verdicts.tolist(), strict=True)):
             if (ours or learned) and self._consumed.accept(*delivery):
                 self.consumed_count += 1
+            if ours and at in batch.joined:  # where another trainer has the claim, its parents are left to that one
+                for part in batch.joined[at].parts:
+                    part.ack(self.client)
+        self._looked_at.add(batch)
         if not verdicts.all():
             self.lost += int((~verdicts & ~batch.in_question).sum())
 
@@ -482,10 +495,6 @@ class Record:
             for delivery in deliveries(batch):
                 record.accept(*delivery)
         return record
-
-    def end_part(self, part: JoinedPart) -> None:
-        """Acknowledge a parent of a joined payload that is consumed."""
-        part.ack(self.client)
 
     def say_ageless(self, batch: Batch) -> None:
         """Warn of payloads without a version, which ``max_age`` cannot discard."""
