@@ -7,7 +7,6 @@ where they lie until a trainer has acknowledged both parts.
 """
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -15,7 +14,6 @@ import numpy as np
 
 from transport import Rollout, Schema, Trainer, UpTo
 from transport.joined import PARENTS, Parent, with_parents
-from transport.runtime.signals import until_stopped
 
 ROLLOUT = Schema.of(prompt=("text", UpTo(256)), tokens=("int32", UpTo(4096)), image=("uint8", 32, 32, 3))
 REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(4096)), parents=PARENTS)
@@ -53,12 +51,10 @@ def reference(run: str) -> None:
 
 def train(run: str, number: int) -> None:
     trained = 0
-    with (
-        until_stopped() as stopped,
-        Trainer(REFERENCE, f"rings:{run}-referenced-", joined=True, parents=[ROLLOUT]) as trainer,
-    ):
+    rings = f"rings:{run}-referenced-"
+    with Trainer(REFERENCE, rings, joined=True, parents=[ROLLOUT], expected_rollouts=1) as trainer:
         print("ready", flush=True)
-        for batch in trainer.batches(2, stopping=lambda: stopped.wait(0)):
+        for batch in trainer.batches(2):
             for payload in batch:
                 episode = int(payload["prompt"].split()[1])
                 assert (payload["tokens"] == episode).all()
@@ -81,8 +77,6 @@ def main() -> None:
     try:
         assert all(trainer.stdout and trainer.stdout.readline() == "ready\n" for trainer in trainers)
         assert [writer.wait(timeout=120) for writer in writers] == [0] * 3
-        for trainer in trainers:  # there is nothing left
-            trainer.send_signal(signal.SIGTERM)
         for trainer in trainers:
             print(trainer.communicate(timeout=60)[0], end="")
         assert [trainer.returncode for trainer in trainers] == [0] * 2
