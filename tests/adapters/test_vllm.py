@@ -223,7 +223,7 @@ def test_a_version_that_one_worker_cannot_load_is_served_by_none(group: Any, mon
     trainer.send_weights()
     training.step(2)
     member = client.workers[1].weight_transfer_engine._member
-    load, failures = member._load, [RuntimeError("out of memory")]
+    load, failures = member.load_tensors, [RuntimeError("out of memory")]
 
     def failing(arrays: Any) -> None:
         if failures:
@@ -231,7 +231,7 @@ def test_a_version_that_one_worker_cannot_load_is_served_by_none(group: Any, mon
             raise failures.pop()
         load(arrays)
 
-    monkeypatch.setattr(member, "_load", failing)
+    monkeypatch.setattr(member, "load_tensors", failing)
     with pytest.raises((RuntimeError, WeightsError), match="out of memory"):
         trainer.send_weights()
     assert all(model.serves(1) for model in serving)
