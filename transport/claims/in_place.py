@@ -23,7 +23,7 @@ from transport import _ring
 from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict
 from transport.devices.landing import Landing, landing_for
 from transport.errors import SchemaError
-from transport.ring.batch import Batch
+from transport.ring.batch import Gathered
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
 from transport.runtime.arguments import seconds
@@ -31,7 +31,7 @@ from transport.runtime.loop_thread import Job, LoopThread
 from transport.schema import Schema
 from transport.wires import Wire
 
-B = TypeVar("B", bound=Batch)
+B = TypeVar("B", bound=Gathered)
 
 _IN_QUESTION, _CONSUMED = int(Verdict.IN_QUESTION), int(Verdict.CONSUMED)  # numpy looks for attributes in a member
 
@@ -185,7 +185,7 @@ def _end_owned(claims: ClaimedRows, owned: _ring.OwnedClaims, positions: Positio
     del owned
 
 
-class TakenPayloads(Batch):
+class TakenPayloads(Gathered):
     """A batch whose claims connections hold. `consume` is awaited, and belongs to the client's loop."""
 
     _parts: Sequence[TakenPart | _ring.ClaimedBatch]
@@ -223,7 +223,7 @@ def in_place(parts: Sequence[TakenPart | _ring.ClaimedBatch], shape: Shape, sche
 
 
 def _of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Schema, **rest: Any) -> B:
-    """`Batch.gathered`, after a look at the schemas that the tickets name."""
+    """`Gathered.gathered`, after a look at the schemas that the tickets name."""
     for part in parts:
         if isinstance(part, _ring.ClaimedBatch):
             continue

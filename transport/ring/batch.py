@@ -68,7 +68,7 @@ class ClaimedPart(Protocol):
         """Give back what was not finished, without waiting. ``in_vain``: it counts as a delivery. Idempotent."""
 
 
-class Batch(Sequence[Mapping[str, Any]]):
+class Gathered(Sequence[Mapping[str, Any]]):
     """Payloads of one schema that were claimed together, whichever way they came.
 
     Belongs to one thread. At the end of a ``with`` block, by `release` or when nothing refers to it any more, what was

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from transport import _ring
 from transport.devices.landing import landing_for
 from transport.errors import ClosedError, RankError, SchemaError, UsageError
-from transport.ring.batch import Batch, ClaimedPart
+from transport.ring.batch import ClaimedPart, Gathered
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class EndingPart(ClaimedPart, Protocol):
         """How many are still held."""
 
 
-class PayloadBatch(Batch):
+class PayloadBatch(Gathered):
     """A batch whose `consume` and `renew` wait for the answer; of mapped rings, or of a `BlockingClient`."""
 
     _parts: Sequence[EndingPart]

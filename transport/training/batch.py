@@ -21,8 +21,7 @@ from transport import _ring
 from transport.claims.in_place import TakenPart
 from transport.client.payload import no_field
 from transport.errors import ClosedError, SchemaError, UsageError
-from transport.ring.batch import Batch as Gathered
-from transport.ring.batch import columns_of, memory_of
+from transport.ring.batch import Gathered, columns_of, memory_of
 from transport.ring.batch_shape import Shape
 from transport.ring.packing import decoded_views
 from transport.schema import Layout, Schema

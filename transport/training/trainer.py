@@ -40,8 +40,7 @@ from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
-from transport.ring.batch import Batch as Gathered
-from transport.ring.batch import columns_of
+from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import check_claim
 from transport.ring.consumers import check_consumer
