@@ -26,6 +26,7 @@ from typing import Annotated, Any, Final, Literal, Union
 import msgspec
 
 from transport.errors import ConfigurationError
+from transport.folders import expanded, in_working_folder
 from transport.settings import DEFAULTS, Settings
 from transport.wires import Wire
 
@@ -92,7 +93,7 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
         """What ``secret_file`` holds, without a newline at its end. ConfigurationError where it cannot be used."""
         if not self.secret_file:
             return None
-        path = Path(self.secret_file).expanduser()
+        path = expanded(self.secret_file)
         try:
             secret = path.read_bytes().rstrip(b"\r\n")
         except OSError as error:
@@ -170,7 +171,7 @@ def load(environment: Mapping[str, str] | None = None, folder: Path | None = Non
     environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     sources = dict.fromkeys(Configuration.__struct_fields__, DEFAULT)
-    path = _path(environment, Path.cwd() if folder is None else folder)
+    path = _path(environment, folder)
     if path is not None:
         for key, value in _document(path).items():
             if isinstance(value, dict):
@@ -222,9 +223,11 @@ def without_password(value: Any) -> Any:
     return _PASSWORD.sub(r"\1...@", value) if isinstance(value, str) else value
 
 
-def _path(environment: Mapping[str, str], folder: Path) -> Path | None:
+def _path(environment: Mapping[str, str], folder: Path | None) -> Path | None:
     if named := environment.get(FILE_VARIABLE):
-        return Path(named).expanduser()
+        return expanded(named)
+    if folder is None:
+        return in_working_folder(FILE_NAME)
     found = folder / FILE_NAME
     return found if found.is_file() else None
 

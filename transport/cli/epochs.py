@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transport.cli.output import few
 from transport.config import load, without_password
 from transport.errors import ConfigurationError, NoCheckpointError, UsageError
+from transport.folders import kept
 from transport.storage.urls import SQLiteURL, parse_url
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def store_to_write(url: str | None = None) -> str:
 
 def state_folder() -> Path:
     """Where what outlives the commands is kept."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "transport"
+    return kept("XDG_STATE_HOME", ".local/state") / "transport"
 
 
 def recorded(store: str | None, destination: str | None, run: str | None) -> list[EpochRecord]:

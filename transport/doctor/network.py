@@ -6,12 +6,12 @@ import shlex
 import socket
 import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
 from transport.config import Configuration
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import ConfigurationError
+from transport.folders import expanded
 from transport.wire.addresses import LOOPBACK, default_route_interface, interface_address, rdma_interfaces
 
 _FEWEST_BYTES: Final = 16  # of a secret that is not guessed
@@ -87,7 +87,7 @@ def _not_of_this_host(address: str) -> str:
 
 
 def _secret(configuration: Configuration) -> Check:
-    path = Path(configuration.secret_file).expanduser()
+    path = expanded(configuration.secret_file)
     try:
         held = configuration.secret() or b""
         return secret(str(path), len(held), path.stat().st_mode)

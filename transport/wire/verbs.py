@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from transport.errors import ConfigurationError
+from transport.folders import kept
 from transport.runtime.durable import write_whole
 from transport.runtime.installing import install
 from transport.wire.addresses import active_ports
@@ -104,7 +106,7 @@ def _load(wheel: Distribution, installation: str) -> Lack | None:
     try:
         folder = _folder() / f"{wheel.name}-{wheel.version}-{platform.machine()}"
         _copy(files, folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+    except (OSError, ConfigurationError) as error:  # ConfigurationError: the user has no home
         return Lack(f"the UCX of {name} cannot be copied: {error}", "export XDG_CACHE_HOME=…, a folder to write to")
     try:
         libraries = [ctypes.CDLL(str(folder / each)) for each in (*_LIBRARIES, "ucx/libuct_ib.so.0")]
@@ -127,7 +129,7 @@ def _files(wheel: Distribution) -> dict[str, Path]:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "payload-transport"
+    return kept("XDG_CACHE_HOME", ".cache") / "payload-transport"
 
 
 def _copy(files: dict[str, Path], folder: Path) -> None:

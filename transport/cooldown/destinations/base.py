@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, TransportError, UsageError
+from transport.folders import expanded
 from transport.runtime.error_text import error_text
 
 PROBE: Final = ".probe-"  # what names of test files begin with
@@ -239,7 +240,7 @@ def normalise(url: str) -> str:
 def _folder_url(path: str) -> str:
     if not path:
         raise UsageError("the destination is empty: give a folder or a URL")
-    return Path(path).expanduser().resolve().as_uri()
+    return expanded(path).resolve().as_uri()
 
 
 def folder_of(url: str) -> Path | None:
