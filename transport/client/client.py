@@ -361,10 +361,8 @@ class UCXXClient:
         """
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)  # one that no record can hold would come back at every message to its ring
-        ring = self._mapped.find(ticket)
-        if ring is not None:
-            return ring.acknowledge(ticket, rank)
-        return self._deliveries.acknowledge(ticket, rank, None)
+        accepted = self._mapped.acknowledge(ticket, rank)
+        return self._deliveries.acknowledge(ticket, rank, None) if accepted is None else accepted
 
     async def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
         """Free a payload that is not needed, for all ranks. False when it was gone before.

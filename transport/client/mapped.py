@@ -6,6 +6,7 @@ Mapped readers can write to the control area of the segment: same user, same tru
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -21,7 +22,7 @@ _TRY_AGAIN_S = 30.0  # after an attachment was refused
 
 
 class MappedRings:
-    """This process's attachments to rings of this host. Belongs to the client's loop.
+    """This process's attachments to rings of this host. Belongs to the client's loop; any thread may `acknowledge`.
 
     Args:
         allowed: whether payloads may be mapped at all.
@@ -29,6 +30,7 @@ class MappedRings:
 
     def __init__(self, *, allowed: bool = True) -> None:
         self._allowed = allowed
+        self._lock = threading.RLock()  # held wherever attachments come and go
         self._rings: dict[str, SharedRingBuffer] = {}
         self._refused: dict[str, float] = {}
         self._warned: set[str] = set()
@@ -42,6 +44,18 @@ class MappedRings:
         """The ticket's ring, if it is on this host, allowed and can be attached; None: read it through the network."""
         ring = self._rings.get(ticket.ring)
         if ring is not None:
+            return ring
+        with self._lock:
+            return self._attached(ticket)
+
+    def acknowledge(self, ticket: Ticket, rank: int) -> bool | None:
+        """Acknowledge a payload of a ring that is mapped or can be; None: the network has to. Any thread."""
+        with self._lock:  # else the ring may be detached between the look and the acknowledgement
+            ring = self.find(ticket)
+            return None if ring is None else ring.acknowledge(ticket, rank)
+
+    def _attached(self, ticket: Ticket) -> SharedRingBuffer | None:
+        if (ring := self._rings.get(ticket.ring)) is not None:  # meanwhile, by another thread
             return ring
         if not self._allowed or not ticket.segment or ticket.host != host_identity():
             return None
@@ -88,22 +102,24 @@ class MappedRings:
     def detach_finished(self) -> None:
         """Detach from empty rings whose writer has ended. Also forget refusals that are over."""
         now = time.monotonic()
-        self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
-        finished = [
-            ring_id
-            for ring_id, ring in self._rings.items()
-            if not ring.native.lent and not ring.native.keeper_alive and ring.native.unread == 0
-        ]
-        for ring_id in finished:
-            self._warned.discard(ring_id)
-            self._rings.pop(ring_id).close()
+        with self._lock:
+            self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
+            finished = [
+                ring_id
+                for ring_id, ring in self._rings.items()
+                if not ring.native.lent and not ring.native.keeper_alive and ring.native.unread == 0
+            ]
+            for ring_id in finished:
+                self._warned.discard(ring_id)
+                self._rings.pop(ring_id).close()
 
     def close(self) -> None:
         """Detach from every ring; from one with views in use when the last view is gone.
 
         A payload that was not acknowledged keeps such a ring attached, so that it can still be.
         """
-        for ring in self._rings.values():
-            if not ring.native.lent:
-                ring.close()
-        self._rings.clear()
+        with self._lock:
+            for ring in self._rings.values():
+                if not ring.native.lent:
+                    ring.close()
+            self._rings.clear()
