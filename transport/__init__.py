@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from transport.server.server import UCXXServer
     from transport.settings import Settings
     from transport.ticket import Ticket
-    from transport.training.batch import Batch, Payload
+    from transport.training.batch import Batch
+    from transport.training.payloads import Payload
     from transport.training.trainer import Trainer
 
 _HOMES = {
     "Batch": "training.batch",
     "BlockingClient": "client.blocking",
     "ClientOptions": "packer.options",
-    "Payload": "training.batch",
+    "Payload": "training.payloads",
     "ReadOutcome": "client.payload",
     "ReceivedPayload": "client.payload",
     "RingOptions": "packer.options",

@@ -49,8 +49,9 @@ from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.ticket import ORIGIN, Ticket
-from transport.training.batch import Batch, Part, ring_of
+from transport.training.batch import Batch, Claimed
 from transport.training.joining import Child, end_parts, join_all
+from transport.training.payloads import ring_of
 
 if TYPE_CHECKING:
     from transport.client.client import WirePolicy
@@ -196,7 +197,7 @@ class Trainer:
     def _take(self, n: int, give_up: float, fill_s: float) -> Batch | None:
         oldest = None if self._max_age is None else self._oldest(self._max_age)
         left = n
-        parts: list[Part] = []
+        parts: list[Claimed] = []
         full_by = 0.0
         while True:
             until = full_by if parts else give_up
@@ -222,7 +223,7 @@ class Trainer:
             if not parts and time.monotonic() >= give_up:
                 return None
 
-    def _batch(self, parts: list[Part], oldest: int | None) -> Batch:
+    def _batch(self, parts: list[Claimed], oldest: int | None) -> Batch:
         gathered = None
         if self._schema is not None:
             for part in parts:
@@ -251,9 +252,10 @@ class Trainer:
         children = [Child(batch.ticket(at), int(batch.ranks[at]), batch.wire(at), batch.data(at)) for at in which]
         found = self._thread.run(join_all(self._client, children, self._settings))
         batch.joined = {at: each for at, each in zip(which, found, strict=True) if each.error is None}
+        places = [(part, index) for part in batch.parts for index in range(len(part))]
         for at, each in reversed(list(zip(which, found, strict=True))):
             if each.error is not None:
-                part, index = batch.part(at)
+                part, index = places[at]
                 log.warning("payload %s was not joined: %s", batch.name(at), each.error)
                 self._book.failed += 1
                 if each.error.retryable:
@@ -264,7 +266,7 @@ class Trainer:
                     self._discard(part, index, str(each.error))
         return len(batch.joined) == len(which)
 
-    def _end_parts(self, part: Part, at: int) -> None:
+    def _end_parts(self, part: Claimed, at: int) -> None:
         """Acknowledge the parents of a payload that was consumed before."""
         ticket = Ticket.decode(part.note(at))
         if names_parents(self._client, ticket):
@@ -278,7 +280,7 @@ class Trainer:
                 if Ticket.decode(part.note(at)).schema_fingerprint != schema.fingerprint:
                     self._discard(part, at, f"its schema is not {schema.fingerprint}, which this trainer wants")
 
-    def _without_undescribed(self, parts: Sequence[Part]) -> None:
+    def _without_undescribed(self, parts: Sequence[Claimed]) -> None:
         """Discard the payloads that neither their ticket nor a schema of this trainer describes."""
         for part in parts:
             for at in reversed(range(len(part))):
@@ -288,7 +290,7 @@ class Trainer:
                 except TransportError as error:
                     self._discard(part, at, f"{type(error).__name__}: {error}")
 
-    def _discard(self, part: Part, at: int, why: str) -> None:
+    def _discard(self, part: Claimed, at: int, why: str) -> None:
         log.warning("a payload of ring %s was discarded: %s", ring_of(part)[:8], why)
         self._book.failed += 1
         part.drop(at, why, True, self._name)
@@ -426,7 +428,7 @@ class Record:
         for batch in list(self._open):
             batch.release()
 
-    def left(self, parts: Sequence[Part], end_parts: Callable[[Part, int], None] | None) -> list[Part]:
+    def left(self, parts: Sequence[Claimed], end_parts: Callable[[Claimed, int], None] | None) -> list[Claimed]:
         """Return the parts without payloads that were consumed before, or that a batch has accepted.
 
         end_parts: called for each that was consumed before; None: payloads have no parts.
@@ -512,7 +514,7 @@ def deliveries(batch: Batch) -> Iterator[Delivery]:
     return (each for part in batch.parts for each in deliveries_of(part))
 
 
-def deliveries_of(part: Part) -> Iterator[Delivery]:
+def deliveries_of(part: Claimed) -> Iterator[Delivery]:
     """Iterate over what a record has of a part's payloads; restored ones have the identity that they had first."""
     ring = ring_of(part)
     for at, (slot, generation, rank, *_) in enumerate(columns_of([part]).T.tolist()):
@@ -523,7 +525,7 @@ def deliveries_of(part: Part) -> Iterator[Delivery]:
             yield ring, slot, generation, rank
 
 
-def consume_one(part: Part, at: int) -> None:
+def consume_one(part: Claimed, at: int) -> None:
     """Consume one payload of a part, which the part is left without."""
     if isinstance(part, TakenPart):
         part.leave_out(at, CONSUME)

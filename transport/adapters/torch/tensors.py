@@ -18,7 +18,7 @@ from transport.errors import MissingDependencyError
 from transport.joined.payloads import JoinedPayload
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
-from transport.training.batch import Payload
+from transport.training.payloads import Payload
 
 require_fitting("torch")
 try:
