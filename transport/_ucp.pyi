@@ -2,7 +2,7 @@
 
 Everything belongs to one thread. A ``token`` is the future that gets the outcome: `Engine.drive`, `collect` and `close`
 return pairs (token, outcome), where an outcome is a number, a list of numbers, or (status, peer) of a failure with a
-negative UCX status; a `Listener`'s pairs are (its callback, Endpoint).
+negative UCX status; a `Listener`'s pairs are (its callback, Endpoint), or its callback and a failure to make one.
 
 ``memory`` is anything with the buffer protocol, writable for a receive, or a tuple (address, bytes, object that keeps
 it) for memory of any kind; of a kind that is not the host's only for reads that are not small, without a checksum.
@@ -92,7 +92,7 @@ class Listener:
     port: int
 
     def __init__(
-        self, engine: Engine, address: str, port: int, most: int, arrived: Callable[[Endpoint], object]
+        self, engine: Engine, address: str, port: int, most: int, arrived: Callable[[Any], object]
     ) -> None: ...
     def end_strangers(self, patience_s: float) -> bool:
         """End who has connected and has sent no valid connection request in time; True: some still have time."""

@@ -45,14 +45,13 @@ class PyEngine final : public Engine {
     take_garbage();
     nb::list handed;
     for (Event& event : take_events()) {
-      const bool of_listener = event.outcome == 0 && event.endpoint != nullptr;
       auto* const object = static_cast<PyObject*>(event.token);
-      const nb::object token = of_listener ? nb::borrow(object) : nb::steal(object);
+      const nb::object token = event.of_listener ? nb::borrow(object) : nb::steal(object);
       if (event.outcomes)
         handed.append(nb::make_tuple(token, nb::cast(*event.outcomes)));
       else if (event.outcome < 0)
         handed.append(nb::make_tuple(token, nb::make_tuple(event.outcome, event.endpoint ? event.endpoint->peer() : "")));
-      else if (of_listener)
+      else if (event.of_listener)
         handed.append(nb::make_tuple(token, nb::cast(event.endpoint)));
       else
         handed.append(nb::make_tuple(token, event.outcome));

@@ -68,8 +68,9 @@ unsigned Engine::run_deferred() {
     for (const ucp_conn_request_h request : std::exchange(listener->waiting_, {})) {
       ++done;
       try {
-        emit({listener->token_, 0, nullptr, Endpoint::accept(*this, request)});
-      } catch (const UcxFault&) {  // the client was gone before it was accepted
+        emit({listener->token_, 0, nullptr, Endpoint::accept(*this, request), true});
+      } catch (const UcxFault& fault) {  // the client was gone before it was accepted, or no device leads to it
+        emit({listener->token_, fault.status(), nullptr, nullptr, true});
       }
     }
   }

@@ -97,6 +97,7 @@ struct Event {
   long outcome = 0;  // a negative ucs_status_t, or what its maker says
   std::unique_ptr<std::vector<long>> outcomes = nullptr;  // in place of `outcome`, where there are several
   std::shared_ptr<Endpoint> endpoint = nullptr;           // a listener's new one, or the one that failed
+  bool of_listener = false;
 };
 
 class Endpoint : public std::enable_shared_from_this<Endpoint> {
@@ -175,8 +176,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
 class Listener {
  public:
-  // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`. While the engine
-  // has `most` endpoints, further clients are refused.
+  // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`, and so does the
+  // failure to make one. While the engine has `most` endpoints, further clients are refused.
   Listener(Engine& engine, const std::string& address, std::uint16_t port, std::size_t most, void* token);
   ~Listener();
   Listener(const Listener&) = delete;

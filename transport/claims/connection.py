@@ -121,8 +121,8 @@ class ClaimConnection:
 
     @property
     def spent(self) -> bool:
-        """Whether to ask another one from now on: the message numbers that are left are for the ends of claims."""
-        return self.link.native.next_number >= _SPENT
+        """Whether to ask another one from now on: its worker is replaced, or its last message numbers are for ends."""
+        return self.link.worker.retired or self.link.native.next_number >= _SPENT
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

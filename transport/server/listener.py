@@ -31,15 +31,17 @@ from transport.errors import (
     ProtocolError,
     RefusedError,
     TransportError,
+    UnreachableError,
     WrongRingError,
 )
 from transport.ring.attachment import Attachment
 from transport.runtime.logs import LogLimit
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
+from transport.wire.interfaces import Network, active_ports
 from transport.wire.library import engine, settings_here
 from transport.wire.ucx import Endpoint, Listening, Worker
-from transport.wires import Wire, admits_rdma
+from transport.wires import Wire, admits_rdma, settings_for
 
 if TYPE_CHECKING:
     from transport import _ucp
@@ -297,7 +299,8 @@ class Listener:
         bind: local IPv4 address to listen on; "": all of them.
         restart: called with the reason when the listener can only be repaired by a new process; only for a listener
             that has a process of its own. Reasons: its memory exceeds ``listener_memory_bytes``, because UCX keeps
-            what peers send in more ways than can be counted here; or it is stalled (`StallDetector`).
+            what peers send in more ways than can be counted here; it is stalled (`StallDetector`); or its UCX lacks a
+            part of the host's network which came up later (wire/interfaces.py), and which a client needs.
     """
 
     def __init__(
@@ -322,6 +325,7 @@ class Listener:
         self._stranger_at = -math.inf
         self._worker: Worker | None = None
         self._listening: Listening | None = None
+        self._would_use_rdma = False
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._tag_bases: set[int] = set()
         self._service: _ucp.Service | None = None  # what its connections share, once it has been started
@@ -329,6 +333,7 @@ class Listener:
         self._sweeper: asyncio.Task[None] | None = None
         self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
         self._refusals = LogLimit()
+        self._gains = LogLimit()
 
     def __repr__(self) -> str:
         return f"<Listener port {self.port} {len(self._connections)} connections, {self.attempts} reads>"
@@ -357,10 +362,11 @@ class Listener:
             WireNotAllowedError: this host has none of the wires.
         """
         self._worker, self._service = self._open()
+        self._would_use_rdma = admits_rdma(settings_for(self._wires, refused=""))
         try:
             asyncio.get_running_loop().add_reader(self._service.demand_descriptor, self._look)
             most = self.settings.connections_per_listener + _MOST_REFUSED
-            self._listening = self._worker.listen(port, self._accept, self._bind, most)
+            self._listening = self._worker.listen(port, self._accept, self._bind, most, self._not_accepted)
         except BaseException:
             self._look_no_more()
             self._worker.close()
@@ -458,6 +464,19 @@ class Listener:
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
         self._connections[connection] = task
 
+    def _not_accepted(self, error: TransportError) -> None:
+        """UCX could not make the endpoint of a client."""
+        if isinstance(error, UnreachableError):
+            self._look_at_network()
+
+    def _look_at_network(self) -> None:
+        if self._worker is None or not (gained := Network.now().appeared_since(self._worker.network)):
+            return
+        if self._restart is not None and not self.draining:
+            self._restart(f"{gained} came up after it had started")
+        elif self._restart is None and self._gains.due() is not None:
+            log.warning("%r: clients do not reach it through %s, which came up later: start it again", self, gained)
+
     def forget(self, connection: Connection) -> None:
         """The connection has closed."""
         self._connections.pop(connection, None)
@@ -503,6 +522,9 @@ class Listener:
             self._worker.kick()  # delivers ends that native code has to report
         if self._restart is None or self._memory is None:
             return
+        # No client tells of what is missing: it is served over tcp.
+        if self._worker is not None and self._would_use_rdma and active_ports() - self._worker.network.ports:
+            self._look_at_network()
         if (size := self._memory.size()) > self.settings.listener_memory_bytes:
             self._restart(f"its memory of {size >> 20} MiB exceeds listener_memory_bytes")
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConnectionLostError, ForkedError, TransportError, UsageError
 from transport.runtime.forks import unforked
+from transport.wire.interfaces import Network
 from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
 from transport.wire.library import engine, failure, library, translated
 from transport.wires import Wire
@@ -128,6 +129,8 @@ class Worker:
         self._looked: asyncio.TimerHandle | None = None  # for new sockets; for a moment they are not looked for again
         self._more_sockets = False
         self.loop = asyncio.get_running_loop()
+        self.network = Network.now()  # before UCX looks
+        self.retired = False  # by its owner: no new connections, and those that stand are parted from
         with unforked, translated("making a UCX context"):
             if not _in_use():
                 _others.update(inode for _, inode in _inheritable_sockets())
@@ -246,11 +249,17 @@ class Worker:
         return Endpoint(self, native, f"{host}:{port}", self.maps_memory and of_this_host(address))
 
     def listen(
-        self, port: int, accept: Callable[[Endpoint], None], address: str = "", most: int = sys.maxsize
+        self,
+        port: int,
+        accept: Callable[[Endpoint], None],
+        address: str = "",
+        most: int = sys.maxsize,
+        failed: Callable[[TransportError], None] | None = None,
     ) -> Listening:
         """Listen on ``port`` (0: assigned) of the local IPv4 ``address`` ("": all); ``accept`` gets each new endpoint.
 
-        While the worker has ``most`` endpoints, UCX rejects further clients.
+        While the worker has ``most`` endpoints, UCX rejects further clients. ``failed`` gets what kept UCX from making
+        the endpoint of a client.
 
         Raises:
             BusyPortError: another program has the port.
@@ -258,7 +267,7 @@ class Worker:
         """
         if self._closed:
             raise ClosedError("the worker was closed")
-        return Listening(self, address, port, accept, most)
+        return Listening(self, address, port, accept, most, failed)
 
     def close(self) -> None:
         """Abort every endpoint, stop progress, release the worker; in this order, because UCX may access the memory."""
@@ -276,9 +285,18 @@ class Worker:
 class Listening:
     """A listening port of a worker."""
 
-    def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None], most: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        address: str,
+        port: int,
+        accept: Callable[[Endpoint], None],
+        most: int,
+        failed: Callable[[TransportError], None] | None,
+    ) -> None:
         self._worker = worker
         self._accept: Callable[[Endpoint], None] | None = accept
+        self._failed = failed
         if address and not of_this_host(address):  # UCX would only report an input/output error
             raise UsageError(f"listening on {address}:{port}: not an IPv4 address of this host")
         with translated(f"listening on {address or '*'}:{port}"):
@@ -286,8 +304,11 @@ class Listening:
         self.port: int = self._native.port
         keep_sockets()
 
-    def _arrived(self, native: _ucp.Endpoint) -> None:
-        if self._accept is None:
+    def _arrived(self, native: _ucp.Endpoint | TransportError) -> None:
+        if isinstance(native, TransportError):
+            if self._failed is not None:
+                self._failed(native)
+        elif self._accept is None:
             native.abort()
         else:
             self._accept(Endpoint(self._worker, native, native.peer))

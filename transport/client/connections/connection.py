@@ -148,8 +148,8 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        """Alive, and with message numbers left for a request and a farewell."""
-        return self.native.usable
+        """Alive, with message numbers left for a request and a farewell, and of a worker that is not retired."""
+        return self.native.usable and not self.worker.retired
 
     @property
     def worker(self) -> Worker:
@@ -162,13 +162,14 @@ class Link:
         return self._endpoint.native.open and not self._endpoint.native.alive
 
     @property
-    def no_more_rdma(self) -> str:
-        """Why this host can use rdma no more, where that ended the link; else empty."""
-        if self.wire != "rdma":
-            return ""
-        if self._endpoint.native.refused:
-            return "received memory could not be registered"
-        return rdma.no_port() if self.peer_died else ""
+    def memory_refused(self) -> bool:
+        """Whether received memory could not be registered with an RDMA device, which ended the link."""
+        return self.wire == "rdma" and self._endpoint.native.refused
+
+    @property
+    def port_is_down(self) -> str:
+        """Why no RDMA port can be used, where that ended the link; else empty."""
+        return rdma.no_port() if self.wire == "rdma" and self.peer_died else ""
 
     def transports(self) -> list[tuple[str, str]]:
         """Transports and devices, as UCX reports them."""

@@ -33,6 +33,7 @@ from transport.settings import Settings
 from transport.wire import frames
 from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
+from transport.wire.interfaces import Network
 from transport.wire.joining import address_of, of_this_host
 from transport.wire.library import settings_here
 from transport.wire.probing import probe
@@ -72,6 +73,7 @@ class Links:
         self._for_device_memory = device_memory
         self._worker: Worker | None = None
         self._refused = ""  # why rdma is used no more
+        self._retired: set[Worker] = set()  # each until its last connection has ended
         self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
@@ -88,7 +90,7 @@ class Links:
         self.next_port = self.routes.next_port
         self._tick = tick
         self._flushes: dict[str, asyncio.Task[None]] = {}
-        self._looked = 0.0  # at all idle links
+        self._looked = 0.0  # at all idle links, and at the network
         self._tender = asyncio.get_running_loop().create_task(self._tend(), name="transport client")
 
     def __repr__(self) -> str:
@@ -279,6 +281,7 @@ class Links:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
         settings = self._settings
         while True:
+            self._look_at_network()
             address = await address_of(port[0])
             worker = self.worker() if near else self._worker_for(ring, address)  # raises where no wire leads there
             began = time.monotonic()
@@ -289,7 +292,7 @@ class Links:
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
                 )
             except (LinkError, ClosedError):
-                if worker in (self._worker, self._worker_apart) or self._closed:
+                if worker in self._workers() or self._closed:
                     raise
 
     def checkin(self, link: Link) -> None:
@@ -306,39 +309,60 @@ class Links:
 
         ``silent``: nothing came through it in the time that one attempt has.
         """
-        refused = link.no_more_rdma
+        refused = "received memory could not be registered" if link.memory_refused else ""
+        no_rdma = refused or link.port_is_down
         blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
         link.abort()
-        if link.worker in (self._worker, self._worker_apart) and link.worker.engine.abandoned:
+        current = self._workers()
+        if link.worker in current and link.worker.engine.abandoned:
             blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
         self._pool.drop(link)
         self._bases.discard(self._tag_bases.pop(link, -1))
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
         self._came_back(link.port)
-        if refused and not self._refused:
-            self._refused = refused
-            for worker in (self._worker, self._worker_apart):
-                if worker is not None:
-                    self._replace_worker(worker, refused)
+        self._refused = self._refused or refused
+        if no_rdma and link.worker in current:
+            for worker in current:
+                self._replace_worker(worker, no_rdma)
         elif blocked:
             self._replace_worker(link.worker, "a shared-memory peer died or stopped answering")
 
     def _replace_worker(self, worker: Worker, why: str) -> None:
-        """Replace the worker after a peer over shared memory has died, nothing came in time, or rdma is used no more.
+        """Replace a worker after a peer over shared memory has died, nothing came in time, or rdma has failed.
 
         All peers over shared memory write into one queue of this worker. One that is killed in the middle leaves a gap
         there that UCX waits at for ever: nothing would arrive over shared memory any more, from any peer.
         """
-        if worker is self._worker:
-            self._worker = None
-        else:
-            self._worker_apart = None
+        self._forget(worker)
         log.info("%s; replacing all connections of its worker", why)
         for link in [link for link in self._tag_bases if link.worker is worker]:
             link.given_up = True
         self._break_off_all([link for link in self._pool.idle() if link.worker is worker])
         worker.close()  # reads that are under way fail, and are tried again
+
+    def _look_at_network(self) -> None:
+        """Retire workers which lack what the host's network has gained; their connections stay until they are idle."""
+        if workers := self._workers():
+            network = Network.now()
+            for worker in workers:
+                if gained := network.appeared_since(worker.network):
+                    log.info("%s came up; new connections are made by another worker", gained)
+                    self._forget(worker)
+                    worker.retired = True
+                    self._retired.add(worker)
+        for worker in [each for each in self._retired if not each.endpoints]:
+            self._retired.discard(worker)
+            worker.close()
+
+    def _workers(self) -> list[Worker]:
+        return [worker for worker in (self._worker, self._worker_apart) if worker is not None]
+
+    def _forget(self, worker: Worker) -> None:
+        if worker is self._worker:
+            self._worker = None
+        else:
+            self._worker_apart = None
 
     def _break_off_all(self, links: Iterable[Link]) -> None:
         for link in links:
@@ -371,7 +395,7 @@ class Links:
         while True:
             try:
                 await self._sleep()
-                self._look_at_idle(time.monotonic())
+                self._look_around(time.monotonic())
                 for ring in self.ledger.due(time.monotonic()):
                     self._begin_flush(ring)
                 self._part_from_old()
@@ -380,11 +404,12 @@ class Links:
                 log.exception("maintenance of connections failed; trying again")
                 await asyncio.sleep(_LOOK_S)
 
-    def _look_at_idle(self, now: float) -> None:
-        """Part from idle links that broke; there may be thousands, so not at every turn."""
+    def _look_around(self, now: float) -> None:
+        """Part from idle links that broke, and look at the network; links may be thousands, so not at every turn."""
         if now >= self._looked + _LOOK_S:
             self._looked = now
             self._break_off_all([link for link in self._pool.idle() if not link.usable])
+            self._look_at_network()
 
     async def _sleep(self) -> None:
         """Until something is due. Nothing due soon: until woken, too."""
@@ -500,6 +525,5 @@ class Links:
         for task in [*self._flushes.values(), *self._partings]:
             task.cancel()
         self._break_off_all(self._pool.drain())
-        for worker in (self._worker, self._worker_apart):
-            if worker is not None:
-                worker.close()
+        for worker in [*self._workers(), *self._retired]:
+            worker.close()

@@ -1,0 +1,81 @@
+"""The parts of this host's network which UCX can use: addresses of its interfaces, and ports of its RDMA devices.
+
+UCX looks for them once, when a context is made. A context never uses what comes up later, and a host needs as much as a
+second from the moment when an interface is brought up until the kernel calls it running.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from transport import rdma
+
+_SIOCGIFFLAGS: Final = 0x8913
+_SIOCGIFADDR: Final = 0x8915
+_UP_AND_RUNNING: Final = 0x1 | 0x40
+_NOT_YET: Final = 0x08 | 0x40  # duplicate address detection has failed, or is under way: nothing can be bound there
+_IPV6: Final = Path("/proc/net/if_inet6")
+
+
+class Network(NamedTuple):
+    """Usable addresses as (interface, address), and ports of RDMA devices which are ACTIVE."""
+
+    addresses: frozenset[tuple[str, str]]
+    ports: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Self:
+        """Look at this host."""
+        return cls(frozenset(addresses()), active_ports())
+
+    def appeared_since(self, earlier: Network) -> str:
+        """Name what this host has gained; empty: nothing."""
+        gained = sorted(f"{interface} ({address})" for interface, address in self.addresses - earlier.addresses)
+        return ", ".join([*sorted(self.ports - earlier.ports), *gained])
+
+
+def active_ports() -> frozenset[str]:
+    """Return the ports of RDMA devices which are ACTIVE."""
+    return frozenset(port for port, state in rdma.ports().items() if state == "ACTIVE")
+
+
+def addresses() -> Iterator[tuple[str, str]]:
+    """Yield (interface, address) as UCX may use them: of interfaces that run, and no link's own; IPv4 first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        running = {name for _, name in socket.if_nameindex() if _runs(probe, name)}
+        found = [(name, address) for name in sorted(running) if (address := _ipv4_address(probe, name))]
+    found += [(name, address) for name, address in _ipv6_addresses() if name in running]
+    return ((name, address) for name, address in found if not ipaddress.ip_address(address).is_link_local)
+
+
+def _runs(probe: socket.socket, interface: str) -> bool:
+    answer = _asked(probe, interface, _SIOCGIFFLAGS)
+    return answer is not None and struct.unpack_from("H", answer, 16)[0] & _UP_AND_RUNNING == _UP_AND_RUNNING
+
+
+def _ipv4_address(probe: socket.socket, interface: str) -> str | None:
+    answer = _asked(probe, interface, _SIOCGIFADDR)
+    return None if answer is None else socket.inet_ntoa(answer[20:24])
+
+
+def _asked(probe: socket.socket, interface: str, what: int) -> bytes | None:
+    try:
+        return fcntl.ioctl(probe.fileno(), what, struct.pack("256s", interface.encode()[:15]))
+    except OSError:  # it has none, or has gone
+        return None
+
+
+def _ipv6_addresses() -> Iterator[tuple[str, str]]:
+    try:
+        rows = [line.split() for line in _IPV6.read_text().splitlines()]
+    except OSError:  # a kernel without IPv6
+        return
+    for digits, _, _, _, flags, interface in rows:
+        if not int(flags, 16) & _NOT_YET:
+            yield interface, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
