@@ -246,7 +246,7 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
   FAULT_POINT("claim.pinned");
 
   // From here on the generation stays, and with it everything that was written before it was published.
-  const std::uint64_t length = std::min(c.length.load(std::memory_order_acquire), segment_.identity.slot_capacity);
+  const std::uint64_t length = c.bytes(segment_.identity.slot_capacity);
   const std::uint64_t deadline_ns = c.deadline_ns.load(std::memory_order_acquire);
   const std::int64_t version = s.policy_version.load(std::memory_order_acquire);
   std::atomic<std::uint32_t>& word = s.claims[rank];
@@ -282,7 +282,7 @@ Ring::Try Ring::try_claim(std::uint64_t slot, std::uint64_t generation, const As
     return Try::ended;
   }
   claimed = {id,
-             c.readers.load(std::memory_order_acquire),
+             c.reader_count(),
              before.in_vain(),
              length,
              c.checksum.load(std::memory_order_acquire),

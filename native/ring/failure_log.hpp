@@ -16,6 +16,7 @@
 
 #include "common/checksum.hpp"
 #include "common/text.hpp"
+#include "ring/slot_word.hpp"
 
 namespace transport {
 
@@ -59,7 +60,7 @@ class FailureEntry {
     failure.sequence = words[1];
     failure.slot = static_cast<std::uint32_t>(words[2]);
     failure.generation = static_cast<std::uint32_t>(words[2] >> 32);
-    failure.rank = words[3] & 0xFF;
+    failure.rank = std::min<unsigned>(words[3] & 0xFF, kMaxReaders - 1);
     failure.how = static_cast<Ended>(std::min<std::uint64_t>(words[3] >> 8 & 0xFF, 2));
     failure.attempts = words[3] >> 16 & 0xFFFF;
     const auto* bytes = reinterpret_cast<const char*>(words.data());

@@ -64,7 +64,7 @@ std::uint64_t Ring::seal_of(std::uint64_t slot, std::uint32_t generation) const 
   constexpr std::size_t kFields = 9;
   const SlotControl& c = control(slot);
   const NoteWords& note = note_words(slot);
-  const std::size_t note_bytes = std::min<std::size_t>(c.note_length.load(std::memory_order_acquire), kNoteCapacity);
+  const std::size_t note_bytes = c.note_bytes();
   const std::size_t note_count = (note_bytes + 7) / 8;
   std::array<std::uint64_t, kFields + kNoteCapacity / 8> words{
       slot,
@@ -83,8 +83,7 @@ std::uint64_t Ring::seal_of(std::uint64_t slot, std::uint32_t generation) const 
 bool Ring::whole(std::uint64_t slot, std::uint32_t generation) const {
   const SlotControl& c = control(slot);
   const std::uint64_t length = c.length.load(std::memory_order_acquire);
-  const unsigned readers = c.readers.load(std::memory_order_acquire);
-  return length <= segment_.identity.slot_capacity && readers >= 1 && readers <= kMaxReaders &&
+  return length <= segment_.identity.slot_capacity && c.readers.load(std::memory_order_acquire) == c.reader_count() &&
          c.seal.load(std::memory_order_acquire) == seal_of(slot, generation) &&
          c.checksum.load(std::memory_order_acquire) == checksum(payload(slot), length);
 }
@@ -131,7 +130,7 @@ void Ring::check_slots() {
     sequence = std::max(sequence, c.sequence.load(std::memory_order_relaxed));
     if (word.state() != State::writing) continue;
     row().count(Counter::publishes);
-    const std::uint16_t done = slot_word::born_done(c.readers.load(std::memory_order_relaxed));
+    const std::uint16_t done = slot_word::born_done(c.reader_count());
     change(c.word, [&](Word) { return Step{Word::of(generation, State::ready, done, 0)}; });
   }
   header().sequence.store(sequence, std::memory_order_relaxed);

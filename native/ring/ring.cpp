@@ -148,8 +148,8 @@ std::size_t Ring::commit(std::span<const Lease> prepared) {
   std::size_t published = 0;
   for (const Lease& each : prepared) {
     SlotControl& c = control(each.slot);
-    const unsigned readers = std::clamp(c.readers.load(std::memory_order_relaxed), 1u, kMaxReaders);
-    const std::uint64_t length = c.length.load(std::memory_order_relaxed);
+    const unsigned readers = c.reader_count();
+    const std::uint64_t length = c.bytes(segment_.identity.slot_capacity);
     if (!change(c.word, [&](Word old) {
           return slot_word::publish(old, each.generation, static_cast<unsigned>(me_), readers);
         }))

@@ -23,8 +23,8 @@ SlotInfo Ring::info(std::uint64_t slot) const {
     const Word word{c.word.load(std::memory_order_acquire)};  // SYNC S
     SlotInfo info{word.state(), word.generation(), word.done(), word.pins(), 0, 0, 0, 0, 0, 0, kNoVersion};
     if (word.was_published()) {
-      info.readers = c.readers.load(std::memory_order_acquire);  // SYNC F, as all that follow
-      info.length = std::min(c.length.load(std::memory_order_acquire), segment_.identity.slot_capacity);
+      info.readers = c.reader_count();  // SYNC F, as all that follow
+      info.length = c.bytes(segment_.identity.slot_capacity);
       info.checksum = c.checksum.load(std::memory_order_acquire);
       info.sequence = c.sequence.load(std::memory_order_acquire);
       info.created_ns = c.created_ns.load(std::memory_order_acquire);
@@ -40,8 +40,7 @@ std::optional<std::string> Ring::note(std::uint64_t slot, std::uint64_t generati
   const SlotControl& c = control(slot);
   const Word before{c.word.load(std::memory_order_acquire)};  // SYNC S
   if (before.generation() != generation || !before.published()) return std::nullopt;
-  const std::size_t length =
-      std::min<std::size_t>(c.note_length.load(std::memory_order_acquire), kNoteCapacity);  // SYNC F
+  const std::size_t length = c.note_bytes();  // SYNC F
   std::string note(length, '\0');
   const NoteWords& words = note_words(slot);
   for (std::size_t i = 0; i * 8 < length; ++i) {
@@ -109,7 +108,8 @@ std::vector<OwnerInfo> Ring::owners() const {
                       static_cast<Role>(owner.role.load(std::memory_order_relaxed)),
                       owner.pid.load(std::memory_order_relaxed), owner.started_ns.load(std::memory_order_relaxed),
                       owner.heartbeat_ns.load(std::memory_order_relaxed), owner.heard_ns.load(std::memory_order_relaxed),
-                      owner.lease_ns.load(std::memory_order_relaxed), owner.port.load(std::memory_order_relaxed)});
+                      owner.lease_ns.load(std::memory_order_relaxed),
+                      std::min(owner.port.load(std::memory_order_relaxed), kMostPort)});
   }
   return owners;
 }
@@ -163,6 +163,7 @@ std::vector<std::uint32_t> Ring::ports() const {
   const std::string text = header().ports.read();
   std::vector<std::uint32_t> ports(text.size() / sizeof(std::uint32_t));
   if (!ports.empty()) std::memcpy(ports.data(), text.data(), ports.size() * sizeof(std::uint32_t));
+  for (std::uint32_t& port : ports) port = std::min(port, kMostPort);
   return ports;
 }
 

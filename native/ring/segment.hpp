@@ -9,6 +9,7 @@
 // what another process scribbles into the header later cannot move a pointer of ours.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -34,6 +35,7 @@ inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
 inline constexpr std::uint32_t kLayoutVersion = 9;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
+inline constexpr std::uint32_t kMostPort = 65535;
 inline constexpr std::size_t kAddressCapacity = 1000;
 inline constexpr std::size_t kConsumersCapacity = 400;
 inline constexpr std::size_t kSchemaCapacity = 1200;
@@ -98,6 +100,13 @@ struct alignas(64) SlotControl {
   std::atomic<std::uint32_t> readers;
   std::atomic<std::uint32_t> note_length;
   std::atomic<std::uint64_t> seal;  // in a file: reopening.cpp
+
+  // Numbers that bound a loop or a range of memory, as far as they may be: another process may scribble here.
+  std::uint64_t bytes(std::uint64_t capacity) const { return std::min(length.load(std::memory_order_acquire), capacity); }
+  unsigned reader_count() const { return std::clamp(readers.load(std::memory_order_acquire), 1u, kMaxReaders); }
+  std::size_t note_bytes() const {
+    return std::min<std::size_t>(note_length.load(std::memory_order_acquire), kNoteCapacity);
+  }
 };
 static_assert(sizeof(SlotControl) == 64 && alignof(SlotControl) == 64, "one slot, one cache line");
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "only a lock-free atomic works across processes");

@@ -35,7 +35,7 @@ void operate(Ring& ring, std::uint8_t which) {
   const unsigned rank = which >> 6;
   attempt([&] {
     const SlotInfo info = ring.info(slot);
-    if (info.length > kCapacity) std::abort();
+    if (info.length > kCapacity || info.readers > kMaxReaders) std::abort();
     const std::uint64_t generation = info.generation;
     switch (which & 15) {
       case 0: ring.try_take(); break;
@@ -60,7 +60,7 @@ void operate(Ring& ring, std::uint8_t which) {
         asked.most_attempts = 1 + rank;
         ring.claim(asked, claimed);
         for (const Claimed& one : claimed) {
-          if (one.length > kCapacity) std::abort();
+          if (one.length > kCapacity || one.readers > kMaxReaders) std::abort();
           if (slot == 0) ring.finish(one.id, rank == 1);
           if (slot == 1) ring.give_back(one.id, rank);
           if (slot == 2) ring.end(one.id, Ended::dead, "why", "who");

@@ -174,6 +174,9 @@ TEST(scribbled_controls_lead_to_no_read_out_of_bounds) {
   control->note_length = ~std::uint32_t{0};
   control->readers = 99;
   CHECK(f.ring->info(slot).length == 100);
+  CHECK(f.ring->info(slot).readers == kMaxReaders);
+  control->readers = 0;
+  CHECK(f.ring->info(slot).readers == 1);
   Wanted huge = wanted(*f.ring, {slot, generation});
   huge.length = ~std::uint64_t{0};
   CHECK(f.ring->begin_read(huge) == ReadAnswer::other_length);
@@ -215,6 +218,10 @@ TEST(ports_and_addresses_read_as_written) {
   CHECK(f.ring->ports() == ports);
   f.ring->set_ports({7});
   CHECK(f.ring->ports() == std::vector<std::uint32_t>{7});
+  f.ring->set_ports({~std::uint32_t{0}});
+  CHECK(f.ring->ports() == std::vector<std::uint32_t>{kMostPort});
+  f.ring->set_own_port(~std::uint32_t{0});
+  CHECK(f.ring->owners().front().port == kMostPort);
   const std::string longest(kAddressCapacity, 'x');
   f.ring->set_addresses(longest);
   CHECK(f.ring->addresses() == longest);
