@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,6 +206,30 @@ def test_a_group_that_does_not_fit_leaves_nothing() -> None:
         for wrong in ([], [{"completion": "x"}] * 17):
             with pytest.raises(UsageError, match="1 to 16 readers"):
                 write_group(common, shared, wrong, samples_ring=ring)
+        assert (common.statistics().free, ring.statistics().free) == (2, 2)
+
+
+def test_a_group_whose_write_is_interrupted_leaves_nothing() -> None:
+    samples = Schema.of(completion=("text", UpTo(64)), parents=PARENTS)
+    with (
+        SharedRingBuffer.create(ROLLOUT, slots=2) as common,
+        SharedRingBuffer.create(samples, slots=2) as ring,
+    ):
+
+        def interrupt() -> None:
+            while ring.statistics().full_waits == 0:  # it waits for room for the third sample
+                pass
+            os.kill(os.getpid(), signal.SIGINT)
+
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                write_group(common, {"prompt": "", "tokens": []}, [{"completion": "x"}] * 3, samples_ring=ring)
+        finally:
+            interrupting.join()
+            signal.signal(signal.SIGINT, before)
         assert (common.statistics().free, ring.statistics().free) == (2, 2)
 
 

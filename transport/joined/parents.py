@@ -9,11 +9,12 @@ reader joins them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from transport import _ring
-from transport.errors import PayloadDamagedError, RankError, TicketError, UsageError
+from transport.errors import ClosedError, PayloadDamagedError, RankError, TicketError, UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.schema import UpTo
 from transport.ticket import Ticket
@@ -97,7 +98,7 @@ def write_group(
 
     Raises:
         UsageError: too many samples for 16 ranks, or none.
-        What `SharedRingBuffer.write_many` raises; nothing stays written.
+        What `SharedRingBuffer.write_many` raises; nothing stays written, nor does it where the call is interrupted.
     """
     count = len(samples)
     if not 1 <= count * readers <= MAX_READERS:
@@ -105,17 +106,26 @@ def write_group(
             f"{count} samples for {readers} ranks each; a common payload has 1 to {MAX_READERS} readers: write larger "
             "groups as several"
         )
-    shared = ring.write_many([common], readers=count * readers, **options)[0]
-    written: Sequence[Ticket] = ()
+    try:
+        shared = ring.write_many([common], readers=count * readers, **options)[0]
+    except BaseException as error:
+        _discard(ring, error)
+        raise
     try:
         children = [with_parents(each, [Parent(shared, at * readers)]) for at, each in enumerate(samples)]
-        written = samples_ring.write_many(children, readers=readers, metadata=metadata, **options)
-        return list(written)
+        return list(samples_ring.write_many(children, readers=readers, metadata=metadata, **options))
     except BaseException as error:
-        for ticket in getattr(error, "written", ()):
-            samples_ring.discard(ticket)
-        ring.discard(shared)
+        _discard(samples_ring, error)
+        with contextlib.suppress(ClosedError):
+            ring.discard(shared)
         raise
+
+
+def _discard(ring: SharedRingBuffer, error: BaseException) -> None:
+    """Discard what a call had written when this ended it."""
+    with contextlib.suppress(ClosedError):  # what a closed ring had unread is discarded
+        for ticket in getattr(error, "written", ()):
+            ring.discard(ticket)
 
 
 def check_rank(part: Parent, rank: int, child: Ticket) -> int:

@@ -260,7 +260,8 @@ class UCXXRolloutMixin(WithBlock):
         """Write many trajectories in one call, which costs a fraction of as many `write_to_buffer`; their tickets.
 
         Raises what `SharedRingBuffer.write_many` raises: with RingFullError, ``written`` has the tickets of those
-        payloads that were written. StopRequestedError (see `write_to_buffer`) has them, too.
+        payloads that were written. StopRequestedError (see `write_to_buffer`) has them, too, and so has whatever else
+        ends the call midway.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
         batch = self.ring.plan_many(
@@ -269,19 +270,12 @@ class UCXXRolloutMixin(WithBlock):
             policy_version=version,
             deadline_s=deadline_s,
         )
-        encoded: list[bytes] = []
         give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
 
-        def write(timeout_s: float) -> None:
-            encoded.extend(batch.write(timeout_s).encoded)
+        def write_some() -> None:
+            self._written(batch.write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
 
-        try:
-            while batch.left:
-                self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
-        except RingFullError as error:  # of the last payloads
-            error.written = Tickets(encoded)
-            raise
-        return Tickets(encoded)
+        return batch.write_all(write_some)
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
         """What ``write`` gives, which is called again while the ring is full, and until the time is over."""

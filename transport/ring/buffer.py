@@ -26,7 +26,6 @@ from transport.errors import (
     LengthMismatchError,
     NoOwnerError,
     PayloadTooLargeError,
-    RingFullError,
     SchemaError,
     StaleSlotError,
     TicketError,
@@ -356,7 +355,8 @@ class SharedRingBuffer(Attachment):
             timeout_s: longest wait for slots, for the whole call.
 
         Raises:
-            RingFullError: not all found a slot in time; ``written`` has the tickets of those that did.
+            RingFullError: not all found a slot in time; ``written`` has the tickets of those that did. So has whatever
+                else ends the call midway, KeyboardInterrupt included.
             SchemaError, PayloadTooLargeError, UsageError: as `write`; nothing was written.
         """
         batch = self.plan_many(
@@ -368,14 +368,7 @@ class SharedRingBuffer(Attachment):
             casting=casting,
         )
         deadline = None if timeout_s is None else _ring.Deadline(timeout_s)
-        written: list[bytes] = []
-        try:
-            while batch.left:
-                written += batch.write(None if deadline is None else deadline.left_s).encoded
-        except RingFullError as error:
-            error.written = Tickets(written)
-            raise
-        return Tickets(written)
+        return batch.write_all(lambda: batch.write(None if deadline is None else deadline.left_s))
 
     def plan_many(
         self,
@@ -749,17 +742,16 @@ class SharedRingBuffer(Attachment):
         """
         native = self.native
         held = []
-        ranks: dict[tuple[int, int], tuple[int, ...]] = {}  # due, by what is done and for how many
+        ranks: dict[int, tuple[int, ...]] = {}  # due, by what is done
         for slot in range(self.slot_count):
             while True:
                 info = native.info(slot)
                 done = info.done
                 if done == _ALL_DONE or info.state not in _PUBLISHED:
                     break
-                due = ranks.get((done, info.readers))
-                if due is None:
-                    due = tuple(rank for rank in range(info.readers) if not done >> rank & 1)
-                    ranks[done, info.readers] = due
+                due = ranks.get(done)
+                if due is None:  # ranks that a payload is not written for begin as done
+                    due = ranks[done] = tuple(rank for rank in range(_ring.MAX_READERS) if not done >> rank & 1)
                 generation = info.generation
                 if native.pin(slot, generation, due[0]) == _ring.PIN_OK:
                     held.append(HeldPayload(info.sequence, slot, generation, info.length, due, info.policy_version))

@@ -123,6 +123,7 @@ class Batch:
         self._take = take
         self._write_alone = write_alone
         self._written = 0
+        self._alone: list[bytes] = []  # of payloads in device memory
         head = _head(native.ring_id.hex(), native.name, native.addresses, native.ports())
         fields, middle = ([], b"") if schema is None else _fields(schema)
         self._plan = _ring.WritePlan(fields, np.ndarray, head, middle, _NO_METADATA)
@@ -134,6 +135,24 @@ class Batch:
     def left(self) -> int:
         """Payloads that are not written yet."""
         return len(self._payloads) - self._written
+
+    def write_all(self, write_some: Callable[[], object]) -> Tickets:
+        """Publish all payloads by calls of ``write_some``, which calls `write`.
+
+        An exception that ends it midway, KeyboardInterrupt included, has the tickets of what is written as ``written``.
+        """
+        try:
+            while self.left:
+                write_some()
+        except BaseException as error:
+            error.written = self.published  # type: ignore[attr-defined]
+            raise
+        return self.published
+
+    @property
+    def published(self) -> Tickets:
+        """Tickets of the payloads that are written, also of those that an interrupted call wrote."""
+        return Tickets(self._plan.notes(0) if self._on_host else self._alone)
 
     def _add(self, values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> bool:
         """Take one more payload into the plan. False: a tensor of it is in device memory."""
@@ -183,6 +202,7 @@ class Batch:
         """
         if not self._on_host:
             notes = [self._write_alone(*self._payloads[self._written], timeout_s).encode()] if self.left else []
+            self._alone += notes
         else:
             self._publish(None)
             notes = self._plan.notes(self._written)
