@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -282,6 +284,39 @@ async def test_acknowledgements_for_a_ring_that_nobody_serves_any_more_end_when_
             with serving(ports=(ring.tickets()[0].ports)):
                 payload.ack()
                 await until(lambda: client.statistics().acks_pending + client.statistics().acks_unconfirmed == 0)
+
+
+# --- the end of a client -------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_client_that_closes_acknowledges_through_another_port_when_one_is_silent() -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring, UCXXServer(ring, (0, 0)):
+        tickets = [ring.write_raw(noise(100)) for _ in range(2)]
+        listeners = {owner.port: owner.pid for owner in ring.native.owners() if owner.port}
+        client = UCXXClient(wire=NETWORK, ack="manual")
+        payloads = [await client.read(ticket) for ticket in tickets]
+        silent = listeners[client._links._pool.idle()[0].port[1]]
+        os.kill(silent, signal.SIGSTOP)
+        try:
+            assert all(payload.ack() for payload in payloads)
+            await client.close()
+            assert ring.statistics().consumes == 2
+        finally:
+            os.kill(silent, signal.SIGCONT)
+
+
+@asynchronous
+async def test_a_client_that_closes_says_which_acknowledgements_no_port_confirmed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(slots=4, slot_bytes=1000) as (ring, server):
+        client = UCXXClient(wire=NETWORK, ack="manual")
+        payload = await client.read(ring.write_raw(noise(100)))
+        with stalled(server):
+            assert payload.ack()
+            await client.close()
+        assert any(
+            ring.ring_id[:8] in record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+        )
 
 
 # --- age -----------------------------------------------------------------------------------------------------

@@ -79,9 +79,10 @@ class Links:
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
         self._tag_bases: dict[Link, int] = {}
         self._bases: set[int] = set()  # those, and of links that are being opened
-        self._partings: set[asyncio.Task[None]] = set()
+        self._partings: set[asyncio.Task[bool]] = set()
         self._wake = asyncio.Event()  # something has changed that upkeep should look at
         self._closed = False
+        self._ending = False  # the last acknowledgements are sent
         self.opened = 0
         self.quarantine = PortQuarantine(settings)
         self.ledger = AckLedger(settings)
@@ -375,8 +376,8 @@ class Links:
             self._partings.add(parting)
             parting.add_done_callback(self._partings.discard)
 
-    async def _farewell(self, link: Link) -> None:
-        """Part in good order: the last acknowledgements, BYE, its answer, close."""
+    async def _farewell(self, link: Link) -> bool:
+        """Part in good order: the last acknowledgements, BYE, its answer, close. False: it was not answered."""
         try:
             acks = self.ledger.take(link.ring, self._settings.records_per_message - 1, link.port)
             async with asyncio.timeout(_BYE_TIMEOUT_S):
@@ -384,8 +385,10 @@ class Links:
                 self.ledger.sent(link, number, acks)
                 link.answer(await asking)
             self.ledger.answered(link, number)
+            return True
         except (TransportError, TimeoutError) as error:
             log.debug("%r did not answer BYE: %s", link, error)
+            return False
         finally:
             self.break_off(link)
 
@@ -461,12 +464,14 @@ class Links:
         if via is not None and port != via:
             self.ledger.reroute(ring, via)
         try:
-            async with asyncio.timeout(self._settings.read_timeout(0)):
+            async with asyncio.timeout(_BYE_TIMEOUT_S if self._ending else self._settings.read_timeout(0)):
                 link = await self.checkout(port, ring)
         except (TransportError, TimeoutError) as error:
             log.debug("acknowledgements for ring %s are delayed: %s", ring[:8], error)
             if isinstance(error, TransportError):
                 self.failed(ring, port, error)
+            elif self._ending:
+                self.quarantine.failed(port, time.monotonic())
             self.ledger.reroute(ring, port)
             self.ledger.unreachable(ring, time.monotonic())
             if self.routes.gone(ring, self._settings.linger_s):  # it does not outlive its writer for longer
@@ -489,29 +494,43 @@ class Links:
             self._wake.set()
 
     async def close(self) -> None:
-        """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError.
+        """Have acknowledgements confirmed, part from every listener, stop UCX. Users of lent links get ClosedError.
 
+        A port that is silent or gone is replaced by another one of its ring; what no port confirms is logged.
         Cancelled, it does not wait any more: everything is closed at once. Idempotent.
         """
         try:
             self._tender.cancel()
             await asyncio.gather(self._tender, return_exceptions=True)
             if not self._closed:
-                await self._flush_all()
+                self._ending = True
+                give_up = time.monotonic() + _CLOSE_TIMEOUT_S
+                routes = [self.routes.find(ring) for ring in self.ledger.rings()]
+                ways = max((len(route.pairs) for route in routes if route is not None), default=1)
+                for _ in range(1 + ways):  # over each port once, beside the connections that are there
+                    await self._flush_all(give_up)
+                    await self._part_from_idle()
+                    if not self.ledger.rings() or time.monotonic() >= give_up:
+                        break
                 self._admit_no_more()
-                partings = [self._farewell(link) for link in self._pool.drain()]
-                await asyncio.gather(*self._partings, *partings, return_exceptions=True)
+                await asyncio.gather(*self._partings, return_exceptions=True)
         finally:
             self.end()
 
-    async def _flush_all(self) -> None:
+    async def _flush_all(self, give_up: float) -> None:
         for ring in self.ledger.pending_rings():
             self._begin_flush(ring)
         if self._flushes:
-            _, late = await asyncio.wait(self._flushes.values(), timeout=_CLOSE_TIMEOUT_S)
+            _, late = await asyncio.wait(self._flushes.values(), timeout=max(0.0, give_up - time.monotonic()))
             for flush in late:
                 flush.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+    async def _part_from_idle(self) -> None:
+        links = self._pool.take_idle()
+        for link, answered in zip(links, await asyncio.gather(*map(self._farewell, links)), strict=True):
+            if not answered:
+                self.quarantine.failed(link.port, time.monotonic())
 
     def _admit_no_more(self) -> None:
         self._closed = True
@@ -522,6 +541,13 @@ class Links:
         """Stop UCX and everything here, without waiting for a listener. Idempotent."""
         self._tender.cancel()
         self._admit_no_more()
+        for ring in self.ledger.rings():
+            log.warning(
+                "closed before ring %s confirmed %d acknowledgements: payloads whose acknowledgement did not arrive "
+                "can be read once more",
+                ring[:8],
+                self.ledger.forget_ring(ring),
+            )
         for task in [*self._flushes.values(), *self._partings]:
             task.cancel()
         self._break_off_all(self._pool.drain())

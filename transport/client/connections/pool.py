@@ -193,13 +193,17 @@ class EndpointPool(Generic[C]):
             self._take_out(connection)
         return gone
 
-    def drain(self) -> list[C]:
-        """Take out all idle connections and admit no more; those in use are to be closed at their check-in."""
-        self._drained = True
+    def take_idle(self) -> list[C]:
+        """Take out all idle connections."""
         gone = list(self._idle)
         self._idle.clear()
         self._idle_of.clear()
         return gone
+
+    def drain(self) -> list[C]:
+        """Take out all idle connections and admit no more; those in use are to be closed at their check-in."""
+        self._drained = True
+        return self.take_idle()
 
     def validate(self) -> None:
         """Assert every invariant."""
