@@ -152,7 +152,7 @@ def _usable(wires: frozenset[Wire], shared_memory: bool, refused: str) -> frozen
     return left
 
 
-_APART = "the ring's processes belong to another user of this host, or run in another container"
+_APART = "the ring's processes run on another host or in another container, or belong to another user of this host"
 
 
 def _narrowed(transports: str, shared_memory: bool, refused: str) -> str:

@@ -458,6 +458,16 @@ async def test_a_client_that_closes_while_it_connects_says_so(ring: SharedRingBu
             await opening
 
 
+@asynchronous
+async def test_a_ring_of_this_host_is_taken_from_by_shared_memory_alone_at_its_address(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"a")
+    with UCXXServer(ring, mode="thread"):
+        async with UCXXClient(wire={"shm"}) as client:
+            batch = await client.take(addresses(ring)[0], 1, wait_s=LONG_S)
+            assert contents(batch) == [b"a"]
+            assert batch.claims.connection.link.wire == "shm"
+
+
 # --- ends of claims over the wire that are not consumption: the ring is told why, and what became of what had arrived
 
 

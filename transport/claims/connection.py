@@ -44,6 +44,7 @@ from transport.claims.batch import (
 )
 from transport.claims.fields import WantedFields
 from transport.claims.outcomes import Outcomes, Served
+from transport.claims.places import segment_served_at
 from transport.claims.waiting import foreign, schema_of
 from transport.client.connections.connection import Link, Want, refusal
 from transport.client.connections.links import Links
@@ -71,6 +72,7 @@ from transport.settings import Settings
 from transport.ticket import NO_SCHEMA
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
+from transport.wire.joining import address_of, of_this_host
 from transport.wire.library import engine
 
 log = logging.getLogger(__name__)
@@ -579,6 +581,8 @@ class ClaimConnections:
         return connection
 
     async def _connected(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
+        if segment == "" and of_this_host(await address_of(port[0])):
+            segment = await asyncio.to_thread(segment_served_at, port[1])
         connection = ClaimConnection(await self._all.open_apart(port, segment=segment), self)
         if self._closed:
             connection.abort()

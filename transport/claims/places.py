@@ -132,6 +132,17 @@ class Observed:
             self._rings.popitem()[1].close()
 
 
+def segment_served_at(port: int) -> str:
+    """Return the segment of this host whose living server names the port; "": none or several. Blocks."""
+    with contextlib.closing(Observed()) as observed:
+        names = [
+            name
+            for name, ring in observed.look(_ring.segments()).items()
+            if port in ring.native.ports() and (ring.native.supervised or ring.native.keeper_alive)
+        ]
+    return names[0] if len(names) == 1 else ""
+
+
 def _of_another(ring: SharedRingBuffer) -> bool:
     """Whether another process than this one writes the ring."""
     try:
