@@ -95,7 +95,7 @@ build/peers/few: transport/bench/registry.py benchmarks/install_peers.py | $(VEN
 	@$(BIN)/python benchmarks/install_peers.py zmq redis redis-stream pyzmq
 	@touch $@
 
-# The whole job first. BENCH_JOB_OPTIONS="--peers all --queue rings,trainer" adds the peers that need a Ray cluster.
+# The whole job first. BENCH_JOB_OPTIONS="--peers all" adds the peers that need a Ray cluster.
 BENCH_JOB_OPTIONS ?= --peers zmq,redis,redis-stream --seconds 0.3
 bench: build/peers/few | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --sizes 4KiB,1MiB --repetitions 2 \

@@ -1,12 +1,12 @@
-"""Claims a second of one trainer over n listeners of n rings, and what a ring that it follows costs in memory.
+"""Payloads a second of one trainer over n listeners of n rings, and what a ring that it follows costs in memory.
 
     python benchmarks/many_listeners.py                              # 1, 10, 100 and 300 rings, 5 s each
     python benchmarks/many_listeners.py --rings 1,10,100 --seconds 3 --json build/many_listeners.json
 
 Rings, listeners and connections are real, over tcp. A process has ten rings, with a thread for each listener, since a
 listener process of its own for each of 300 rings does not fit a test machine. Writers keep every ring full of 64-byte
-payloads. On a machine whose cores are shared the CPU of the trainer for a claim says more than the rate: a core can
-do no more than its inverse. ``claim`` makes a `Claim` of each payload, ``take`` has whole batches of a ring.
+payloads. On a machine whose cores are shared the CPU of the trainer for a payload says more than the rate: a core can
+do no more than its inverse.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import numpy as np
 
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.bench.processes import Worker
-from transport.queue import FoundRings, open_queue
+from transport.training.batch import Batch
+from transport.training.trainer import Trainer
 
 SCHEMA = Schema.of(data=("uint8", 64))
 RINGS_OF_A_PROCESS = 10
@@ -90,20 +91,22 @@ class Servers:
                 stack.enter_context(each)
 
 
-def rate(queue: FoundRings, how: str, seconds: float) -> tuple[float, float, int]:
-    """Claims a second, microseconds of this process's CPU for each, and of how many rings they were."""
-    claimed, rings = 0, set()
+def rings_of(batch: Batch) -> set[str]:
+    """The rings whose payloads are in a batch."""
+    return {payload.name.partition("/")[0] for payload in batch}
+
+
+def rate(trainer: Trainer, seconds: float) -> tuple[float, float, int]:
+    """Consumed payloads a second, microseconds of this process's CPU for each, and of how many rings they were."""
+    taken, rings = 0, set()
     begun, cpu = time.perf_counter(), time.process_time()
     while time.perf_counter() - begun < seconds:
-        if how == "claim":
-            claims = queue.claim(BATCH, 1.0, consumer="bench")
-            rings |= {claim.ticket_id.partition("/")[0] for claim in claims}
-            claimed += len(queue.ack_many(claims))
-        elif (brought := queue.take(BATCH, 1.0)) is not None:
-            rings.add(brought.ring)
-            claimed += int(queue.consume(brought).sum())
+        if (batch := trainer.take(BATCH, 1.0)) is not None:
+            rings |= rings_of(batch)
+            taken += len(batch)
+            batch.consume()
     lasted, used = time.perf_counter() - begun, time.process_time() - cpu
-    return claimed / lasted, used / max(1, claimed) * 1e6, len(rings)
+    return taken / lasted, used / max(1, taken) * 1e6, len(rings)
 
 
 def measured(rings: int, seconds: float) -> dict[str, Any]:
@@ -113,26 +116,24 @@ def measured(rings: int, seconds: float) -> dict[str, Any]:
         before_there, before_here = servers.memory(), resident_bytes(os.getpid())
         addresses = ",".join(f"127.0.0.1:{port}" for port in servers.ports)
         begun = time.perf_counter()
-        with open_queue(f"rings://{addresses}") as queue:
-            assert isinstance(queue, FoundRings)
+        with Trainer(SCHEMA, f"rings://{addresses}", name="bench") as trainer:
             seen: set[str] = set()
             while len(seen) < rings:
-                claims = queue.claim(BATCH, 0.1, consumer="bench")
-                seen |= {claim.ticket_id.partition("/")[0] for claim in claims}
-                queue.ack_many(claims)
+                if (batch := trainer.take(BATCH, 0.1)) is not None:
+                    seen |= rings_of(batch)
+                    batch.consume()
                 if time.perf_counter() - begun > CONNECTED_S:
                     raise SystemExit(f"payloads of {len(seen)} of {rings} rings came within {CONNECTED_S:g} s")
             row["connected_s"] = round(time.perf_counter() - begun, 1)
             row["trainer_KiB_per_ring"] = round((resident_bytes(os.getpid()) - before_here) / rings / 1024)
             row["listener_KiB_per_connection"] = round((servers.memory() - before_there) / rings / 1024)
-            for how in ("claim", "take"):
-                per_s, cpu_us, asked = rate(queue, how, seconds)
-                row |= {
-                    f"{how}_per_s": round(per_s),
-                    f"{how}_cpu_us": round(cpu_us, 1),
-                    f"{how}_per_core_s": round(1e6 / cpu_us),
-                    f"{how}_rings": asked,
-                }
+            per_s, cpu_us, asked = rate(trainer, seconds)
+            row |= {
+                "per_s": round(per_s),
+                "cpu_us": round(cpu_us, 1),
+                "per_core_s": round(1e6 / cpu_us),
+                "rings_taken_from": asked,
+            }
     return row
 
 

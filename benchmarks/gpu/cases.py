@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -306,18 +307,22 @@ class Bench:
 
     def batches(self, size: int, memory: str) -> None:
         """Claimed payloads of a mapped ring as one batch, 32 of them together of this size."""
-        from transport import Schema, SharedRingBuffer, UpTo
+        from transport import Schema, SharedRingBuffer, Trainer, UpTo
 
         count = 32
         rows = size // count // 4
         schema = Schema.of(tokens=("int32", UpTo(rows)))
         payloads = [{"tokens": self.np.arange(rows - number % 7, dtype=self.np.int32)} for number in range(count)]
         times = []
-        with SharedRingBuffer.create(schema, slots=count) as ring:
+        run = f"bench-{secrets.token_hex(8)}-"
+        with (
+            SharedRingBuffer.create(schema, slots=count, prefix=run) as ring,
+            Trainer(schema, f"rings:{run}", layout="packed", memory=memory) as trainer,
+        ):
             for number in range(repeats(size) + 3):
                 ring.write_many(payloads)
                 begun = time.perf_counter()
-                with ring.claim_batch(count, layout="packed", memory=memory) as batch:
+                with trainer.take(count, 60.0, fill_s=60.0) as batch:
                     tokens = batch["tokens"]
                     self.cupy.cuda.get_current_stream().synchronize()
                     times.append(time.perf_counter() - begun)

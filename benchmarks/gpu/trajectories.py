@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from writer import served
 
-from transport import BlockingClient, SharedRingBuffer, UCXXServer
+from transport import SharedRingBuffer, Trainer, UCXXServer
 from transport.bench.job.trajectories import TOKENS
 from transport.bench.job.trajectory_rows import schema
 
@@ -58,27 +58,26 @@ def job(way: Way, wire: str, layout: Any, count: int) -> float:
     begun, first = 0.0, 0
     with (
         served("--trajectories", str(count)) as lines,
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
     ):
         name, port = lines.readline().split()
         shape: Any = {"layout": layout, "memory": "torch"} if way == "ours" else {}
-        with SharedRingBuffer.attach(name, SCHEMA, role="reader") as ring:
+        rings = f"rings:{name.removeprefix('/transport-')}" if wire == "mapped" else f"rings://127.0.0.1:{port}"
+        with Trainer(SCHEMA, rings, wire={wire}, **shape) as trainer:  # type: ignore[arg-type]
             done = 0
             while done < count:
                 if begun == 0.0 and done >= KINDS:
                     begun, first = time.perf_counter(), done
-                taken = (
-                    ring.claim_batch(BATCH, 60.0, **shape)
-                    if wire == "mapped"
-                    else client.take_batch(f"127.0.0.1:{port}", BATCH, wait_s=60.0, **shape)
-                )
-                with taken as batch:
+                batch = trainer.take(BATCH, 60.0, fill_s=60.0)
+                if batch is None:
+                    raise SystemExit("nothing came")
+                with batch:
                     arrays = batch.arrays() if way == "ours" else by_torch(batch, layout)
                     if done < KINDS:
                         compare(arrays, layout)
                     synchronize()
-                    if not len(batch) or not batch.consume().all():
-                        raise SystemExit("nothing came, or a batch was not accepted")
+                    batch.consume()
+                    if not batch.accepted.all():
+                        raise SystemExit("a batch was not accepted")
                     done += len(batch)
     return (time.perf_counter() - begun) / (count - first)
 
@@ -97,7 +96,7 @@ def by_torch(batch: Any, layout: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # torch only reads it
     found = {}
     for name in SCHEMA.names:
-        values = [torch.from_numpy(np.atleast_1d(each)) for each in batch[name]]
+        values = [torch.from_numpy(np.atleast_1d(each[name])) for each in batch]
         if name not in RAGGED:
             made = torch.stack(values)
         elif layout == "padded":

@@ -11,9 +11,9 @@ import threading
 import time
 
 import numpy as np
+from transport.bench.job.queues import TakingTrainer, schema_of
 
 from transport import Rollout, ServerOptions
-from transport.bench.job.queues import TakingTrainer, schema_of
 from transport.bench.job.work import HEADER, Job
 from transport.errors import RingFullError
 

@@ -23,13 +23,13 @@ from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.progress import silent
 
 KEYS = (
-    "peer", "queue", "wire", "layout", "size_bytes", "writers", "trainers", "payloads_per_s", "gb_per_s", "ms_p50",
+    "peer", "wire", "layout", "size_bytes", "writers", "trainers", "payloads_per_s", "gb_per_s", "ms_p50",
     "ms_p99", "cpu_us_per_payload", "lost", "duplicated",
 )  # fmt: skip
 
 
 def case(**changed: Any) -> JobCase:
-    usual: dict[str, Any] = {"peer": "transport", "queue": "rings", "wire": "mapped", "layout": "list"}
+    usual: dict[str, Any] = {"peer": "transport", "wire": "mapped", "layout": "list"}
     sizes = {"size_bytes": 4096, "writers": 1, "trainers": 1, "batch": 32, "window": 128}
     return JobCase(**{**usual, **sizes, **changed})
 
@@ -40,10 +40,10 @@ def sample(rate: float = 100.0, **changed: Any) -> JobSample:
 
 
 def report(idle: bool = False) -> Report:
-    ways = [("transport", "rings", "mapped"), ("transport", "trainer", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
+    ways = [("transport", "mapped"), ("transport", "tcp"), ("zmq", "tcp"), ("redis", "tcp")]
     rows = [
-        JobRow.of(case(peer=peer, queue=queue, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
-        for at, (peer, queue, wire) in enumerate(ways)
+        JobRow.of(case(peer=peer, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
+        for at, (peer, wire) in enumerate(ways)
         for size in (4096, 65536)
     ]
     about = {"date": "2026-01-01", "cpu": "a", "cores": 2, "kernel": "6", "python": "3", "load": 0.0}
@@ -54,8 +54,8 @@ def report(idle: bool = False) -> Report:
 # --- what is measured, and what is refused --------------------------------------------------------
 def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
     peers = registry.chosen("zmq,redis", registry.JOB_PEERS)
-    found = plan.cases([4096, 16 << 20], ["rings"], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
-    assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "zmq", "redis"] * 2
+    found = plan.cases([4096, 16 << 20], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
+    assert [each.name for each in found] == ["mapped", "tcp", "zmq", "redis"] * 2
     assert {(each.batch, each.window) for each in found[:4]} == {(32, 128)}
     assert {(each.batch, each.window) for each in found[4:]} == {(2, 8)}
     assert {(each.writers, each.trainers) for each in found} == {(2, 3)}
@@ -64,7 +64,7 @@ def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--queue", "kafka"], "--queue kafka: choose some of"),
+        (["--wire", "kafka"], "--wire kafka: choose some of"),
         (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
         (["--wire", "rdma"], "--wire rdma: this host has no InfiniBand or RoCE device"),
         (
@@ -97,7 +97,7 @@ def test_an_installed_package_without_the_peers_scripts_says_so(
     elsewhere = msgspec.structs.replace(registry.JOB_PEERS["zmq"], folder=tmp_path)
     monkeypatch.setitem(registry.JOB_PEERS, "zmq", elsewhere)
     with pytest.raises(MissingDependencyError, match="run bench job in a checkout"):
-        driver.measure(case(peer="zmq", queue="", wire="tcp"), 0.01)
+        driver.measure(case(peer="zmq", wire="tcp"), 0.01)
 
 
 # --- accounts -------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_what_fails_is_left_out_from_then_on() -> None:
     def measure(each: JobCase) -> JobSample:
         measured.append(each.name)
         match each.name:
-            case "rings, mapped":
+            case "mapped":
                 raise LinkError("cut off")
             case "ray":
                 raise MissingDependencyError("not installed")
@@ -159,12 +159,12 @@ def test_what_fails_is_left_out_from_then_on() -> None:
                 raise LinkError("status 1")
         return sample()
 
-    cases = [case(), case(wire="tcp"), *(case(peer=name, queue="") for name in ("zmq", "ray", "redis"))]
-    outcome = session.run([*cases, case(peer="ray", queue="", size_bytes=65536)], 2, silent, measure, JobRow.of)
-    assert outcome.failed == ["rings, mapped, 4 KiB: cut off"]
+    cases = [case(), case(wire="tcp"), *(case(peer=name) for name in ("zmq", "ray", "redis"))]
+    outcome = session.run([*cases, case(peer="ray", size_bytes=65536)], 2, silent, measure, JobRow.of)
+    assert outcome.failed == ["mapped, 4 KiB: cut off"]
     assert outcome.skipped == {"zmq, 4 KiB": "status 1", "ray": "not installed"}
-    assert [(row.name, row.repetitions) for row in outcome.rows] == [("rings, tcp", 2), ("redis", 2)]
-    assert measured == ["rings, mapped", "rings, tcp", "zmq", "ray", "redis", "rings, tcp", "redis"]
+    assert [(row.name, row.repetitions) for row in outcome.rows] == [("tcp", 2), ("redis", 2)]
+    assert measured == ["mapped", "tcp", "zmq", "ray", "redis", "tcp", "redis"]
 
 
 def test_a_lost_payload_of_ours_is_a_failure(
@@ -172,11 +172,11 @@ def test_a_lost_payload_of_ours_is_a_failure(
 ) -> None:
     monkeypatch.setattr(driver, "measure", lambda *_: sample(lost=3, duplicated=1))
     assert run(["bench", "job", "--sizes", "4KiB", "--wire", "mapped,tcp", "--repetitions", "1"]) == 1
-    assert "rings, mapped, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
+    assert "mapped, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
 
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("wire", ["mapped", "tcp", "shm"])
 def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> None:
-    found = driver.measure(case(queue="rings", wire=wire, writers=2, trainers=2), 0.05)
+    found = driver.measure(case(wire=wire, writers=2, trainers=2), 0.05)
     assert (found.lost, found.duplicated) == (0, 0)

@@ -52,16 +52,8 @@ def needs_peer(name: str) -> pytest.MarkDecorator:
 def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout(
     capsys: pytest.CaptureFixture[str], layout: str
 ) -> None:
-    (row,) = rows_of(capsys, "--queue", "rings", "--wire", "tcp", "--layout", layout)
-    assert (row["queue"], row["wire"], row["layout"]) == ("rings", "tcp", layout)
-
-
-@pytest.mark.nightly(keep=1)
-@pytest.mark.ucx
-@pytest.mark.parametrize("wire", ["tcp", "mapped"])
-def test_every_payload_of_rings_is_consumed_once_by_a_trainer(capsys: pytest.CaptureFixture[str], wire: str) -> None:
-    (row,) = rows_of(capsys, "--queue", "trainer", "--wire", wire)
-    assert (row["queue"], row["wire"]) == ("trainer", wire)
+    (row,) = rows_of(capsys, "--wire", "tcp", "--layout", layout)
+    assert (row["wire"], row["layout"]) == ("tcp", layout)
 
 
 @pytest.mark.nightly
@@ -70,7 +62,7 @@ def test_an_idle_system_is_measured_one_payload_at_a_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_IDLE_PAYLOADS", 5)
-    (row,) = rows_of(capsys, "--queue", "rings", "--wire", "mapped", "--idle")
+    (row,) = rows_of(capsys, "--wire", "mapped", "--idle")
     assert (row["mode"], row["batch"]) == ("idle", 1)
 
 
@@ -84,7 +76,7 @@ def test_an_idle_system_is_measured_one_payload_at_a_time(
 )
 @pytest.mark.parametrize("size", [4096, 1 << 17])
 def test_a_peer_does_the_same_work(name: str, size: int) -> None:
-    (case,) = plan.cases([size], [], [], "list", [registry.JOB_PEERS[name]], 2, 2, 4, idle=False)
+    (case,) = plan.cases([size], [], "list", [registry.JOB_PEERS[name]], 2, 2, 4, idle=False)
     sample = driver.measure(case, 0.01)
     assert (sample.lost, sample.duplicated) == (0, 0)
     assert sample.payloads > 0
@@ -97,7 +89,7 @@ def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> plan.JobCase:
     peer = registry.Peer(name="leaky", script="leaky_peer", wire="tcp", folder=tmp_path)
     monkeypatch.setitem(registry.JOB_PEERS, "leaky", peer)
     # the first batch, two windows of warm-up, then what is measured
-    (case,) = plan.cases([4096], [], [], "list", [peer], 1, 1, 4, idle=False)
+    (case,) = plan.cases([4096], [], "list", [peer], 1, 1, 4, idle=False)
     return msgspec.structs.replace(case, window=8)
 
 
@@ -124,7 +116,7 @@ def test_a_payload_that_was_changed_on_the_way_fails_the_run(tmp_path: Path, mon
 
 
 def test_a_participant_that_fails_is_reported_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = plan.cases([4096], ["rings"], ["mapped"], "list", [], 1, 1, 4, idle=False)
+    (case,) = plan.cases([4096], ["mapped"], "list", [], 1, 1, 4, idle=False)
     broken = [sys.executable, "-c", "raise SystemExit('no room for anything')"]
     monkeypatch.setattr(driver, "_command", lambda *_: broken)
     with pytest.raises(LinkError, match="transport writer ended with status 1: no room for anything"):
@@ -171,8 +163,6 @@ def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: si
         "job",
         "--sizes",
         "64KiB",
-        "--queue",
-        "rings",
         "--wire",
         "tcp",
         "--seconds",

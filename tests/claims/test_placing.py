@@ -12,8 +12,8 @@ from helpers import NETWORK, eventually, free
 from takes import broken_between
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
-from transport.claims.in_place import TakenPart, in_place
 from transport.claims.outcomes import Outcomes
+from transport.claims.taken_part import TakenPart, in_place
 from transport.queue import FoundRings, open_queue
 from transport.ring.batch_shape import Shape
 

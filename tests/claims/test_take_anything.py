@@ -15,12 +15,13 @@ from frame_codec import Answer, sealed
 from helpers import asynchronous, until
 from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
+from takes import consume, contents, seen
 
 from transport import Schema, SharedRingBuffer, UpTo
 from transport.claims.batch import CONSUME, TAKEN, End, TakenBatch, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
-from transport.claims.in_place import TakenPart
 from transport.claims.outcomes import Outcomes
+from transport.claims.taken_part import TakenPart
 from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.connection import Link
 from transport.client.connections.routes import PortQuarantine, Routes
@@ -77,7 +78,7 @@ async def taken(listener: ScriptedListener, message: bytes, most: int = 4) -> Ta
 
     listening = asyncio.create_task(listen(side))
     try:
-        return await takes.take(most, most_bytes=200, verify=False)
+        return await takes.demand(most, most_bytes=200, verify=False)[1]
     finally:
         takes.abort()
         connections.close()
@@ -126,9 +127,9 @@ async def test_a_payload_to_be_read_apart_whose_ticket_cannot_be_decoded_has_no_
 ) -> None:
     async with ScriptedListener() as listener:
         batch = await taken(listener, answered(0, [(GOOD, b"one", True), (note, b"", False)], {1: length}))
-        assert [bytes(payload.data) for payload in batch] == [b"one", b""]
+        assert contents(batch) == [b"one", b""]
         with pytest.raises(TicketError):
-            _ = batch[1].ticket
+            _ = seen(batch)[1].ticket
         assert 1 in TakenPart(batch).measure(fields_of(SCHEMA), np.empty((2, 1), np.int64))  # not in a batch in place
 
 
@@ -143,10 +144,10 @@ class OnlyPort(ScriptedListener):
 
 async def two_taken(connection: ClaimConnection, side: Side) -> TakenBatch:
     """What a demand brings that the scripted listener answers with two payloads."""
-    taking = asyncio.create_task(connection.take(2, most_bytes=200, verify=False))
+    _, taken = connection.demand(2, most_bytes=200, verify=False)
     number, _ = await side.asked()
     await side.status_bytes(number, answered(number, [(GOOD, b"one", True), (GOOD, b"two", True)]))
-    return await taking
+    return await taken
 
 
 @pytest.mark.parametrize("codes", [1, 3], ids=["fewer", "more"])
@@ -185,7 +186,7 @@ async def test_claims_end_with_the_last_message_numbers_of_their_connection() ->
         link.native.next_number = side.number = frames.MESSAGE_NUMBERS - 2
         assert connection.spent
         for position in range(2):
-            ending = asyncio.create_task(batch.consume([position]))
+            ending = asyncio.create_task(consume(batch, [position]))
             number, _ = await side.asked()
             await side.status(number, Answer(0, 0))
             assert (await ending).tolist() == [True]
@@ -226,8 +227,7 @@ async def test_any_answer_to_a_take_fits_or_is_an_error_of_the_link(seed: int) -
                 if getattr(error, "status", 0):  # a refusal, which it may say
                     continue
                 raise
-            for payload in batch:
-                row = batch.rows[payload._at]
+            for row, payload in zip(batch.rows, seen(batch), strict=True):
                 if not row["flags"] & JOINED and undecodable(payload.encoded):
                     assert len(payload.data) == 0
                 else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
-from takes import LONG_S, SLOTS, addresses, broken_between, ended, link_of, remote
+from takes import LONG_S, SLOTS, addresses, broken_between, consume, ended, give_back, link_of, remote, seen, take
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.claims.batch import TakenBatch, Verdict
@@ -42,7 +42,7 @@ async def taken(ring: SharedRingBuffer, count: int = 1, *, ports: int = 2, **arg
     with UCXXServer(ring, ports=(0,) * ports):
         found = addresses(ring)
         async with remote(**arguments) as client:
-            yield Taken(client, await client.take(found[0], count), found[0], found[-1])
+            yield Taken(client, await take(client, found[0], count), found[0], found[-1])
 
 
 def killed_after_the_end(ring: SharedRingBuffer, of: Taken, *then: Callable[[], object]) -> None:
@@ -68,15 +68,15 @@ def stopped(ring: SharedRingBuffer, address: str) -> Iterator[None]:
 
 async def comes_again(of: Taken) -> None:
     """The payload is taken through the other port, for the second time, and consumed."""
-    again = await of.client.take(of.second, 1, wait_s=LONG_S)
-    assert (again[0].attempts, (await again.consume()).tolist()) == (2, [True])
+    again = await take(of.client, of.second, 1, wait_s=LONG_S)
+    assert (seen(again)[0].attempts, (await consume(again)).tolist()) == (2, [True])
 
 
 @asynchronous
 async def test_what_was_consumed_before_its_listener_was_killed_is_told_by_another_port(ring: SharedRingBuffer) -> None:
     async with taken(ring, 3) as of:
         killed_after_the_end(ring, of)
-        assert (await of.batch.consume()).tolist() == [True] * 3
+        assert (await consume(of.batch)).tolist() == [True] * 3
 
 
 @asynchronous
@@ -91,7 +91,7 @@ async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and
             send()
 
         link_of(of.batch)._send = never_sent  # type: ignore[method-assign]
-        _, verdicts = await asyncio.gather(comes_again(of), of.batch.consume())
+        _, verdicts = await asyncio.gather(comes_again(of), consume(of.batch))
         assert verdicts.tolist() == [False]
 
 
@@ -99,7 +99,7 @@ async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and
 async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_goes_on(ring: SharedRingBuffer) -> None:
     async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
         with stopped(ring, of.first):
-            assert (await of.batch.consume()).tolist() == [False]
+            assert (await consume(of.batch)).tolist() == [False]
         await comes_again(of)
 
 
@@ -116,9 +116,9 @@ async def test_a_consume_whose_question_fails_is_answered_when_it_is_asked_again
 
             patch.setattr(Outcomes, "of", no_thread)
             with pytest.raises(RuntimeError):
-                await of.batch.consume()
+                await consume(of.batch)
         assert of.batch.verdicts().tolist() == [Verdict.IN_QUESTION]
-        assert (await of.batch.consume()).tolist() == [True]
+        assert (await consume(of.batch)).tolist() == [True]
 
 
 @asynchronous
@@ -127,15 +127,15 @@ async def test_a_consume_that_is_cancelled_has_the_same_answer_when_it_is_asked_
         ring.write_raw(b"trained on")
     with UCXXServer(ring, mode="thread"):
         async with remote() as client:
-            batch = await client.take(addresses(ring)[0], 3)
+            batch = await take(client, addresses(ring)[0], 3)
             for turns in range(3):
-                doomed = asyncio.create_task(batch.consume([turns]))
+                doomed = asyncio.create_task(consume(batch, [turns]))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 doomed.cancel()
                 await asyncio.gather(doomed, return_exceptions=True)
             for _ in range(2):
-                assert (await batch.consume()).tolist() == [True] * 3
+                assert (await consume(batch)).tolist() == [True] * 3
 
 
 @asynchronous
@@ -148,19 +148,19 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
     with UCXXServer(ring, mode="thread") as server:
         async with remote() as client:
             address = addresses(ring)[0]
-            batch = await client.take(address, 2)
+            batch = await take(client, address, 2)
             broken_between(
                 batch,
                 lambda: eventually(lambda: ring.statistics().free == SLOTS - 1, "the ring has consumed it"),
                 server.close,
             )
-            assert (await batch.consume([0])).tolist() == [False]
+            assert (await consume(batch, [0])).tolist() == [False]
             assert "what became of 1 payloads, and no port of the ring has answered" in caplog.text
             port = int(address.rpartition(":")[2])
             monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
             with UCXXServer(ring, ports=(port,), mode="thread"):
                 for _ in range(2):
-                    assert (await batch.consume()).tolist() == [True, False]  # of the second it was not asked in time
+                    assert (await consume(batch)).tolist() == [True, False]  # of the second it was not asked in time
 
 
 @asynchronous
@@ -175,12 +175,12 @@ async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes
     ):
         async with remote() as client:
             address = addresses(ring)[0]
-            batch = await client.take(address, 1)
+            batch = await take(client, address, 1)
             port = int(address.rpartition(":")[2])
             broken_between(
                 batch, server.close, lambda: later.enter_context(UCXXServer(another, ports=(port,), mode="thread"))
             )
-            assert (await batch.consume()).tolist() == [False]
+            assert (await consume(batch)).tolist() == [False]
             assert "what became of 1 payloads, and no port of the ring knows" in caplog.text
 
 
@@ -195,12 +195,12 @@ async def test_a_port_that_has_another_ring_by_now_does_not_keep_the_others_from
         UCXXServer(ring, mode="thread"),
     ):
         async with remote() as client:
-            batch = await client.take(addresses(ring)[0], 1)
+            batch = await take(client, addresses(ring)[0], 1)
             link = link_of(batch)
             host, port = link.link.port
             link.served = lambda: Served(((host, moved.ports[0]), (host, port)))
             broken_between(batch, lambda: eventually(lambda: ring.statistics().free == SLOTS))
-            assert (await batch.consume()).tolist() == [True]
+            assert (await consume(batch)).tolist() == [True]
 
 
 # --- ends that are not consumption --------------------------------------------------------------------
@@ -235,7 +235,7 @@ async def test_what_is_given_back_while_its_connection_breaks_is_given_back(ring
     async with taken(ring) as of:
         broken_between(of.batch, lambda: kill_listener(ring, of.first))
         for _ in range(2):
-            assert (await of.batch.give_back()).tolist() == [True]
+            assert (await give_back(of.batch)).tolist() == [True]
         await comes_again(of)
 
 
@@ -254,18 +254,18 @@ async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_kee
         [address] = addresses(ring)
         [stopped] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
         async with remote(settings=settings_with(read_timeout_s=1.0)) as client:
-            first, second = await client.take(address, MOST_UNANSWERED), await client.take(address, 1)
+            first, second = await take(client, address, MOST_UNANSWERED), await take(client, address, 1)
             link = link_of(second)
             os.kill(stopped, signal.SIGSTOP)
             try:
-                consuming = asyncio.ensure_future(first.consume())
+                consuming = asyncio.ensure_future(consume(first))
                 await until(lambda: link._unanswered == MOST_UNANSWERED, "everything is sent")
                 consuming.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await consuming
                 async with asyncio.timeout(LONG_S / 4):
                     if then == "finish":
-                        assert (await second.consume()).tolist() == [False]
+                        assert (await consume(second)).tolist() == [False]
                     else:
                         assert await ended(second, Verdict.DISCARDED) == [False]
                 assert link.lost

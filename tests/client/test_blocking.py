@@ -208,16 +208,3 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(client.read(ticket, 
     with Child(code, ticket.to_text(), how) as child:
         assert child.line() == "7 1000"
         assert child.wait() == 0
-
-
-def test_payloads_are_taken_consumed_and_given_back_without_a_loop(
-    ring: SharedRingBuffer, client: BlockingClient
-) -> None:
-    for number in range(3):
-        ring.write_raw(bytes([number]))
-    batch = client.take(f"127.0.0.1:{ring.native.ports()[0]}", 3, wait_s=15.0)
-    assert [bytes(payload.data) for payload in batch] == [b"\x00", b"\x01", b"\x02"]
-    assert client.consume(batch, [0, 2]).tolist() == [True, True]
-    assert client.give_back(batch, [1]).tolist() == [True]
-    assert client.consume(batch).tolist() == [True, False, True]  # asked again, the same answer
-    assert (ring.native.depth(0)["done"], ring.native.depth(0)["ready"]) == (2, 1)

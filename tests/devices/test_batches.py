@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import asynchronous
+from claimed import claim_batch
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.devices.streams import Mark
 from transport.errors import BatchTooLargeError, BufferUnsuitableError, MissingDependencyError, UsageError
 from transport.schema import UpTo
@@ -41,11 +41,11 @@ def depth(ring: SharedRingBuffer) -> tuple[int, int]:
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_batch_arrives_in_device_memory_by_one_copy(ring: SharedRingBuffer, cupy: Any, layout: Any) -> None:
     ring.write_many([payload(2), payload(0), payload(5)])
-    with ring.claim_batch(3, layout=layout) as host:
+    with claim_batch(ring, 3, layout=layout) as host:
         wanted = {name: array.copy() for name, array in host.arrays().items()}
         ends = {name: array.copy() for name, array in host.cu_seqlens.items()}
         each = [{name: array.copy() for name, array in one.items()} for one in host]
-    with ring.claim_batch(3, layout=layout, memory="cupy") as batch:
+    with claim_batch(ring, 3, layout=layout, memory="cupy") as batch:
         assert batch.consume().all()
         cupy.fake.run_all()
         for name, array in wanted.items():
@@ -68,7 +68,7 @@ def test_the_copy_is_queued_and_only_the_stream_that_looks_waits_for_it(ring: Sh
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.fake.stopped = True
     with stream:
-        batch = ring.claim_batch(1, layout="packed", memory="cupy")
+        batch = claim_batch(ring, 1, layout="packed", memory="cupy")
         seen = batch["tokens"].astype(np.int64)  # a kernel that the caller queues behind the batch
     assert cupy.fake.waits == 0
     assert batch["tokens"].host.tolist() != [5, 6, 7, 8, 9], "nobody has waited, nothing has run"
@@ -81,7 +81,7 @@ def test_the_copy_is_queued_and_only_the_stream_that_looks_waits_for_it(ring: Sh
 def test_the_stream_that_the_caller_made_current_stays_so(ring: SharedRingBuffer, cupy: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True).use()
     ring.write_many([payload(number) for number in range(4)])
-    with ring.claim_batch(4, layout="packed", memory="cupy") as batch:
+    with claim_batch(ring, 4, layout="packed", memory="cupy") as batch:
         assert cupy.cuda.get_current_stream().ptr == stream.ptr
         batch.arrays()
     assert cupy.cuda.get_current_stream().ptr == stream.ptr
@@ -100,7 +100,7 @@ def test_pinned_memory_is_kept_until_the_copy_out_of_it_has_run(ring: SharedRing
     arrived = []
     for number in (3, 4):
         ring.write_many([payload(number)])
-        with ring.claim_batch(1, layout="padded", memory="cupy") as batch:
+        with claim_batch(ring, 1, layout="padded", memory="cupy") as batch:
             batch.consume()
             arrived.append(batch["tokens"])
     del batch
@@ -110,7 +110,7 @@ def test_pinned_memory_is_kept_until_the_copy_out_of_it_has_run(ring: SharedRing
     cupy.fake.run_all()
     assert [each.host.tolist() for each in arrived] == [[[3, 4, 5]], [[4, 5, 6, 7]]]
     ring.write_many([payload(1)])
-    ring.claim_batch(1, layout="padded", memory="cupy").release()
+    claim_batch(ring, 1, layout="padded", memory="cupy").release()
     gc.collect()
     assert cupy.fake.pooled_in_use <= 1, "memory whose copy has run goes back with the next batch"
 
@@ -120,7 +120,7 @@ def test_pinned_arrays_are_numpys_and_return_to_their_pool_with_the_last_view(
 ) -> None:
     ring.write_many([payload(4)])
     before = cupy.fake.pooled_in_use
-    with ring.claim_batch(1, layout="packed", memory="pinned") as batch:
+    with claim_batch(ring, 1, layout="packed", memory="pinned") as batch:
         view = batch["tokens"][1:]
         assert isinstance(view, np.ndarray)
         assert view.tolist() == [5, 6, 7]
@@ -138,7 +138,7 @@ def test_pinned_arrays_are_numpys_and_return_to_their_pool_with_the_last_view(
 def test_one_wrong_payload_is_left_out_before_anything_is_copied(ring: SharedRingBuffer, cupy: Any) -> None:
     ring.write_many([payload(1), payload(2), payload(3)])
     ring.native.payload(1)[0] ^= 1
-    with ring.claim_batch(3, layout="packed", memory="cupy") as batch:
+    with claim_batch(ring, 3, layout="packed", memory="cupy") as batch:
         cupy.fake.run_all()
         assert batch["tokens"].host.tolist() == [1, 3, 4, 5]
         assert batch.dropped == 1
@@ -150,13 +150,13 @@ def test_one_wrong_payload_is_left_out_before_anything_is_copied(ring: SharedRin
 def test_a_batch_goes_to_the_device_that_is_named(ring: SharedRingBuffer, two_devices: Any, current: int) -> None:
     ring.write_many([payload(3)])
     with two_devices.cuda.Device(current):
-        batch = ring.claim_batch(1, layout="packed", memory="cupy:1")
+        batch = claim_batch(ring, 1, layout="packed", memory="cupy:1")
         assert batch["tokens"].device.id == 1
         two_devices.fake.run_all()
         assert batch["tokens"].host.tolist() == [3, 4, 5]
         assert two_devices.fake.pinned_on == [1]
         batch.release()
-        ring.claim_batch(1, layout="packed", memory="pinned").release()
+        claim_batch(ring, 1, layout="packed", memory="pinned").release()
         assert set(two_devices.fake.pinned_on[1:]) == {current}
 
 
@@ -164,12 +164,12 @@ def test_a_batch_goes_to_the_device_that_is_named(ring: SharedRingBuffer, two_de
 def test_without_cupy_or_a_device_nothing_is_claimed(ring: SharedRingBuffer, cupy: Any) -> None:
     ring.write_many([payload(1)])
     with pytest.raises(UsageError, match="this process sees 1"):
-        ring.claim_batch(1, layout="packed", memory="cupy:1")
+        claim_batch(ring, 1, layout="packed", memory="cupy:1")
     cupy.fake.count = 0
     for memory in ("cupy", "pinned"):
         with pytest.raises(MissingDependencyError, match="no CUDA device"):
-            ring.claim_batch(1, layout="packed", memory=memory)
-    [only] = ring.claim_batch(1)
+            claim_batch(ring, 1, layout="packed", memory=memory)
+    [only] = claim_batch(ring, 1)
     assert only["tokens"].tolist() == [1]
     assert ring.native.claim_word(0, 0)[1] == 1, "nobody had claimed it before"
 
@@ -179,7 +179,7 @@ def test_a_failed_copy_gives_the_payloads_back(ring: SharedRingBuffer, cupy: Any
     ring.write_many([payload(1)])
     setattr(cupy.fake, step, 0)
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
-        ring.claim_batch(1, layout="packed", memory="cupy")
+        claim_batch(ring, 1, layout="packed", memory="cupy")
     assert depth(ring) == (1, 0)
     assert cupy.fake.waits == 1, "the stream was waited for, since no mark tells when the memory is free"
 
@@ -198,15 +198,15 @@ def test_memory_that_is_not_to_be_had_gives_the_payloads_back(
 
     ring.write_many([payload(1)])
     with pytest.raises(BatchTooLargeError, match="more than the 10 of most_memory"):
-        ring.claim_batch(1, layout="packed", memory="cupy", most_memory=10)
+        claim_batch(ring, 1, layout="packed", memory="cupy", most_memory=10)
     with monkeypatch.context() as patched:
         patched.setattr(cupy, "empty", refuse)
         with pytest.raises(BatchTooLargeError, match="device memory is short"):
-            ring.claim_batch(1, layout="packed", memory="cupy")
+            claim_batch(ring, 1, layout="packed", memory="cupy")
     monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", refuse_pinned)
     for memory in ("cupy", "pinned"):
         with pytest.raises(BatchTooLargeError, match="no memory for it"):
-            ring.claim_batch(1, layout="packed", memory=memory)
+            claim_batch(ring, 1, layout="packed", memory=memory)
     assert depth(ring) == (1, 0)
 
 
@@ -215,45 +215,39 @@ def test_a_dtype_that_the_library_lacks_gives_the_payloads_back(cupy: Any) -> No
     with SharedRingBuffer.create(schema, slots=1) as ring:
         ring.write_many([{"x": np.zeros(4, ml_dtypes.float8_e4m3fn)}])
         with pytest.raises(BufferUnsuitableError, match="CuPy has no float8_e4m3fn"):
-            ring.claim_batch(1, layout="padded", memory="cupy")
+            claim_batch(ring, 1, layout="padded", memory="cupy")
         assert depth(ring) == (1, 0)
 
 
 # --- over the wire --------------------------------------------------------------------------------
 @pytest.mark.ucx
-@asynchronous
-async def test_a_batch_over_the_wire_arrives_in_device_memory(ring: SharedRingBuffer, cupy: Any) -> None:
+def test_a_batch_over_the_wire_arrives_in_device_memory_and_the_takers_stream_waits(
+    ring: SharedRingBuffer, cupy: Any
+) -> None:
     ring.write_many([payload(2), payload(5)])
-    with UCXXServer(ring, mode="thread"):
-        async with UCXXClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
-            [port] = ring.native.ports()
-            async with await client.take_batch(f"127.0.0.1:{port}", 4, layout="packed", memory="cupy") as batch:
-                cupy.fake.run_all()
-                assert batch["tokens"].host.tolist() == [2, 3, 5, 6, 7, 8, 9]
-                assert batch.cu_seqlens["tokens"].host.tolist() == [0, 2, 7]
-                assert (await batch.consume()).all()
-
-
-@pytest.mark.ucx
-def test_the_stream_of_a_blocking_clients_caller_waits_for_the_arrival(ring: SharedRingBuffer, cupy: Any) -> None:
-    ring.write_many([payload(2)])
     stream = cupy.cuda.Stream(non_blocking=True)
-    with UCXXServer(ring, mode="thread"), BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
-        [port] = ring.native.ports()
+    with (
+        UCXXServer(ring, mode="thread") as server,
+        Trainer(SCHEMA, f"rings://127.0.0.1:{server.ports[0]}", layout="packed", memory="cupy") as trainer,
+    ):
         with stream:
-            batch = client.take_batch(f"127.0.0.1:{port}", 4, layout="packed", memory="cupy")
+            batch = trainer.take(2, 20.0, fill_s=20.0)
+            assert batch is not None
             seen = batch["tokens"].astype(np.int64)
         cupy.fake.stream_synchronize(stream.ptr)
-        assert seen.host.tolist() == [2, 3]
-        assert batch.consume().all()
+        assert seen.host.tolist() == [2, 3, 5, 6, 7, 8, 9]
+        cupy.fake.run_all()
+        assert batch.cu_seqlens["tokens"].host.tolist() == [0, 2, 7]
+        batch.consume()
+        assert batch.accepted.all()
 
 
 def test_an_empty_batch_and_empty_tensors_take_no_copy(cupy: Any) -> None:
     schema = Schema.of(rows=("int32", UpTo(4)), nothing=("float32", 0))
     with SharedRingBuffer.create(schema, slots=2, slot_bytes=64) as ring:
-        assert len(ring.claim_batch(2, layout="padded", memory="cupy")) == 0
+        assert len(claim_batch(ring, 2, layout="padded", memory="cupy")) == 0
         ring.write_many([{"rows": np.zeros(0, np.int32), "nothing": np.zeros(0, np.float32)}])
-        batch = ring.claim_batch(2, layout="padded", memory="cupy")
+        batch = claim_batch(ring, 2, layout="padded", memory="cupy")
         assert (batch["rows"].shape, batch["nothing"].shape) == ((1, 0), (1, 0))
         assert not cupy.fake.copies
         batch.release()

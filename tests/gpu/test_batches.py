@@ -8,9 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from claimed import claim_batch
 from gpu_payloads import busy, bytes_of, free_device_memory, why_not
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
+from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.errors import BatchTooLargeError
 from transport.schema import UpTo
 
@@ -43,14 +44,17 @@ def write(ring: SharedRingBuffer) -> None:
 def arrived(ring: SharedRingBuffer, wire: str, **shape: Any) -> dict[str, bytes]:
     """The bytes of one batch, by name, consumed."""
     if wire == "mapped":
-        with ring.claim_batch(16, **shape) as batch:
+        with claim_batch(ring, 16, **shape) as batch:
             assert batch.consume().all()
             return found(batch)
-    with UCXXServer(ring, log_level="ERROR"), BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
-        address = f"127.0.0.1:{ring.native.ports()[0]}"
-        with client.take_batch(address, 16, wait_s=60.0, **shape) as batch:
-            assert batch.consume().all()
-            return found(batch)
+    with UCXXServer(ring, log_level="ERROR") as server:
+        rings = f"rings://127.0.0.1:{server.ports[0]}"
+        with Trainer(SCHEMA, rings, wire={"tcp"}, **shape) as trainer:
+            taken = trainer.take(4, 60.0, fill_s=60.0)
+            assert taken is not None
+            taken.consume()
+            assert taken.accepted.all()
+            return found(taken)
 
 
 def found(batch: Any) -> dict[str, bytes]:
@@ -74,13 +78,13 @@ def test_the_arrays_are_the_librarys_and_torch_takes_cupys_without_a_copy(
     ring: SharedRingBuffer, torch: Any, device: Any
 ) -> None:
     write(ring)
-    with ring.claim_batch(2, layout="packed", memory="torch") as batch:
+    with claim_batch(ring, 2, layout="packed", memory="torch") as batch:
         assert batch["tokens"].is_cuda
         assert batch.torch()["tokens"].data_ptr() == batch["tokens"].data_ptr()
-    with ring.claim_batch(2, layout="packed", memory="cupy") as batch:
+    with claim_batch(ring, 2, layout="packed", memory="cupy") as batch:
         assert isinstance(batch["tokens"], device.ndarray)
         assert batch.torch()["tokens"].data_ptr() == batch["tokens"].data.ptr
-    with ring.claim_batch(2, layout="packed", memory="pinned") as batch:
+    with claim_batch(ring, 2, layout="packed", memory="pinned") as batch:
         assert isinstance(batch["tokens"], np.ndarray)
         assert batch.torch()["tokens"].is_pinned()
 
@@ -95,7 +99,7 @@ def test_every_dtype_that_torch_has_arrives_in_its_device_memory(torch: Any) -> 
     assert written["bfloat16"].dtype == ml_dtypes.bfloat16
     with SharedRingBuffer.create(schema, slots=2) as ring:
         ring.write_many([written, written])
-        with ring.claim_batch(2, layout="packed", memory="torch") as batch:
+        with claim_batch(ring, 2, layout="packed", memory="torch") as batch:
             for name in names:
                 assert bytes_of(batch[name]) == written[name].tobytes() * 2
 
@@ -105,12 +109,12 @@ def test_a_batch_does_not_wait_for_a_busy_stream_and_work_that_looks_at_it_comes
 ) -> None:
     stream, done = device.cuda.Stream(non_blocking=True), device.cuda.Event()
     write(ring)
-    ring.claim_batch(4, layout="packed", memory="cupy").release()  # allocates
+    claim_batch(ring, 4, layout="packed", memory="cupy").release()  # allocates
     device.cuda.Device().synchronize()
     busy(device, stream, 3000)
     with stream:
         done.record(stream)
-        batch = ring.claim_batch(4, layout="packed", memory="cupy")
+        batch = claim_batch(ring, 4, layout="packed", memory="cupy")
         assert not done.done, "the batch waited for the stream"
         total = batch["tokens"].astype(np.int64).sum()
         stream.synchronize()
@@ -125,7 +129,7 @@ def test_the_stream_that_the_caller_made_current_stays_so(ring: SharedRingBuffer
     try:
         write(ring)
         with (
-            ring.claim_batch(4, layout="packed", memory="cupy"),
+            claim_batch(ring, 4, layout="packed", memory="cupy"),
             BlockingClient(schemas=[SCHEMA], wire={"mapped"}, device="cupy") as client,
         ):
             assert device.cuda.get_current_stream().ptr == stream.ptr
@@ -138,14 +142,14 @@ def test_the_stream_that_the_caller_made_current_stays_so(ring: SharedRingBuffer
 def test_memory_that_the_device_does_not_have_gives_the_payloads_back(ring: SharedRingBuffer, device: Any) -> None:
     ring.write_many([payload(1)])
     with pytest.raises(BatchTooLargeError):
-        ring.claim_batch(1, layout="padded", pad_to=1 << 50, memory="cupy")
+        claim_batch(ring, 1, layout="padded", pad_to=1 << 50, memory="cupy")
     assert ring.native.depth(0)["ready"] == 1
 
 
 def test_ten_thousand_payloads_in_batches_leave_device_memory_as_it_was(ring: SharedRingBuffer, device: Any) -> None:
     def one() -> None:
         write(ring)
-        with ring.claim_batch(16, layout="padded", memory="cupy") as batch:
+        with claim_batch(ring, 16, layout="padded", memory="cupy") as batch:
             batch.consume()
             batch["tokens"].sum()
 

@@ -121,34 +121,8 @@ async def readable_or_handed_over(client: UCXXClient, ticket: Ticket, address: s
         await readable(client, ticket, address, ring)
 
 
-async def takeable(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
-    batch = await client.take(address, 1, wait_s=20.0)
-    assert (await batch.consume()).tolist() == [True]
-
-
-async def gone_or_takeable(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
-    """A consume may have come through: then nobody gets the payload a second time. Else anybody may."""
-    async with asyncio.timeout(20.0):
-        while ring.statistics().free != ring.slot_count:
-            batch = await client.take(address, 1, wait_s=0.1)
-            if len(batch.rows):
-                assert (await batch.consume()).tolist() == [True]
-
-
 async def whatever(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
     ring.discard(ticket)
-
-
-async def consumed(client: UCXXClient, ticket: Ticket, address: str) -> None:
-    await (await client.take(address, 1, wait_s=20.0)).consume()
-
-
-async def given_back(client: UCXXClient, ticket: Ticket, address: str) -> None:
-    await (await client.take(address, 1, wait_s=20.0)).give_back()
-
-
-async def batched(client: UCXXClient, ticket: Ticket, address: str) -> None:
-    (await client.take_batch(address, 1, wait_s=20.0, layout="padded")).release()
 
 
 async def joined(client: UCXXClient, ticket: Ticket, address: str) -> None:
@@ -162,10 +136,6 @@ CASES: dict[str, Case] = {
     "state": Case(lambda client, ticket, _: client.state(ticket), readable),
     "discard": Case(lambda client, ticket, _: client.discard(ticket), whatever),
     "warm": Case(lambda client, ticket, address: client.warm(address), readable),
-    "take": Case(lambda client, ticket, address: client.take(address, 1, wait_s=20.0), takeable),
-    "take_batch": Case(batched, takeable),
-    "consume": Case(consumed, gone_or_takeable),
-    "give_back": Case(given_back, takeable),
 }
 
 

@@ -108,18 +108,6 @@ def test_a_packer_waits_for_its_batch_without_an_end(timeout: float) -> None:
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("which", [[-1], [1], [1 << 70], "0", [None]])
-def test_only_positions_of_a_batch_are_consumed(which: Any) -> None:
-    with SharedRingBuffer.create(SCHEMA, slots=2) as ring, UCXXServer(ring, mode="thread") as server:
-        ring.write({"step": np.int64(3)})
-        with BlockingClient(wire={"tcp"}, schemas=[SCHEMA]) as client:
-            batch = client.take(f"127.0.0.1:{server.ports[0]}", 1, wait_s=10.0)
-            with pytest.raises((UsageError, TypeError)):
-                client.consume(batch, which)
-            assert client.consume(batch, [0]).tolist() == [True]
-
-
-@pytest.mark.ucx
 def test_a_client_that_another_thread_closes_meanwhile_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     client = BlockingClient(wire={"tcp"})
     close, others = client._client.close, list[threading.Thread]()

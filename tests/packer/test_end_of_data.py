@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from helpers import Child, eventually
 from packers import collected, fetch
+from transport.packer.stream import BatchStream
 
 from transport import Rollout, Schema, SharedRingBuffer, UCXXServer
 from transport._ring import segments
 from transport.packer.mixin import TicketTrainer
-from transport.packer.stream import BatchStream
 from transport.queue import Claim, FoundRings, open_queue
 from transport.ring.attachment import remove_dead
 

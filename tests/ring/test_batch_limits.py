@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from claimed import claim_batch
 from helpers import Child
 
 from transport import Schema, SharedRingBuffer
@@ -45,16 +46,16 @@ def test_arrays_take_no_more_memory_than_the_caller_allows(ring: SharedRingBuffe
     ring.write_many([payload(8), payload(1)])
     needed = (2 * 8 if layout == "padded" else 9) * 5 + 2 * 2  # two ragged tensors of 4 and 1 bytes, a number of 2
     with pytest.raises(BatchTooLargeError, match=f"need {needed} bytes, more than the {needed - 1} of most_memory"):
-        ring.claim_batch(2, layout=layout, most_memory=needed - 1)
+        claim_batch(ring, 2, layout=layout, most_memory=needed - 1)
     assert depth(ring) == (2, 0)
-    assert len(ring.claim_batch(2, layout=layout, most_memory=needed)) == 2
+    assert len(claim_batch(ring, 2, layout=layout, most_memory=needed)) == 2
 
 
 @pytest.mark.parametrize("pad_to", [1 << 44, 1 << 58, 1 << 61, (1 << 63) - 1])
 def test_a_batch_larger_than_memory_gives_its_payloads_back(ring: SharedRingBuffer, pad_to: int) -> None:
     ring.write_many([payload(1), payload(2)])
     with pytest.raises(BatchTooLargeError, match="given back: ask for fewer"):
-        ring.claim_batch(2, layout="padded", pad_to=pad_to)
+        claim_batch(ring, 2, layout="padded", pad_to=pad_to)
     assert depth(ring) == (2, 0)
 
 
@@ -64,6 +65,7 @@ import resource, numpy as np
 from transport import Schema, SharedRingBuffer
 from transport.errors import BatchTooLargeError
 from transport.schema import UpTo
+from claimed import claim_batch
 
 schema = Schema.of(a=("uint8", UpTo(1 << 10)), b=("uint8", UpTo(1 << 10), 256))
 with SharedRingBuffer.create(schema, slots=2) as ring:
@@ -71,11 +73,11 @@ with SharedRingBuffer.create(schema, slots=2) as ring:
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), resource.RLIM_INFINITY))
     try:
-        ring.claim_batch(1, layout="padded", pad_to=1 << 20)
+        claim_batch(ring, 1, layout="padded", pad_to=1 << 20)
     except BatchTooLargeError as error:
         print(error)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(ring.native.depth(0)["ready"], len(ring.claim_batch(1, layout="packed")))
+    print(ring.native.depth(0)["ready"], len(claim_batch(ring, 1, layout="packed")))
 """
     with Child(program) as child:
         assert "an array of 268435456 bytes, and there is no memory for it" in child.line()
@@ -89,7 +91,7 @@ def test_memory_returns_to_its_pool_with_the_last_view_and_not_before(ring: Shar
     gc.collect()
     before = _POOL.lent
     ring.write_many([payload(3)])
-    batch = ring.claim_batch(1, layout="packed")
+    batch = claim_batch(ring, 1, layout="packed")
     assert batch.consume().all()
     view = batch["tokens"][1:]
     batch.release()
@@ -112,7 +114,7 @@ def test_a_batch_of_many_payloads_has_no_more_python_objects_than_one_of_few(lay
                 ring.write_many([payload(5)] * count)
                 gc.collect()
                 before = sys.getallocatedblocks()
-                batch = ring.claim_batch(count, layout=layout)
+                batch = claim_batch(ring, count, layout=layout)
                 more.append(sys.getallocatedblocks() - before)
                 assert len(batch) == count
                 assert batch.consume().all()
@@ -129,24 +131,24 @@ def test_more_entries_than_int32_counts_are_refused_and_given_back() -> None:
     with SharedRingBuffer.create(schema, slots=2, slot_bytes=64) as ring:
         ring.write_many([{"nothing": np.zeros((1 << 30, 0), np.uint8)}] * 2)
         with pytest.raises(BatchTooLargeError, match=f"nothing: {1 << 31} entries packed together are more than int32"):
-            ring.claim_batch(2, layout="packed")
+            claim_batch(ring, 2, layout="packed")
         assert depth(ring) == (2, 0)
-        assert ring.claim_batch(2, layout="padded")["nothing"].shape == (2, 1 << 30, 0)
-        assert ring.claim_batch(1, layout="packed").cu_seqlens["nothing"].tolist() == [0, 1 << 30]
+        assert claim_batch(ring, 2, layout="padded")["nothing"].shape == (2, 1 << 30, 0)
+        assert claim_batch(ring, 1, layout="packed").cu_seqlens["nothing"].tolist() == [0, 1 << 30]
 
 
 # --- shapes and dtypes ----------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", ["list", "padded", "packed"])
 def test_payloads_without_rows_are_payloads(ring: SharedRingBuffer, layout: Any) -> None:
     ring.write_many([payload(0), payload(2), payload(0)])
-    with ring.claim_batch(3, layout=layout) as batch:
+    with claim_batch(ring, 3, layout=layout) as batch:
         assert [len(each["tokens"]) for each in batch] == [0, 2, 0]
         assert [each["reward"].astype(float).item() for each in batch] == [0.5, 2.5, 0.5]
         if layout == "packed":
             assert batch.cu_seqlens["tokens"].tolist() == [0, 0, 2, 2]
         assert batch.consume().all()
     ring.write_many([payload(0)] * 2)
-    with ring.claim_batch(3, layout=layout) as batch:
+    with claim_batch(ring, 3, layout=layout) as batch:
         assert [each["done"].tolist() for each in batch] == [[], []]
         if layout == "padded":
             assert batch["tokens"].shape == (2, 0)
@@ -159,9 +161,9 @@ def test_padding_of_a_bool_and_of_a_bfloat16_is_a_value_of_theirs() -> None:
         ring.write_many([{"done": np.zeros(1, np.bool_), "reward": np.ones(1, ml_dtypes.bfloat16)}])
         for name, value in [("done", 2), ("done", -1), ("done", 0.5), ("reward", 1e39), ("reward", 1j), ("done", "x")]:
             with pytest.raises(UsageError, match=f"is no value of {name}"):
-                ring.claim_batch(1, layout="padded", pad_to=3, fill={name: value})
+                claim_batch(ring, 1, layout="padded", pad_to=3, fill={name: value})
         assert depth(ring) == (1, 0)
-        with ring.claim_batch(1, layout="padded", pad_to=3, fill={"done": True, "reward": -1.5}) as batch:
+        with claim_batch(ring, 1, layout="padded", pad_to=3, fill={"done": True, "reward": -1.5}) as batch:
             assert batch["done"].tolist() == [[False, True, True]]
             assert batch["reward"].astype(float).tolist() == [[1.0, -1.5, -1.5]]
 
@@ -171,8 +173,8 @@ def test_big_endian_values_come_little_endian_and_big_endian_memory_is_refused(r
     with pytest.raises(
         BufferUnsuitableError, match=r"out\['tokens'\] is >i4; give contiguous writable memory of int32"
     ):
-        ring.claim_batch(1, layout="packed", out={"tokens": np.zeros(8, ">i4")})
-    with ring.claim_batch(1, layout="packed") as batch:
+        claim_batch(ring, 1, layout="packed", out={"tokens": np.zeros(8, ">i4")})
+    with claim_batch(ring, 1, layout="packed") as batch:
         assert batch["tokens"].dtype == np.dtype("<i4")
         assert batch["tokens"].tolist() == [0, 1, 2]
 
@@ -181,7 +183,7 @@ def test_big_endian_values_come_little_endian_and_big_endian_memory_is_refused(r
 @pytest.mark.parametrize("layout", ["list", "packed"])
 def test_a_forked_child_ends_no_claims_of_its_parent(ring: SharedRingBuffer, layout: Any) -> None:
     ring.write_many([payload(3)])
-    batch = ring.claim_batch(1, layout=layout)
+    batch = claim_batch(ring, 1, layout=layout)
     pid = os.fork()
     if pid == 0:
         try:
@@ -209,5 +211,5 @@ def test_a_forked_child_ends_no_claims_of_its_parent(ring: SharedRingBuffer, lay
 def test_the_callers_own_arrays_are_not_counted(ring: SharedRingBuffer) -> None:
     ring.write_many([payload(3)])
     out = {"tokens": np.zeros((1, 8), np.int32), "done": np.zeros((1, 8), np.bool_)}
-    with ring.claim_batch(1, layout="padded", out=out, most_memory=2) as batch:
+    with claim_batch(ring, 1, layout="padded", out=out, most_memory=2) as batch:
         assert batch["tokens"].tolist() == [[0, 1, 2, 0, 0, 0, 0, 0]]

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from claimed import claim_batch
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
+from transport import Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.errors import LayoutError, RankError, SharedMemoryError, UsageError
 from transport.ring.consumers import consumers_of, consumers_text, rank_of
 
@@ -21,7 +22,7 @@ def test_other_processes_find_the_names_in_the_segment() -> None:
         with SharedRingBuffer.attach(ring.name, SCHEMA, role="reader") as other:
             assert other.consumers == {"reference": range(1), "train": range(1, 5)}
             assert [other.rank_of("train", rank) for rank in range(4)] == [1, 2, 3, 4]
-            with other.claim_batch(1, rank="reference", layout="packed") as batch:
+            with claim_batch(other, 1, rank="reference", layout="packed") as batch:
                 assert batch["x"].tolist() == [7]
                 assert batch.consume().all()
         with SharedRingBuffer.attach(ring.name, SCHEMA, role="writer") as writer:
@@ -33,18 +34,21 @@ def test_a_name_is_known_over_a_wire() -> None:
     with (
         SharedRingBuffer.create(SCHEMA, slots=4, consumers=["reference", "reward"]) as ring,
         UCXXServer(ring, mode="thread") as server,
-        BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
     ):
-        address = f"127.0.0.1:{server.ports[0]}"
+        rings = f"rings://127.0.0.1:{server.ports[0]}"
         ring.write({"x": 1})
-        taken = client.take(address, 4, wait_s=5, rank="reward")
-        assert client.consume(taken).all()
-        with client.take_batch(address, 4, wait_s=5, rank="reference", layout="packed") as batch:
-            assert batch["x"].tolist() == [1]
-            assert batch.consume().all()
+        for name in ("reward", "reference"):
+            with Trainer(SCHEMA, rings, rank=name, wire={"tcp"}) as trainer:
+                batch = trainer.take(4, 20.0)
+                assert batch is not None and batch["x"].tolist() == [1]
+                batch.consume()
+                assert batch.accepted.all()
         assert ring.statistics().free == 4
-        with pytest.raises(RankError, match="no consumer 'rewards': it has reference, reward"):
-            client.take(address, 4, rank="rewards")
+        with (
+            Trainer(SCHEMA, rings, rank="rewards", wire={"tcp"}) as trainer,
+            pytest.raises(RankError, match="no consumer 'rewards': it has reference, reward"),
+        ):
+            trainer.take(4, 20.0)
 
 
 def test_unknown_names_and_ranks_are_clear_errors() -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from claimed import claim_batch
 
 from transport import Schema, SharedRingBuffer, TensorSpec
 from transport.errors import ClosedError
@@ -29,7 +30,7 @@ def fill(ring: SharedRingBuffer, count: int = 2) -> None:
 
 def test_a_batch_that_a_forked_child_inherits_stays_its_parents(ring: SharedRingBuffer) -> None:
     fill(ring, 3)
-    with ring.claim_batch(2, layout="packed") as batch:
+    with claim_batch(ring, 2, layout="packed") as batch:
         child = os.fork()
         if child == 0:
             status = 1
@@ -48,11 +49,11 @@ def test_a_batch_that_a_forked_child_inherits_stays_its_parents(ring: SharedRing
 
 def test_a_child_that_is_forked_while_its_parent_waits_for_a_claim_takes_nothing(ring: SharedRingBuffer) -> None:
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(ring.claim_batch, 1, 60.0)
+        waiting = threads.submit(claim_batch, ring, 1, 60.0)
         child = os.fork()
         if child == 0:
             try:
-                ring.claim_batch(1)
+                claim_batch(ring, 1)
             except ClosedError:
                 os._exit(0)
             finally:
@@ -65,7 +66,7 @@ def test_a_child_that_is_forked_while_its_parent_waits_for_a_claim_takes_nothing
 def test_a_batch_claimed_in_a_thread_that_nobody_waits_for_any_more_goes_back(ring: SharedRingBuffer) -> None:
     """As asyncio leaves it, when a task that waits for a thread is cancelled."""
     with ThreadPoolExecutor(1) as threads:
-        claiming = threads.submit(ring.claim_batch, 2, 60.0)
+        claiming = threads.submit(claim_batch, ring, 2, 60.0)
         fill(ring)
         claiming.result(60.0)
         del claiming

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import secrets
 from typing import Any
 
 import numpy as np
 import pytest
+from claimed import claim_batch
 from PIL import Image
 
-from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, UCXXServer, UpTo
+from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import PayloadDamagedError, PayloadTooLargeError, SchemaError
-from transport.packer.mixin import TicketTrainer
 from transport.packer.options import ServerOptions
-from transport.queue import RingQueue
 from transport.testing import LocalTransport
 
 SCHEMA = Schema.of(
@@ -232,25 +232,20 @@ def test_damaged_bytes_are_an_error_of_their_field_alone() -> None:
 @pytest.mark.ucx
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_a_rollout_and_a_trainer_pass_them_on(wire: Any) -> None:
+    run = f"rings:nested-{secrets.token_hex(4)}-"
     with (
-        RingQueue() as queue,
-        Rollout(SCHEMA, slots=8, rings=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
-        TicketTrainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
+        Rollout(SCHEMA, run, slots=8, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
+        Trainer(SCHEMA, run, wire={wire}) as trainer,
     ):
-        rollout.write_to_buffer(sample(1))
+        rollout.write(sample(1))
         rollout.write_many_to_buffer([sample(2), sample(3)])
-        tickets: list[Any] = []
-        while len(tickets) < 3:
-            tickets += trainer.claim_tickets(3 - len(tickets), timeout_s=20.0)
-        trainer.start_prefetch(tickets)
-        batch = trainer.collect_prefetch()
+        batch = trainer.take(3, 20.0, fill_s=20.0)
         assert batch is not None
-        payloads = trainer.consume(batch)
-        for number, payload in enumerate(payloads, 1):
-            check(trainer.payload_to_policy_input(payload), number)
-            payload.release()
-        assert len(payloads) == 3
-        del batch, payloads, payload
+        for number, payload in enumerate(batch, 1):
+            check(payload, number)
+        batch.consume()
+        assert batch.accepted.tolist() == [True] * 3
+        batch.release()
 
 
 # --- batches -----------------------------------------------------------------------------------------
@@ -259,16 +254,16 @@ def test_batches_have_lists_of_text_bytes_and_values(layout: Any) -> None:
     numbers = list(range(1, 20))
     with SharedRingBuffer.create(SCHEMA, slots=32) as ring, UCXXServer(ring, mode="thread") as server:
         ring.write_many([sample(n) for n in numbers])
-        with ring.claim_batch(32, layout=layout) as batch:
+        with claim_batch(ring, 32, layout=layout) as batch:
             check_batch(batch, layout, numbers)
             assert batch.consume().all()
         ring.write_many([sample(n) for n in numbers])
-        with (
-            BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client,
-            client.take_batch(f"127.0.0.1:{server.ports[0]}", 32, wait_s=5, layout=layout) as batch,
-        ):
-            check_batch(batch, layout, numbers)
-            assert batch.consume().all()
+        with Trainer(SCHEMA, f"rings://127.0.0.1:{server.ports[0]}", wire={"tcp"}, layout=layout) as trainer:
+            taken = trainer.take(32, 20.0, fill_s=20.0)
+            assert taken is not None
+            check_batch(taken, "padded" if layout == "list" else layout, numbers)
+            taken.consume()
+            assert taken.accepted.all()
 
 
 def check_batch(batch: Any, layout: str, numbers: list[int]) -> None:
@@ -291,7 +286,7 @@ def test_a_batch_names_the_payload_whose_text_is_damaged() -> None:
         ring.write({"text": "good"})
         with ring.reserve({"text": 1}) as lease:
             lease["text"][:] = 0xFF
-        with ring.claim_batch(2, layout="packed") as batch:
+        with claim_batch(ring, 2, layout="packed") as batch:
             assert batch[0]["text"] == "good"
             with pytest.raises(PayloadDamagedError, match=r"^text of payload 1: "):
                 batch["text"]
@@ -302,4 +297,4 @@ def test_out_is_for_tensors_only() -> None:
         SharedRingBuffer.create(SCHEMA, slots=2) as ring,
         pytest.raises(SchemaError, match="out= has arrays for prompt, which are no tensors"),
     ):
-        ring.claim_batch(2, layout="padded", out={"prompt": np.zeros((2, 9), np.uint8)})
+        claim_batch(ring, 2, layout="padded", out={"prompt": np.zeros((2, 9), np.uint8)})

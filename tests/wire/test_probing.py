@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from helpers import settings_with
 from own_network import said_in_own_network
 
 from transport import BlockingClient
-from transport.errors import UnreachableError
+from transport.errors import RetriesExhaustedError, UnreachableError
+from transport.testing import a_ticket
 
 pytestmark = pytest.mark.ucx
 
@@ -43,16 +45,20 @@ def echo() -> Iterator[int]:
 
 
 def test_a_service_that_sends_bytes_back_is_no_listener(echo: int) -> None:
-    with BlockingClient(wire={"tcp"}) as client:
+    settings = settings_with(calls_per_ticket=1, attempts_per_read=1)
+    with BlockingClient(wire={"tcp"}, settings=settings) as client:
         for _ in range(5):
-            with pytest.raises(UnreachableError, match="no listener"):
-                client.take(f"127.0.0.1:{echo}", 1)
+            with pytest.raises(RetriesExhaustedError) as error:
+                client.read(a_ticket(ports=(echo,)))
+            assert isinstance(error.value.__cause__, UnreachableError)
+            assert "no listener" in str(error.value.__cause__)
 
 
 _TO_ITSELF = """
 import asyncio
 from pathlib import Path
-from transport.errors import UnreachableError
+from transport.errors import RetriesExhaustedError, UnreachableError
+from transport.testing import a_ticket
 from transport.wire.probing import probe
 
 Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")

@@ -5,7 +5,7 @@ takers      which rings are asked for how many payloads; decisions only
 demands     what carries these out
 connection  connections that take payloads and end their claims
 outcomes    what became of ends whose answer was lost
-batch       what one TAKE brought, its claims and their verdicts; in_place: batches of several answers
+batch       what one TAKE brought, its claims and their verdicts; taken_part: as a part of a trainer's batch
 mapped, network   the two sources of claims
 rings       the queues: `FoundRings`, `RingQueue`; open: what a queue's URL names
 """

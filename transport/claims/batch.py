@@ -6,16 +6,15 @@
     OPEN ──asked──► ASKED ──answered──► CONSUMED, GIVEN_BACK, DISCARDED, DEAD, AGED, REFUSED
                       └──the ring is out of reach──► IN_QUESTION ──consumed again──► ASKED
 
-A batch is columns (`TakenBatch.rows`); an object for one payload is made only when it is used.
+A batch is columns (`TakenBatch.rows`); there is no object for one payload.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -24,10 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.errors import ProtocolError, TicketError, UsageError
-from transport.ring.packing import decoded_views
-from transport.runtime.arguments import seconds
-from transport.schema import Layout, Schema
+from transport.errors import ProtocolError, TicketError
 from transport.ticket import Ticket
 from transport.wire.library import engine
 
@@ -243,66 +239,6 @@ def _when_done(asked: list[asyncio.Future[Codes]], then: Callable[[], object]) -
         each.add_done_callback(one_less)
 
 
-class TakenPayload:
-    """One payload of a batch. No other consumer of this rank gets it until its claim ends."""
-
-    __slots__ = ("_at", "_batch")
-
-    def __init__(self, batch: TakenBatch, at: int) -> None:
-        self._batch = batch
-        self._at = at
-
-    def __repr__(self) -> str:
-        row = self._batch.rows[self._at]
-        return (
-            f"<TakenPayload {self._batch.ring[:4]}…/{row['slot']}@{row['generation']} rank {row['rank']}, "
-            f"attempt {row['attempts']}, {row['length']} bytes>"
-        )
-
-    @property
-    def name(self) -> str:
-        """``ring/slot/generation``: the id that queues give the payload's ticket."""
-        row = self._batch.rows[self._at]
-        return f"{self._batch.ring}/{row['slot']}/{row['generation']}"
-
-    @property
-    def attempts(self) -> int:
-        """How often this delivery was claimed, this time included."""
-        return int(self._batch.rows["attempts"][self._at])
-
-    @property
-    def policy_version(self) -> int | None:
-        """Of the policy that made the payload, where the writer said so."""
-        version = int(self._batch.rows["policy_version"][self._at])
-        return None if version == _ring.NO_VERSION else version
-
-    @property
-    def encoded(self) -> bytes:
-        """The payload's ticket, encoded."""
-        return bytes(self._batch.note(self._at))
-
-    @property
-    def ticket(self) -> Ticket:
-        """The payload's ticket."""
-        return Ticket.decode(self.encoded)
-
-    @property
-    def data(self) -> memoryview:
-        """The payload's bytes, read-only; they stay after the claim has ended."""
-        return self._batch.data(self._at)
-
-    def layout(self) -> Layout:
-        """Where the tensors stand, by the ticket's own schema or the one that the client was given."""
-        ticket = self.ticket
-        return ticket.layout(self._batch.schemas.get(ticket.schema_fingerprint))
-
-    def arrays(self) -> Mapping[str, Any]:
-        """The tensors by name, read-only, in the batch's memory. Text, bytes and values are decoded."""
-        ticket = self.ticket
-        schema = ticket.schema or self._batch.schemas.get(ticket.schema_fingerprint)
-        return decoded_views(ticket.layout(schema), self.data, schema.kinds if schema else {})
-
-
 class TakenBatch:
     """Payloads that one TAKE brought, in the order of their writing. What nothing became of goes back with the object.
 
@@ -321,7 +257,6 @@ class TakenBatch:
         notes: Rows,
         offsets: Rows,
         read: Mapping[int, Any],
-        schemas: Mapping[str, Schema],
         dropped: int = 0,
     ) -> None:
         self.claims = claims
@@ -329,7 +264,6 @@ class TakenBatch:
         self.first = owned.begin
         self.rows = claims.rows[self.first : self.first + len(owned)]
         self.dropped = dropped
-        self.schemas = schemas
         self._buffer = memoryview(buffer).toreadonly()
         self._notes = notes
         self._offsets = offsets
@@ -348,14 +282,6 @@ class TakenBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, at: int) -> TakenPayload:
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        return TakenPayload(self, at % len(self))
-
-    def __iter__(self) -> Iterator[TakenPayload]:
-        return (TakenPayload(self, at) for at in range(len(self)))
-
     def divided(self, count: int) -> tuple[TakenBatch, TakenBatch]:
         """The first payloads and the others as batches of their own, in the same memory. This one owns none then."""
         first = self._part(self.owned.take(count), 0)
@@ -365,7 +291,7 @@ class TakenBatch:
         end = begin + len(owned)
         read = {at - begin: own for at, own in self._read.items() if begin <= at < end}
         notes, offsets = self._notes[begin:end], self._offsets[begin:end]
-        return TakenBatch(self.claims, owned, self._buffer, notes, offsets, read, self.schemas)
+        return TakenBatch(self.claims, owned, self._buffer, notes, offsets, read)
 
     def split(self, most: int) -> Iterator[TakenBatch]:
         """The same payloads as batches of at most so many, in the same memory."""
@@ -418,55 +344,16 @@ class TakenBatch:
         found: npt.NDArray[np.int8] = self.claims.verdicts[self.positions]
         return found
 
-    async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
-        """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
-        Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
-        too long), and another consumer may have them. If the connection is lost between the question and its answer,
-        any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Where the ring
-        is out of reach for longer, a payload may count as consumed although it is False here: ask again, and the answer
-        is the ring's, as long as that lives. Asked again, also after a cancellation, the answer is the same.
-        """
-        return await self._ended(which, CONSUME)
-
-    async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
-        """Give the claims up: other trainers may take the payloads, after the delay. False: it had ended already."""
-        seconds(delay_s, "delay_s of give_back()")
-        return await self._ended(which, End(Verdict.GIVEN_BACK, delay_s=delay_s))
-
-    def ended(self, end: End) -> asyncio.Future[Verdicts]:
-        """`consume` or `give_back` of all payloads, or another end. On the loop."""
-        answered = self.claims.end(self.positions, end)
-        answered.add_done_callback(self._settled)
-        return answered
-
-    def _settled(self, answered: asyncio.Future[Verdicts]) -> None:
-        if not answered.cancelled() and answered.exception() is None:
-            self.owned.settled()
-
-    async def _ended(self, which: Sequence[int] | None, end: End) -> Verdicts:
-        if which is None:
-            return await self.ended(end)
-        for position in which:
-            if not 0 <= operator.index(position) < len(self.rows):
-                raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")
-        chosen = self.first + np.asarray(which, dtype=np.intp)
-        await self.claims.end(np.unique(chosen), end)
-        accepted: Verdicts = self.claims.verdicts[chosen] == end.verdict
-        return accepted
-
-
-def apart(
-    rows: Rows, notes: Rows, buffer: Any, *, every: bool = False
-) -> tuple[list[tuple[int, Ticket]], dict[int, TicketError]]:
-    """Position and ticket of each payload that did not come with the answer, or of ``every`` one; what is no ticket.
+def apart(rows: Rows, notes: Rows, buffer: Any) -> tuple[list[tuple[int, Ticket]], dict[int, TicketError]]:
+    """Position and ticket of each payload that did not come with the answer; what is no ticket.
 
     ProtocolError: a ticket contradicts its row.
     """
     view = memoryview(buffer)
     found = []
     undecodable = {}
-    for at in range(len(rows)) if every else np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
+    for at in np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
         slot, generation, length, size = rows[["slot", "generation", "length", "note_bytes"]][at].item()
         begin = int(notes[at])
         try:

@@ -1,8 +1,7 @@
 """Connections to listeners that take payloads from their rings, and hold their claims: each one, and all of a client.
 
-    take ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenBatch
+    demand ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenBatch
               └ payloads that are too large for the answer are read under their claims
-              └ of payloads whose fields are wanted, these are read under their claims (fields.py)
     end  ──► FINISH / END / GIVE_BACK, up to 63 claims a message ──► accepted or not, each
               └ the connection broke before the answer: any port of the ring is asked (outcomes.py)
 
@@ -11,7 +10,7 @@ client's loop. What happens unasked:
 
 renewing   every quarter of the lease that this client asks for, each connection says that its holder is alive; one that
            is spent ends when nothing of it is in hand
-dropped    claims whose batch or `Claim` is gone without an end go back
+dropped    claims whose batch is gone without an end go back
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from transport.claims.batch import (
     apart,
     parsed,
 )
-from transport.claims.fields import WantedFields
 from transport.claims.outcomes import Outcomes, Served
 from transport.claims.places import segment_served_at
 from transport.claims.waiting import foreign, schema_of
@@ -64,7 +62,6 @@ from transport.errors import (
     UsageError,
 )
 from transport.ring.consumers import consumers_of, rank_of
-from transport.ring.parts import field_names
 from transport.runtime import hurry
 from transport.runtime.timeouts import Timeouts
 from transport.schema import Schema
@@ -143,16 +140,6 @@ class ClaimConnection:
             self._client.end(self.link)
 
     # --- taking -------------------------------------------------------------------------------------
-    async def take(self, n: int, **demand: Any) -> TakenBatch:
-        """As `demand`. What is cancelled loses nothing: what it brings goes back, and other claims stay."""
-        number, taken = self.demand(n, **demand)
-        try:
-            return await asyncio.shield(taken)
-        except asyncio.CancelledError:
-            if not taken.done():
-                self.take_back(number)
-            taken.add_done_callback(_returned)  # the caller's error keeps this future, and with it what comes
-            raise
 
     def demand(
         self,
@@ -164,8 +151,6 @@ class ClaimConnection:
         oldest_version: int | None = None,
         most_attempts: int = 0,
         verify: bool = True,
-        fields: Sequence[str] | None = None,
-        schema: Schema | None = None,
     ) -> tuple[int, asyncio.Future[TakenBatch]]:
         """Ask for up to ``n`` payloads that no other consumer has; none after ``wait_s``.
 
@@ -176,11 +161,8 @@ class ClaimConnection:
             rank: whose; or the name of a consumer of one rank.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
-            fields: names of those that are wanted; None: all. They are read one by one under the claims.
-            schema: of the payloads, where neither they nor the client say it.
 
         Raises, here or by the future:
-            SchemaError: a payload has no such field, or its schema is not known; all were given back.
             BatchTooLargeError: there is no memory for the answer; nothing was asked, or the connection has ended.
             UsageError, RankError: nothing was asked.
             BusyError: the listener is shutting down, or this connection has more demands that wait than it may.
@@ -199,7 +181,6 @@ class ClaimConnection:
         if not 0 <= wait_s <= _LONGEST_WAIT_S:
             raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
         self._check()
-        wanted = None if fields is None else field_names(fields)
         size = native.room_for(n, most_bytes)
         try:
             buffer = self._client.buffers.take(size)
@@ -209,14 +190,14 @@ class ClaimConnection:
             ) from None
         taken: asyncio.Future[TakenBatch] = self.loop.create_future()
         limit_s = wait_s + self._settings.read_timeout(most_bytes)
-        waiter = self._waiter(partial(self._came, taken, buffer, verify, wanted, schema), limit_s, "a demand")
+        waiter = self._waiter(partial(self._came, taken, buffer, verify), limit_s, "a demand")
         number = self.link.native.take(
             waiter,
             buffer,
             most=n,
             wait_ms=math.ceil(wait_s * 1000),
             most_bytes=most_bytes,
-            joined_most=most_bytes if wanted is None else 0,
+            joined_most=most_bytes,
             rank=rank,
             oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
             most_attempts=most_attempts,
@@ -236,17 +217,15 @@ class ClaimConnection:
         taken: asyncio.Future[TakenBatch],
         buffer: Any,
         verify: bool,
-        wanted: tuple[str, ...] | None,
-        schema: Schema | None,
         outcome: Any,
     ) -> None:
         """The answer to a demand. What has come whole needs no task."""
         try:
             answer, whole = self._answer(outcome, buffer, verify)
-            if whole and wanted is None:
+            if whole:
                 taken.set_result(self._batch(answer, {}, answer.wrong))
             else:
-                self._task(self._read_apart(answer, wanted, schema), taken)
+                self._task(self._read_apart(answer), taken)
         except MemoryError:
             taken.set_exception(self._without_memory())
         except TransportError as error:
@@ -269,12 +248,10 @@ class ClaimConnection:
         self.changed(len(wrong))
         return _Answer(rows, notes, offsets, wrong, buffer, verify, *self._client.hold(self, rows)), whole
 
-    async def _read_apart(self, answer: _Answer, wanted: tuple[str, ...] | None, schema: Schema | None) -> TakenBatch:
-        """The batch, once the payloads that did not come with the answer are read, or the fields that are wanted."""
+    async def _read_apart(self, answer: _Answer) -> TakenBatch:
+        """The batch, once the payloads that did not come with the answer are read."""
         try:
             with _given_back_on_error(answer.claims):
-                if wanted is not None:
-                    return await self._some_fields(answer, wanted, schema)
                 read, failed = await self._read(answer)
                 return self._batch(answer, read, [*answer.wrong, *failed])
         except MemoryError:
@@ -286,13 +263,12 @@ class ClaimConnection:
 
     def _batch(self, answer: _Answer, read: Mapping[int, Any], wrong: Sequence[int]) -> TakenBatch:
         rows, notes, offsets, _, buffer, _, claims, owned = answer
-        known = self._client.known
         if not wrong:
-            return TakenBatch(claims, owned, buffer, notes, offsets, read, known)
+            return TakenBatch(claims, owned, buffer, notes, offsets, read)
         kept = self._without(claims, owned, wrong)
         read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
         held = self._client.hold(self, rows[kept])
-        return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, known, len(wrong))
+        return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, len(wrong))
 
     @staticmethod
     def _without(claims: ClaimedRows, owned: _ring.OwnedClaims, wrong: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -324,22 +300,9 @@ class ClaimConnection:
         read.update(dict.fromkeys(undecodable, b""))
         return read, [positions[at] for at in sorted(failed)]
 
-    async def _some_fields(self, answer: _Answer, fields: tuple[str, ...], schema: Schema | None) -> TakenBatch:
-        """The same of some fields only: read under the claims, and laid out as payloads of their own."""
-        rows = answer.rows
-        known = dict(self._client.known) if schema is None else {**self._client.known, schema.fingerprint: schema}
-        found, undecodable = self._tickets(answer, every=True)
-        for error in undecodable.values():
-            raise error
-        tickets = [ticket for _, ticket in found]
-        wanted = WantedFields(tickets, rows, fields, known, self._client.buffers, verify=answer.verify)
-        failed = wanted.payloads_of(await self._fetched(wanted.wants)) | set(answer.wrong)
-        kept = self._without(answer.claims, answer.owned, sorted(failed))
-        return wanted.batch(partial(self._client.hold, self), rows[kept], kept, len(failed))
-
-    def _tickets(self, answer: _Answer, *, every: bool = False) -> Any:
+    def _tickets(self, answer: _Answer) -> Any:
         try:
-            return apart(answer.rows, answer.notes, answer.buffer, every=every)
+            return apart(answer.rows, answer.notes, answer.buffer)
         except ProtocolError:
             self.abort()
             raise
@@ -503,7 +466,7 @@ class ClaimConnection:
 
 
 class ClaimConnections:
-    """Of one client: one connection per port, opened when first asked for, and those of demands. Belongs to its loop.
+    """Of one client: the connections of its demands. Belongs to its loop.
 
     Attributes:
         known: schemas that the client was given, by fingerprint.
@@ -520,8 +483,6 @@ class ClaimConnections:
         self.outcomes = Outcomes(links, settings)
         self.timeouts: Timeouts[_Waiter] = Timeouts(_Waiter.late)
         self._all = links
-        self._by_port: dict[PortKey, ClaimConnection] = {}
-        self._opening: dict[PortKey, asyncio.Task[ClaimConnection]] = {}
         self._open: set[ClaimConnection] = set()
         self._numbers = itertools.count(1)
         self._held: dict[int, ClaimedRows] = {}
@@ -542,30 +503,6 @@ class ClaimConnections:
         return self._all.routes
 
     # --- connections --------------------------------------------------------------------------------
-    async def of_port(self, port: PortKey) -> ClaimConnection:
-        """The port's connection, a new one where there is none, or the last one broke or is spent."""
-        known = self._by_port.get(port)
-        if known is not None:
-            if known.lost:
-                self.leave(known)
-            elif not known.spent:
-                return known
-            del self._by_port[port]
-        opening = self._opening.get(port)
-        if opening is None:
-            opening = self._opening[port] = self._loop.create_task(self._connected(port))
-            opening.add_done_callback(partial(self._opened, port))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            if self._closed and opening.cancelled():
-                raise ClosedError("this client is closed") from None
-            raise
-
-    def _opened(self, port: PortKey, task: asyncio.Task[ClaimConnection]) -> None:
-        self._opening.pop(port, None)
-        if not task.cancelled() and task.exception() is None:
-            self._by_port[port] = task.result()
 
     async def open(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
         """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`.
@@ -638,13 +575,10 @@ class ClaimConnections:
         self._dropped.close()
         self.outcomes.close()
         self._ending += [asked for claims in self._held.values() for asked in claims.asking]
-        for opening in list(self._opening.values()):
-            opening.cancel()
         for connection in list(self._open):
             connection.abort()
         self.timeouts.close()
         self._open.clear()
-        self._by_port.clear()
         self._held.clear()
 
     async def ended(self) -> None:
@@ -706,13 +640,6 @@ class _Ending:
         self.codes: Codes = [_REFUSED] * len(rows)
         self.unanswered = 0  # messages
         self.lost: list[int] = []  # positions whose message has no answer
-
-
-def _returned(taken: asyncio.Future[TakenBatch]) -> None:
-    """Give back what nobody waits for any more."""
-    if not taken.cancelled() and taken.exception() is None:
-        batch = taken.result()
-        batch.claims.return_soon(batch.positions)
 
 
 @contextlib.contextmanager

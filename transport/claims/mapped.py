@@ -27,8 +27,8 @@ from transport.claims.waiting import (
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, RankError, RingNotFoundError, TransportError, UsageError
 from transport.queue.base import Claim, PayloadBytes
-from transport.ring.batches import Seen, wait_for_payloads
 from transport.ring.buffer import SharedRingBuffer, attached_reader
+from transport.ring.claiming import Seen, wait_for_payloads
 from transport.runtime.decoders import hiding
 from transport.runtime.logs import LogLimit
 from transport.schema import Schema

@@ -11,17 +11,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 
 import numpy as np
 
 from transport import _ring
-from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
+from transport.claims.batch import ClaimedRows, End, Positions, TakenBatch, Verdict
 from transport.claims.connection import ClaimConnection, ClaimConnections
 from transport.claims.demands import Demands
-from transport.claims.in_place import TakenPart, TakenPayloads
 from transport.claims.places import RingAddress
+from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Reached
 from transport.client.connections.links import Links
 from transport.config import configuration
@@ -30,7 +29,7 @@ from transport.errors import ClosedError, TransportError
 from transport.queue.base import Claim, DeliveryState, Failure, PayloadBytes, too_old
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.decoders import hiding
-from transport.runtime.loop_thread import Job, LoopThread, Waits
+from transport.runtime.loop_thread import LoopThread, Waits
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -208,16 +207,6 @@ class NetworkSource:
             of.wanted = (most, oldest_version)
             self._soon(of.demands.want, _BATCHES, most, oldest_version)
 
-    def take(self, n: int, wait_s: float, rank: int | str) -> TakenBatch | None:
-        """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
-        of = self._rank(rank)
-        if not of.came:
-            of.arrived.wait(lambda: of.came or self._closed, wait_s)
-        batch = _next(of.came)
-        if batch is not None:
-            self._in_use(of, batch)
-        return batch
-
     def take_parts(
         self, n: int, wait_s: float, rank: int | str, consumer: str, oldest_version: int | None
     ) -> list[TakenPart]:
@@ -339,14 +328,6 @@ class NetworkSource:
             if claim.verdict >= _IN_QUESTION:
                 claim.owned.settled()
         return accepted
-
-    def consume(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
-        """Consume all of a batch, or what was kept of it: which were accepted, once the listener has said so."""
-        if self._thread is None:
-            raise ClosedError("the batch is of another queue")
-        job: Job[Verdicts] = Job(self._thread, partial(batch.ended, CONSUME) if payloads is None else payloads.consume)
-        job.start()
-        return job
 
     def _settled(self, claims: ClaimedRows, positions: Positions, end: End) -> None:
         """Count claims whose verdict has come; those in question count as claimed until then. On the loop."""

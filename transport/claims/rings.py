@@ -36,12 +36,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from transport import _ring
-from transport.claims.batch import CONSUME, End, TakenBatch, Verdict, Verdicts
-from transport.claims.in_place import TakenPart, TakenPayloads
+from transport.claims.batch import CONSUME, End, Verdict
 from transport.claims.looks import depth_of, failures_of
 from transport.claims.mapped import MappedClaim, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
+from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Holder, Known, Reason, Waiting, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
@@ -58,16 +58,14 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
-from transport.ring.batches import check_claim
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.arguments import seconds
 from transport.runtime.logs import LOOK_S, LogLimit
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
 
 if TYPE_CHECKING:
-    from transport.runtime.loop_thread import Job, LoopThread
+    from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
 
 log = logging.getLogger(__name__)
@@ -244,27 +242,6 @@ class FoundRings(TicketQueue):
         if here and len(claims) < n:
             of_this_host(0.0 if claims else wait_s)
 
-    def take(self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0) -> TakenBatch | None:
-        """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
-        n = arguments.number(n, "n of take()")
-        seconds(timeout_s, "timeout_s of take()")
-        if not isinstance(rank, str):
-            rank = arguments.number(rank, "rank of take()")
-        check_claim(n, rank)
-        give_up = time.monotonic() + timeout_s
-        while True:
-            here = self._follow(rank, n, None)
-            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
-            if self._elsewhere:
-                batch = self._network.take(n, slice_s, rank)
-                if batch is not None:
-                    self._waiting.came()
-                    return batch
-            if self._waited(rank, give_up, here):
-                return None
-            if not self._elsewhere:
-                self._closed.wait(slice_s)
-
     def take_parts(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[_ring.ClaimedBatch | TakenPart]:
@@ -425,21 +402,6 @@ class FoundRings(TicketQueue):
             own=sum(elsewhere, here.own if self._maps else 0),
             other_ranks=here.other_ranks,
         )
-
-    def consume(self, batch: TakenBatch) -> Verdicts:
-        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.
-
-        Asked again the answer is the same.
-        """
-        return self.consume_soon(batch).result()
-
-    def consume_soon(self, batch: TakenBatch, payloads: TakenPayloads | None = None) -> Job[Verdicts]:
-        """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
-
-        ``payloads``: the batch that `in_place` made of it.
-        """
-        self._check_open()
-        return self._network.consume(batch, payloads)
 
     # --- the ends of claims ---------------------------------------------------------------------------
     def _end(self, claims: Iterable[Claim], end: End) -> list[Claim]:

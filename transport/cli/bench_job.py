@@ -15,7 +15,7 @@ from transport.cli.output import JsonTarget, about, causes, emit, status_of
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-EXAMPLE = "Example: transport bench job --queue rings,trainer --wire mapped --peers all --plot job.png"
+EXAMPLE = "Example: transport bench job --wire mapped --peers all --plot job.png"
 
 
 def job(
@@ -24,10 +24,6 @@ def job(
     ] = "4KiB,64KiB,1MiB",
     writers: Annotated[int, typer.Option(min=1, max=64, help="Writer processes, each with its own ring.")] = 1,
     trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes that share the payloads.")] = 1,
-    queue: Annotated[
-        str,
-        typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, trainer (rings, by the class Trainer)."),
-    ] = "rings",
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp, rdma.")
     ] = "mapped,tcp",
@@ -77,12 +73,11 @@ def job(
     if payload == "trajectory":
         return _trajectories(wire, peers, batch, seconds, repetitions, json_target)
     others = chosen(peers, JOB_PEERS) if peers is not None else []
-    queues = plan.check_queues(queue)
     wires = plan.check_wires(wire)
     shape = plan.check_layout(layout)
     if plot is not None:
         check(plot)
-    work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle)
+    work = plan.cases(parse_sizes(sizes), wires, shape, others, writers, trainers, batch, idle)
     where = machine()
     with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
         outcome = session.run(work, repetitions, progress, lambda case: driver.measure(case, seconds), JobRow.of)

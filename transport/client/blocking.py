@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
-from transport.claims.batch import TakenBatch, Verdicts
-from transport.claims.in_place import TakeBatchArguments, taken_and_waited_for
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections.warming import CONCURRENCY
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.trace import Trace
 from transport.errors import UsageError
-from transport.ring.batches import PayloadBatch
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -123,25 +120,9 @@ class BlockingClient:
             if not (self._thread.closed or self._thread.is_current):  # there the loop itself ends what is collected
                 self._thread.run(_end(lists))
 
-    def take_batch(
-        self, address: str, n: int, *, wait_s: float = 0.0, **asked: Unpack[TakeBatchArguments]
-    ) -> PayloadBatch:
-        """See `UCXXClient.take_batch`. The payloads are copied in this thread."""
-        plan, take = self._client._batch_plan(address, n, wait_s, asked)
-        return taken_and_waited_for(plan, take, self._thread)
-
     warm = _blocking(UCXXClient.warm)
-    take = _blocking(UCXXClient.take)
     discard = _blocking(UCXXClient.discard)
     state = _blocking(UCXXClient.state)
-
-    def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
-        """See `TakenBatch.consume`."""
-        return self._thread.run(batch.consume(which))
-
-    def give_back(self, batch: TakenBatch, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
-        """See `TakenBatch.give_back`."""
-        return self._thread.run(batch.give_back(which, delay_s))
 
     @property
     def acknowledges(self) -> AckMode:

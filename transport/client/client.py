@@ -15,14 +15,11 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from transport.claims.batch import TakenBatch
-from transport.claims.connection import MOST_BYTES, ClaimConnections
-from transport.claims.in_place import Plan, TakeBatchArguments, TakenPayloads, Taker, taken_in_place
+from transport.claims.connection import ClaimConnections
 from transport.client.attempts import RemoteReads
 from transport.client.connections.links import Links
-from transport.client.connections.pool import port_of
 from transport.client.connections.warming import CONCURRENCY, Warming, WarmUpTarget
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
@@ -33,7 +30,6 @@ from transport.client.status_socket import StatusSocket
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
-from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.event_loop import check_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -256,95 +252,6 @@ class UCXXClient:
         return self._deliveries.handed_in(ticket, rank, wire, data)
 
     # --- taking, without tickets ----------------------------------------------------------------------
-    async def take(
-        self,
-        address: str,
-        n: int,
-        *,
-        most_bytes: int = MOST_BYTES,
-        wait_s: float = 0.0,
-        rank: int | str = 0,
-        oldest_version: int | None = None,
-        most_attempts: int = 0,
-        fields: Sequence[str] | None = None,
-    ) -> TakenBatch:
-        """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
-
-        No other consumer of this rank gets them until they are consumed or given back; a connection that is lost gives
-        all of its payloads back. Without any for ``wait_s`` the batch is empty. Cancelling it loses nothing.
-
-        Args:
-            most_bytes: of all payloads together; a single larger one comes alone.
-            oldest_version: payloads of an older policy are discarded instead.
-            most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
-            fields: names of those that are wanted; the bytes of others are not moved. The tickets of such a batch are
-                of a payload that has these fields only, and ``most_bytes`` still counts whole payloads.
-
-        Raises:
-            SchemaError: a payload has no such field, or its schema is not known here; all are given back.
-            BatchTooLargeError: there is no memory for what would come, or has come; all are given back.
-            UsageError: nothing was asked.
-            BusyError: the listener is shutting down, or this client has more demands or claims than it may.
-            LinkError kinds: no connection, or it broke and the claims of its payloads have ended.
-        """
-        self._check_open()
-        connection = await self._claims.of_port(port_of(address))
-        return await connection.take(
-            n,
-            most_bytes=most_bytes,
-            wait_s=wait_s,
-            rank=rank,
-            oldest_version=oldest_version,
-            most_attempts=most_attempts,
-            verify=self._verify,
-            fields=fields,
-        )
-
-    async def take_batch(
-        self, address: str, n: int, *, wait_s: float = 0.0, **asked: Unpack[TakeBatchArguments]
-    ) -> TakenPayloads:
-        """`take`, as one batch; empty when nothing came in time. Each tensor is copied once, to where it belongs.
-
-        What arrives with wrong bytes is left out and may be taken again, until ``max_deliveries`` (5).
-
-        Args:
-            asked: of `TakeBatchArguments`: schema of the payloads (default: the one that this client was given),
-                max_deliveries; most_bytes, rank and oldest_version, as for `take`; layout, fill, pad_to, out, memory,
-                most_memory, verify and fields, as for `SharedRingBuffer.claim_batch`; the checksums of a list, and of
-                some fields, are compared, too.
-
-        Raises:
-            SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
-                another schema, with which all are given back.
-            BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
-                payloads are given back.
-            BusyError, LinkError kinds: as for `take`.
-        """
-        plan, take = self._batch_plan(address, n, wait_s, asked)
-        return await taken_in_place(plan, take)
-
-    def _batch_plan(self, address: str, n: int, wait_s: float, asked: TakeBatchArguments) -> tuple[Plan, Taker]:
-        """What `take_batch` asks for, and how."""
-        port = port_of(address)
-        shape: Any = dict(asked)
-        demand = {name: shape.pop(name) for name in ("most_bytes", "rank", "oldest_version") if name in shape}
-        attempts = shape.pop("max_deliveries", MAX_DELIVERIES)
-        plan = Plan(shape.pop("schema", None), self._claims.schemas, self._verify, shape, wait_s)
-
-        async def take(wait_s: float, verify: bool) -> TakenBatch:
-            self._check_open()
-            connection = await self._claims.of_port(port)
-            return await connection.take(
-                n,
-                wait_s=wait_s,
-                verify=verify,
-                fields=plan.fields,
-                schema=plan.whole,
-                most_attempts=attempts,
-                **demand,
-            )
-
-        return plan, take
 
     @property
     def claims(self) -> ClaimConnections:

@@ -10,7 +10,7 @@ from typing import Any
 from transport.config import lease_or_configured
 from transport.errors import UsageError
 from transport.queue.base import Claim
-from transport.ring.batches import check_claim
+from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import at_least, seconds, several
 

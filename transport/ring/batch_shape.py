@@ -88,7 +88,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         """The bytes of the fill value of each tensor. SchemaError or UsageError where shape and schema do not fit."""
         if schema is None:
             raise SchemaError("a batch has the tensors of a schema; attach to the ring with the one it was made for")
-        if self.out is not None and (strange := set(self.out) - set(self.part(schema).names)):
+        names = set(self.part(schema).names)
+        if self.out is not None and (strange := set(self.out) - names):
             raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which the schema does not have")
         if self.out is not None and (strange := set(self.out) & set(schema.kinds)):
             raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which are no tensors")

@@ -36,8 +36,8 @@ from transport.errors import (
 )
 from transport.ring import attachment
 from transport.ring.attachment import Attachment
-from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, check_claim, claim_batch
 from transport.ring.claimed import ClaimedPayload
+from transport.ring.claiming import check_claim
 from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of, ranks_of
 from transport.ring.leases import ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
@@ -617,71 +617,6 @@ class SharedRingBuffer(Attachment):
         if lease_s is not None and not lease_s > 0:
             raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
         self.native.set_lease(lease_s)
-
-    def claim_batch(
-        self,
-        n: int,
-        timeout_s: float = 0.0,
-        *,
-        layout: BatchLayout = "list",
-        fill: complex | Mapping[str, complex] = 0,
-        pad_to: Literal["longest"] | int = "longest",
-        out: Mapping[str, Any] | None = None,
-        memory: str = "host",
-        most_memory: int | None = None,
-        verify: bool | None = None,
-        fields: Sequence[str] | None = None,
-        rank: int | str = 0,
-        most_bytes: int | None = None,
-        oldest_version: int | None = None,
-        max_deliveries: int = MAX_DELIVERIES,
-        consumer: str = "",
-    ) -> PayloadBatch:
-        """`claim`, as one batch; empty when nothing came in time. Each tensor is written where it belongs in one pass.
-
-        What arrives with wrong bytes is left out and may be claimed again, until ``max_deliveries``. The other
-        arguments are those of `claim`. Several rings together: `transport.ring.batches.claim_batch`.
-
-        Args:
-            layout: "list", payloads in their slots; "padded", (batch, longest, …); "packed", with `cu_seqlens`.
-            fill: behind the rows of a padded tensor; a number for all, or by name (0 where there is none).
-            pad_to: entries that a padded tensor has for each payload.
-            out: writable contiguous memory by name, larger than needed where you like: numpy, or what speaks DLPack
-                on the host, pinned memory included. Tensors without one get pooled memory.
-            memory: where the arrays of a padded or packed batch are: "host" (numpy), "pinned" (numpy over page-locked
-                memory), "cupy" or "torch" (on the device; "cupy:1" for the second). A stream that is current where
-                ``batch[name]`` is looked at waits for their arrival; this call does not.
-            most_memory: bytes that these arrays may take together.
-            verify: the checksums; default True but for "list", whose bytes are not read here, and with ``fields``.
-            fields: names of those that the batch is to have; the bytes of others stay where they are.
-
-        Raises:
-            SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
-            UsageError: another argument makes no sense.
-            BufferUnsuitableError: ``out`` does not fit, or the device's library lacks a dtype.
-            BatchTooLargeError: a payload is longer than ``pad_to``, there are more entries than int32 counts, or the
-                arrays need more than ``most_memory``, or more than there is.
-            MissingDependencyError: ``memory`` needs a package or a device that is not here. Whatever is raised, no
-                payload stays claimed.
-        """
-        return claim_batch(
-            [self],
-            n,
-            timeout_s,
-            layout=layout,
-            fill=fill,
-            pad_to=pad_to,
-            out=out,
-            memory=memory,
-            most_memory=most_memory,
-            verify=verify,
-            fields=fields,
-            rank=self.rank_of(rank),
-            most_bytes=most_bytes,
-            oldest_version=oldest_version,
-            max_deliveries=max_deliveries,
-            consumer=consumer,
-        )
 
     def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
         """Say that these were used; returns those that were still this attachment's, and only those count.

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import msgspec
-
 from transport import _ring
 from transport.errors import UsageError
-from transport.ring.packing import zero_gaps
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
@@ -28,14 +25,12 @@ class PayloadPart(NamedTuple):
 
     Attributes:
         schema: of these fields alone.
-        lengths: of its ragged ones.
         layout: of the part on its own, packed as a payload of that schema.
         inside: the same fields where they lie in the whole payload.
         ranges: of fields that have bytes.
     """
 
     schema: Schema
-    lengths: tuple[int, ...]
     layout: Layout
     inside: Layout
     ranges: tuple[Range, ...]
@@ -52,21 +47,6 @@ class PayloadPart(NamedTuple):
         for begin, place, nbytes in self.ranges:
             _ring.copy(memory[place : place + nbytes], source[begin : begin + nbytes])
         return memory
-
-    def ticket(self, whole: Ticket, data: Any) -> tuple[Ticket, int]:
-        """A ticket of the part alone, for what takes it for a payload; and the checksum of its bytes, ``data``."""
-        flat = memoryview(data).cast("B")[: self.layout.total]
-        zero_gaps(self.layout, flat)
-        checksum = _ring.checksum(flat)
-        part = msgspec.structs.replace(
-            whole,
-            size=self.layout.total,
-            checksum=checksum,
-            schema_fingerprint=self.schema.fingerprint,
-            schema=self.schema if whole.schema is not None else None,
-            lengths=self.lengths,
-        )
-        return part, checksum
 
 
 def field_names(fields: Any) -> tuple[str, ...]:
@@ -95,8 +75,7 @@ def _chosen(schema: Schema, fields: tuple[str, ...]) -> tuple[Schema, tuple[int,
 
 def _part(schema: Schema, whole: Layout, lengths: tuple[int, ...], fields: tuple[str, ...]) -> PayloadPart:
     part, ragged = _chosen(schema, fields)
-    own = tuple(lengths[at] for at in ragged)
-    layout = part.layout(own)
+    layout = part.layout(tuple(lengths[at] for at in ragged))
     names = set(part.names)
     inside = Layout(tuple(each for each in whole.placements if each.name in names), whole.total)
     ranges = tuple(
@@ -104,4 +83,4 @@ def _part(schema: Schema, whole: Layout, lengths: tuple[int, ...], fields: tuple
         for old, new in zip(inside.placements, layout.placements, strict=True)
         if old.nbytes
     )
-    return PayloadPart(part, own, layout, inside, ranges)
+    return PayloadPart(part, layout, inside, ranges)

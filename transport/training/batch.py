@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.claims.in_place import TakenPart
+from transport.claims.taken_part import TakenPart
 from transport.errors import UsageError
 from transport.ring.batch import Gathered
 from transport.ring.batch_shape import Shape

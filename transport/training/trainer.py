@@ -29,9 +29,9 @@ import numpy.typing as npt
 
 from transport import _ring
 from transport.claims.batch import CONSUME
-from transport.claims.in_place import TakenPart
 from transport.claims.open import open_queue
 from transport.claims.rings import FoundRings
+from transport.claims.taken_part import TakenPart
 from transport.client.client import UCXXClient
 from transport.config import configuration
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
@@ -42,7 +42,7 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
-from transport.ring.batches import check_claim
+from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import at_least, seconds
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
@@ -132,6 +132,7 @@ class Trainer:
         self._expected = None if expected_rollouts is None else at_least(1, expected_rollouts, "expected_rollouts")
         self._schemas = {each.fingerprint: each for each in schemas}
         self._book = Record(record)
+        self._discards = LogLimit()
         self._calls = _thread.allocate_lock()
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
         self.version: int | None = None
@@ -291,7 +292,9 @@ class Trainer:
                     self._discard(part, at, f"{type(error).__name__}: {error}")
 
     def _discard(self, part: Claimed, at: int, why: str) -> None:
-        log.warning("a payload of ring %s was discarded: %s", ring_of(part)[:8], why)
+        if (before := self._discards.due()) is not None:
+            more = f" ({before} more since the last report)" if before else ""
+            log.warning("a payload of ring %s was discarded: %s%s", ring_of(part)[:8], why, more)
         self._book.failed += 1
         part.drop(at, why, True, self._name)
 

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from claimed import claim_batch
 from helpers import eventually, free, serving
 
 if importlib.util.find_spec("torch") is None:
@@ -279,7 +280,7 @@ def test_every_dtype_that_torch_has_is_in_a_batch_bit_by_bit() -> None:
     written = {name: np.arange(7).astype(DTYPES[name]) for name in names} | {"scalar": np.bool_(True)}
     with serving(schema) as (ring, _):
         ring.write_many([written, written])
-        with ring.claim_batch(2, layout="packed") as batch:
+        with claim_batch(ring, 2, layout="packed") as batch:
             found = batch.torch()
         for name in names:
             assert found[name].dtype == getattr(torch, name)
@@ -293,7 +294,7 @@ def test_a_batch_is_written_into_the_callers_tensor() -> None:
     with serving(schema) as (ring, _):
         ring.write_many([{"tokens": np.arange(n, dtype=np.int32)} for n in (2, 3)])
         out = torch.full((10,), 9, dtype=torch.int32)
-        with ring.claim_batch(2, layout="packed", out={"tokens": out}) as batch:
+        with claim_batch(ring, 2, layout="packed", out={"tokens": out}) as batch:
             assert out.tolist() == [0, 1, 0, 1, 2, 9, 9, 9, 9, 9]
             assert batch.torch()["tokens"].data_ptr() == out.data_ptr()
 

@@ -218,7 +218,7 @@ async def test_the_listener_that_was_met_names_the_ports_of_its_ring_to_claims_a
         async with UCXXClient(wire=NETWORK, ack="manual") as client:
             routes = client._links.routes
             assert (routes.ports_said(ring.ring_id), routes.ring_at(first), routes.ports(ticket)) == ((), "", [first])
-            await client.take(f"{first[0]}:{first[1]}", 1)
+            await client.claims.open(first)
             assert routes.ports_said(ring.ring_id) == server.ports
             assert (routes.ring_at(first), routes.ring_at(second)) == (ring.ring_id, ring.ring_id)
             assert routes.ring_at(("127.0.0.1", 1)) == ""

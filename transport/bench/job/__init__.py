@@ -2,7 +2,7 @@
 
 plan     what is measured, and what is refused
 work     what every writer and trainer does, whatever carries the payloads; runs without this package, too
-queues   our queues as writers and trainers use them, and their processes
+ours     our writers and trainers, and their processes
 driver   one repetition in fresh processes
 rows     figures of all repetitions, the table with its ratios
 trajectories, trajectory_rows    the same of trajectories, in one process

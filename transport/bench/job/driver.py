@@ -92,7 +92,7 @@ class _Run:
         stack.callback(self._cells.close)
         common = {
             **{name: getattr(case, name) for name in ("size_bytes", "batch", "window")},
-            **{name: getattr(case, name) for name in ("writers", "trainers", "idle", "queue", "wire", "layout")},
+            **{name: getattr(case, name) for name in ("writers", "trainers", "idle", "wire", "layout")},
             "cells": cells,
             "rings": segment_prefix("bench-job"),  # whatever becomes of the writers, their rings end with the command
         }
@@ -218,7 +218,7 @@ class _Run:
 
 def _command(case: JobCase, role: str) -> list[str]:
     if case.peer == OURS:
-        return [sys.executable, "-P", "-m", "transport.bench.job.queues", role]
+        return [sys.executable, "-P", "-m", "transport.bench.job.ours", role]
     peer = JOB_PEERS[case.peer]
     harness = peer.folder / "harness.py"
     if not harness.exists():

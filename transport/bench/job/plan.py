@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from transport.bench.job.queues import KINDS
 from transport.bench.job.work import HEADER
 from transport.bench.registry import Peer
 from transport.bench.result import OURS
@@ -25,14 +24,13 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
     """One way to carry payloads of one size.
 
     Attributes:
-        queue, wire, layout: of a peer the wire only.
+        wire, layout: of a peer the wire only.
         batch: payloads that a writer hands over with one call, and that a trainer claims at most.
         window: payloads of a writer that are unread at any time; then it waits.
         idle: one payload at a time, with the trainer waiting.
     """
 
     peer: str
-    queue: str
     wire: str
     layout: str
     size_bytes: int
@@ -44,8 +42,8 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Without the size: "rings, tcp" for ours, a peer by its name."""
-        return f"{self.queue}, {self.wire}" if self.peer == OURS else self.peer
+        """Without the size: the wire for ours, a peer by its name."""
+        return self.wire if self.peer == OURS else self.peer
 
     @property
     def label(self) -> str:
@@ -57,11 +55,6 @@ class JobCase(msgspec.Struct, frozen=True, kw_only=True):
 def window_for(size: int) -> int:
     """Enough that batches overlap, and no more than 128 MiB."""
     return max(_WINDOW_BATCHES, min(_MOST_WINDOW, _WINDOW_BYTES // size))
-
-
-def check_queues(names: str) -> list[str]:
-    """Queues that are measured. UsageError: not a queue, or not one of this version."""
-    return parse_names("--queue", names, tuple(KINDS))
 
 
 def check_wires(names: str) -> list[str]:
@@ -81,7 +74,6 @@ def check_layout(name: str) -> str:
 
 def cases(
     sizes: Sequence[int],
-    queues: Iterable[str],
     wires: Sequence[str],
     layout: str,
     peers: Iterable[Peer],
@@ -99,8 +91,8 @@ def cases(
         raise UsageError(f"--idle needs --writers 1, got {writers}")
     if min(sizes) <= HEADER.size:
         raise UsageError(f"--sizes {min(sizes)}: give more than {HEADER.size} bytes, the size of a payload's header")
-    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires]
-    ways += [(peer.name, "", peer.wire, "list") for peer in peers]
+    ways = [(OURS, wire, layout) for wire in wires]
+    ways += [(peer.name, peer.wire, "list") for peer in peers]
     found = []
     for size in sizes:
         window = window_for(size)
@@ -108,7 +100,6 @@ def cases(
         found += [
             JobCase(
                 peer=peer,
-                queue=queue,
                 wire=wire,
                 layout=shape,
                 size_bytes=size,
@@ -118,6 +109,6 @@ def cases(
                 window=window,
                 idle=idle,
             )
-            for peer, queue, wire, shape in ways
+            for peer, wire, shape in ways
         ]
     return found

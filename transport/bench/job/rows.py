@@ -17,7 +17,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     """A case and the medians of its repetitions.
 
     Attributes:
-        queue, wire, layout: of a peer the wire only.
+        wire, layout: of a peer the wire only.
         payloads_per_s: from the first call of write until the last payload is consumed and verified.
         payloads_per_s_range: of the repetitions, the least and the greatest.
         ms_p50, ms_p99: from the call of write to consumed.
@@ -28,7 +28,6 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     peer: str
-    queue: str
     wire: str
     layout: str
     size_bytes: int
@@ -55,7 +54,6 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
         rate = statistics.median(rates)
         return cls(
             peer=case.peer,
-            queue=case.queue,
             wire=case.wire,
             layout=case.layout,
             size_bytes=case.size_bytes,
@@ -78,10 +76,10 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Without the size: "rings, tcp" for ours, a peer by its name."""
+        """Without the size: wire and layout for ours, a peer by its name."""
         if self.peer != OURS:
             return self.peer
-        return f"{self.queue}, {self.wire}" + (f", {self.layout}" if self.layout != "list" else "")
+        return self.wire + (f", {self.layout}" if self.layout != "list" else "")
 
 
 _HEADINGS = ("", "payloads/s", "least to most", "GB/s", "ms p50", "ms p99", "CPU µs", "beside µs", "lost", "twice")

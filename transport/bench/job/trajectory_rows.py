@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,14 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.progress import Progress
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
+from transport.training.trainer import Trainer
 from transport.wires import Wire
 
 PEERS = ("transferqueue",)
 _SCRIPT = "trajectories_transfer_queue.py"
 _START_S = 120.0  # a cluster of its own
-_SLOTS = 3  # batches that the ring has room for
+_SLOTS = 3  # batches that a ring has room for
+_TAKE_S = 10.0
 
 
 def schema() -> Schema:
@@ -85,16 +89,23 @@ class _Figures(msgspec.Struct, frozen=True):
 
 
 class _Ours:
-    """A ring whose payloads one client reads and takes, mapped or through a listener process."""
+    """A ring that a client reads by ticket, and one that a trainer takes from, mapped or through a listener process.
 
-    def __init__(self, ring: SharedRingBuffer, client: BlockingClient, address: str | None) -> None:
-        self._ring = ring
+    What is put is read and cleared, or taken, in turn: a trainer's demands would take what the client reads.
+    """
+
+    def __init__(
+        self, read: SharedRingBuffer, taken: SharedRingBuffer, client: BlockingClient, trainer: Trainer
+    ) -> None:
+        self._rings = itertools.cycle((read, taken))
+        self._ring = read
         self._client = client
-        self._address = address  # of the listener; None: mapped
+        self._trainer = trainer
         self._tickets: Any = ()
 
     def put(self, samples: Sequence[Sample]) -> None:
         """One call."""
+        self._ring = next(self._rings)
         self._tickets = self._ring.write_many(samples)
 
     def get(self, fields: Sequence[str]) -> list[Sample]:
@@ -112,30 +123,30 @@ class _Ours:
             self._ring.discard(ticket)
 
     def take(self) -> list[Sample]:
-        """Claimed here, or at the listener."""
-        n = len(self._tickets)
-        if self._address is None:
-            claims = self._ring.claim(n)
-            found = [dict(claim.arrays()) for claim in claims]
-            self._ring.consume(claims)
-            return found
-        batch = self._client.take(self._address, n, wait_s=10.0, most_bytes=n << 20)
-        taken = [dict(each.arrays()) for each in batch]
-        self._client.consume(batch)
-        return taken
+        """As a training loop takes and consumes them."""
+        batch = self._trainer.take(len(self._tickets), _TAKE_S, fill_s=_TAKE_S)
+        if batch is None:
+            return []
+        found = [dict(each) for each in batch]
+        batch.consume()
+        return found
 
 
 @contextlib.contextmanager
 def _ours(wire: Wire, batch: int) -> Iterator[_Ours]:
     described = schema()
     with contextlib.ExitStack() as stack:
-        ring = stack.enter_context(SharedRingBuffer.create(described, slots=_SLOTS * batch))
-        address = None
+        run = f"bench-{secrets.token_hex(8)}-"
+        read, taken = (
+            stack.enter_context(SharedRingBuffer.create(described, slots=_SLOTS * batch, prefix=prefix))
+            for prefix in (f"read-{run}", run)
+        )
         if wire != "mapped":
-            server = stack.enter_context(UCXXServer(ring, addresses=("127.0.0.1",)))
-            address = f"127.0.0.1:{server.ports[0]}"
-        client = BlockingClient(schemas=[described], wire={wire}, ack="manual")
-        yield _Ours(ring, stack.enter_context(client), address)
+            for ring in (read, taken):
+                stack.enter_context(UCXXServer(ring, addresses=("127.0.0.1",)))
+        client = stack.enter_context(BlockingClient(schemas=[described], wire={wire}, ack="manual"))
+        trainer = stack.enter_context(Trainer(described, f"rings:{run}", wire={wire}))
+        yield _Ours(read, taken, client, trainer)
 
 
 def _theirs(peer: Peer, seconds: float, batch: int) -> _Figures:

@@ -64,7 +64,6 @@ class Job(SimpleNamespace):
     trainers: int
     place: str
     addresses: list[str]
-    queue: str
     wire: str
     layout: str
     cells: str
