@@ -468,6 +468,8 @@ class ClaimedBatch(Buffer):
     def __bool__(self) -> bool: ...
     def columns(self, out: Any) -> None:
         """BATCH_COLUMNS, a row of int64 for each."""
+    def empty(self) -> list[int]:
+        """The payloads without bytes."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
         """Lengths of the ragged tensors, a row of int64 for each; the payloads whose ticket or size does not fit."""
     def gather(
@@ -481,6 +483,8 @@ class ClaimedBatch(Buffer):
         """`Claim.finish` of each: 1 or 0 for each, and the same when it is called again."""
     def renew(self) -> int:
         """`Ring.heard`; how many are held."""
+    def consume(self, index: int) -> bool:
+        """The payload leaves the batch, consumed. False: others have it."""
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """The payload leaves the batch, dead or to be claimed again after the delay."""
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
@@ -504,6 +508,8 @@ class ReceivedPayloads:
     def __len__(self) -> int: ...
     def schemas(self) -> list[str]:
         """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""
+    def empty(self) -> list[int]:
+        """As `ClaimedBatch.empty`."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
         """As `ClaimedBatch.measure`."""
     def gather(

@@ -164,6 +164,9 @@ class Layout(msgspec.Struct, frozen=True):
     total: int
 
 
+NOTHING: Final = Layout((), 0)
+"""The layout of a slot without fields."""
+
 _Row = tuple[str, str, tuple[int, ...], bool]
 
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
-from transport.schema import MAX_BYTES, MAX_TENSORS, Layout, Placement, Schema
+from transport.group import GroupOf, ended_group, group_of, users_own
+from transport.schema import MAX_BYTES, MAX_TENSORS, NOTHING, Layout, Placement, Schema
 
 VERSION: Final = 1
 _ORIGIN_BYTES: Final = 80  # of its name and value, which a restored payload has besides
@@ -36,7 +37,7 @@ MAX_METADATA_BYTES: Final = 1024
 MAX_JSON_BYTES: Final = 16 * _ring.NOTE_CAPACITY  # names and escapes make JSON longer, but not by more
 MAX_ADDRESSES: Final = 16
 ORIGIN: Final = "transport.origin"  # in the metadata of a restored payload: the id that it had first
-NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload
+NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload, and of a slot without fields
 
 _MAGIC: Final = b"TK"
 _PREFIX: Final = _MAGIC + bytes((VERSION,))
@@ -91,7 +92,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         created, deadline: seconds since 1970 by the clock of the writer's host, which judges them; a payload without a
             deadline has None.
         metadata: the caller's own: str to None, bool, int, float, str or a list of these; at most 1024 bytes encoded.
-            numpy's numbers become Python's. JSON has no infinities and NaN: there they become null.
+            numpy's numbers become Python's. JSON has no infinities and NaN: there they become null. Names that begin
+            with "transport." are the transport's.
     """
 
     ring: str
@@ -151,6 +153,26 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return _origin(self.metadata.get(ORIGIN)) or self.identity
 
     @property
+    def group(self) -> GroupOf | None:
+        """The group that the payload is a sample of; None: of none."""
+        return group_of(self.metadata)
+
+    @property
+    def ends_group(self) -> str | None:
+        """The group whose end this slot without fields says; None: it is a payload."""
+        return ended_group(self.metadata) if self.bare else None
+
+    @property
+    def users_metadata(self) -> Metadata:
+        """The metadata that the caller of the write gave."""
+        return users_own(self.metadata)
+
+    @property
+    def bare(self) -> bool:
+        """Whether the slot has no fields: it was written for its metadata."""
+        return not self.size and self.schema is None and self.schema_fingerprint == NO_SCHEMA
+
+    @property
     def name(self) -> str:
         """For logs: `1f3a…/17@42` is slot 17, generation 42, of the ring whose id starts with 1f3a."""
         return f"{self.ring[:4]}…/{self.slot}@{self.generation}"
@@ -180,6 +202,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         if self.schema is not None:
             return self.schema.layout(self.lengths)  # which agreed when the ticket was made
+        if self.bare:
+            return NOTHING
         if schema is None:
             raise SchemaError(
                 f"the ticket of payload {self.name} contains no schema; pass the schema it was written with"

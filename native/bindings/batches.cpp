@@ -82,16 +82,22 @@ class ClaimedBatch {
         std::count_if(claims_.begin(), claims_.end(), [](const OwnedClaim& each) { return each.held(); }));
   }
 
+  // The payload leaves the batch, consumed. False: others have it.
+  bool consume(std::size_t index) {
+    require(index);
+    const bool accepted = claims_[index].finish(false);
+    leave(index);
+    return accepted;
+  }
+
   // The payload leaves the batch: it may be claimed again, or is dead for this reason.
   void drop(std::size_t index, const std::string& reason, bool dead, const std::string& consumer, double delay_s) {
-    payloads_->require_idle();
-    if (index >= claims_.size()) fail(Fault::argument, "no such payload in the batch");
+    require(index);
     if (dead)
       claims_[index].end(Ended::dead, reason, consumer);
     else
       claims_[index].give_back(delay_s, true);
-    payloads_->drop(index);
-    claims_.erase(claims_.begin() + static_cast<std::ptrdiff_t>(index));
+    leave(index);
   }
 
   // Gives back what was not consumed, after the delay, and lets kept memory go. Idempotent.
@@ -104,6 +110,15 @@ class ClaimedBatch {
   }
 
  private:
+  void require(std::size_t index) const {
+    payloads_->require_idle();
+    if (index >= claims_.size()) fail(Fault::argument, "no such payload in the batch");
+  }
+  void leave(std::size_t index) {
+    payloads_->drop(index);
+    claims_.erase(claims_.begin() + static_cast<std::ptrdiff_t>(index));
+  }
+
   nb::object keep_;  // the Ring
   Ring* ring_;
   std::shared_ptr<Mapping> mapping_;
@@ -139,6 +154,7 @@ void bind_batches(nb::module_& module) {
       .def("columns", &ClaimedBatch::columns, "out"_a)
       .def("finish", &ClaimedBatch::finish, "keep"_a = false)
       .def("renew", &ClaimedBatch::renew)
+      .def("consume", &ClaimedBatch::consume, "index"_a)
       .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0)
       .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true);
   bind_payloads(batch);

@@ -53,7 +53,7 @@ inline constexpr auto without_gil_run = [](const auto& work) {
 template <typename Batch>
 void bind_payloads(nb::class_<Batch>& batch) {
   using namespace nb::literals;
-  batch
+  batch.def("empty", [](Batch& self) { return self.payloads().empty(); })
       .def(
           "measure",
           [](Batch& self, const BatchFields& fields, nb::handle out) {

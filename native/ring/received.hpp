@@ -53,6 +53,14 @@ class Received {
     return found;
   }
 
+  // Those without bytes.
+  std::vector<std::size_t> empty() const {
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < payloads_.size(); ++i)
+      if (payloads_[i].length == 0) found.push_back(i);
+    return found;
+  }
+
   // The lengths of the ragged tensors, a row for each; the payloads whose ticket or size does not fit the fields.
   std::vector<std::size_t> measure(const BatchFields& fields, std::span<std::int64_t> rows) {
     const Busy busy(busy_);

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from packers import Worker
 
-from transport.errors import BusyPortError, ClosedError, SchemaError
+from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, UsageError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.queue import RingQueue
 from transport.ring.buffer import SharedRingBuffer
@@ -52,6 +53,62 @@ def test_one_payload_that_does_not_fit_writes_none_of_its_call(worker: Worker, q
     with pytest.raises(SchemaError):
         worker.write_many_to_buffer([*[VALUES] * slots, {"obs": np.ones((17, 2), np.float32)}])
     assert (queue.depth().ready, worker.ring_statistics().free) == (0, slots)
+
+
+def test_a_sample_names_its_group_in_its_ticket(worker: Worker) -> None:
+    one = worker.write_to_buffer(VALUES, metadata={"reward": 2.5}, group="p1", of=8, tokens=3)
+    assert one.group == ("p1", 8, 3) and one.ends_group is None
+    assert one.users_metadata == {"reward": 2.5}
+    two = worker.write_many_to_buffer([VALUES] * 2, metadata=[{"at": 0}, None], group="p2", of=2, tokens=[5, 7])
+    assert [each.group for each in two] == [("p2", 2, 5), ("p2", 2, 7)]
+    assert [each.users_metadata for each in two] == [{"at": 0}, {}]
+    end = worker.end_group("p1")
+    assert (end.ends_group, end.group, end.size, end.fields(SCHEMA)) == ("p1", None, 0, ())
+    assert worker.ring.tickets() == [one, *two, end]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"of": 8},
+        {"tokens": 3},
+        {"group": ""},
+        {"group": "é" * 101},
+        {"group": 7},
+        {"group": "p", "of": 0},
+        {"group": "p", "of": 1.5},
+        {"group": "p", "tokens": -1},
+        {"group": "p", "of": 1 << 63},
+    ],
+)
+def test_a_group_that_makes_no_sense_writes_nothing(worker: Worker, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        worker.write_to_buffer(VALUES, **wrong)
+    each = {name: [value] if name == "tokens" else value for name, value in wrong.items()}
+    with pytest.raises(UsageError):
+        worker.write_many_to_buffer([VALUES], **each)
+    assert worker.ring.tickets() == []
+
+
+def test_the_weights_of_a_group_are_as_many_as_its_samples(worker: Worker) -> None:
+    with pytest.raises(UsageError, match="1 numbers of tokens for 2 payloads"):
+        worker.write_many_to_buffer([VALUES] * 2, group="p", tokens=[3])
+    with pytest.raises(UsageError):
+        worker.end_group("é" * 101)
+    assert worker.ring.tickets() == []
+
+
+def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does(queue: RingQueue) -> None:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=1, rings=queue, mode="thread")
+    try:
+        worker.write_to_buffer(VALUES, group="p")
+        with pytest.raises(RingFullError):
+            worker.end_group("p", timeout_s=0.0)
+        worker.ring.consume(worker.ring.claim(1))
+        assert worker.end_group("p").ends_group == "p"
+    finally:
+        worker.cleanup_ucxx()
 
 
 @pytest.mark.parametrize("full", ["error", "block"])

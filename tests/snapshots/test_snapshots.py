@@ -40,6 +40,7 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import TicketTrainer
+from transport.packer.options import RingOptions
 from transport.queue import open_queue
 from transport.ring.buffer import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
@@ -133,6 +134,20 @@ def test_payloads_that_describe_themselves_come_back(prefix: str, place: Path) -
         first, second = (claim.arrays() for claim in ring.claim(2))
         assert first["data"].tolist() == [0, 1, 2, 3, 4]
         assert (second["text"], second["more"]) == ("a", {"x": [1, 2.5]}) and second["image"].shape == (3, 4)
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, None])
+def test_groups_and_their_ends_come_back(prefix: str, place: Path, schema: Schema | None) -> None:
+    terms: dict[str, Any] = {"slots": 4, "name": None, "mode": "thread", "ring": RingOptions(slot_bytes=4096)}
+    with Rollout(schema, f"rings:{prefix}", drain_s=0, **terms) as rollout:
+        rollout.write(values(3), group="p", of=2, tokens=17, metadata={"number": 3})
+        rollout.end_group("p")
+        saved_of(rollout.ring, place)
+    with SharedRingBuffer.create(schema, slots=4, slot_bytes=4096, prefix=prefix) as ring:
+        sample, end = restore(str(place), None, ring).tickets
+        assert (sample.group, sample.ends_group) == (("p", 2, 17), None)
+        assert (end.group, end.ends_group, end.layout(ring.schema).placements) == (None, "p", ())
+        assert sample.users_metadata == {"number": 3}
 
 
 def test_rings_with_and_without_a_schema_share_each_payload_once(prefix: str, place: Path) -> None:

@@ -16,6 +16,7 @@ from helpers import eventually
 
 from transport import Schema, SharedRingBuffer, UpTo
 from transport.errors import ClosedError, ConfigurationError, RankError, SchemaError, UsageError
+from transport.group import GROUP_END, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.training.batch import Batch
 from transport.training.trainer import Trainer
@@ -120,6 +121,48 @@ def test_what_is_not_consumed_comes_again(ring: SharedRingBuffer, prefix: str, w
         again = taken(trainer, 2)
         assert steps(again) == [1, 2]
         assert again.attempts.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted", "layout"),
+    [
+        (True, SCHEMA, "list"),
+        (True, SCHEMA, "padded"),
+        (True, SCHEMA, "packed"),
+        (True, [SCHEMA, OTHER], ""),
+        (False, None, ""),
+    ],
+)
+def test_the_end_of_a_group_is_consumed_and_never_shown(
+    prefix: str, wire: str, typed: bool, wanted: Any, layout: str
+) -> None:
+    shape = {"layout": layout} if layout else {}
+    with (
+        ring_of(prefix, schema=SCHEMA if typed else None, slot_bytes=4096) as ring,
+        trainer_of(prefix, wire, wanted, **shape) as trainer,
+    ):
+        for step in range(3):
+            ring.mark({GROUP_END: f"before {step}"})
+            write(ring, step, metadata=in_group({"at": step}, "p", 3, step))
+        ring.mark({GROUP_END: "last"})
+        ring.end_data()
+        seen: list[int] = []
+        for batch in trainer.batches(2, fill_s=0.1):
+            seen += steps(batch)
+            assert batch.metadata == [{"at": int(each["step"])} for each in batch]
+            assert [each.ticket.group for each in batch] == [("p", 3, int(each["step"])) for each in batch]
+            batch.consume()
+        assert sorted(seen) == [0, 1, 2]
+        counters = trainer.statistics()
+        assert (counters.failed, counters.consumed) == (0, 3)
+        assert ring.native.depth(0)["done"] == 7
+
+
+def test_a_take_without_a_wait_passes_over_the_end_of_a_group(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    with trainer_of(prefix, wire) as trainer:
+        ring.mark({GROUP_END: "p"})
+        write(ring, 5)
+        assert steps(taken(trainer, 1)) == [5]
 
 
 def test_a_loop_whose_batches_take_every_slot_goes_on(prefix: str, wire: str) -> None:

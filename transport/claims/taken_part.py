@@ -69,6 +69,10 @@ class TakenPart:
         for row, name in zip(out, _COLUMNS, strict=True):
             row[:] = self._rows[name]
 
+    def empty(self) -> list[int]:
+        """Return the positions of payloads without bytes."""
+        return self._received.empty()
+
     def measure(self, fields: _ring.BatchFields, out: Any) -> list[int]:
         """See `ClaimedPart`."""
         return self._received.measure(fields, out)

@@ -169,7 +169,7 @@ def _table(payload: ReceivedPayload, arrays: Mapping[str, Any], out: Path | None
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
         for row in rows
     ]
-    metadata = [f"{name}: {value}" for name, value in payload.metadata.items()]
+    metadata = [f"{name}: {value}" for name, value in payload.ticket.metadata.items()]
     return "\n".join([head, *lines, *metadata, *([f"written to {out}"] if out is not None else [])])
 
 

@@ -81,7 +81,7 @@ class ReceivedPayload(Mapping[str, Any]):
     @property
     def metadata(self) -> dict[str, Any]:
         """The writer's own small values."""
-        return self.ticket.metadata
+        return self.ticket.users_metadata
 
     @property
     def nbytes(self) -> int:

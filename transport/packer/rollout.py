@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from transport.errors import (
     StopRequestedError,
     UsageError,
 )
+from transport.group import GROUP_END, checked_name, in_group
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.with_block import WithBlock, ends_normally
@@ -35,7 +36,7 @@ from transport.queue import arguments
 from transport.ring.attachment import beginning_of, belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
-from transport.ring.writes import Tickets
+from transport.ring.writes import Tickets, metadata_of
 from transport.runtime import hurry
 from transport.runtime.arguments import seconds
 from transport.schema import Schema
@@ -226,15 +227,19 @@ class UCXXRolloutMixin(WithBlock):
         *,
         metadata: Mapping[str, Any] | None = None,
         policy_version: int | None = None,
+        group: str | None = None,
+        of: int | None = None,
+        tokens: int | None = None,
         deadline_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """Write one trajectory; its ticket.
+        """Write one trajectory, a sample of a ``group`` if one is named (`Rollout.write`); its ticket.
 
         Raises what `SharedRingBuffer.write` raises, and StopRequestedError, if the ring is full and a signal has asked
         the program to stop (`until_stopped`).
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_to_buffer()")
+        metadata = in_group(metadata, group, of, tokens)
         ring = self.ring
 
         def write(timeout_s: float) -> Ticket:
@@ -254,16 +259,24 @@ class UCXXRolloutMixin(WithBlock):
         *,
         metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None = None,
         policy_version: int | None = None,
+        group: str | None = None,
+        of: int | None = None,
+        tokens: Sequence[int] | None = None,
         deadline_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Tickets:
         """Write many trajectories in one call, which costs a fraction of as many `write_to_buffer`; their tickets.
+
+        A ``group`` is that of all; ``tokens`` has a number for each.
 
         Raises what `SharedRingBuffer.write_many` raises: with RingFullError, ``written`` has the tickets of those
         payloads that were written. StopRequestedError (see `write_to_buffer`) has them, too, and so has whatever else
         ends the call midway.
         """
         version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
+        if group is not None or of is not None or tokens is not None:
+            trajectories = list(trajectories)
+            metadata = _in_group(metadata, len(trajectories), group, of, tokens)
         batch = self.ring.plan_many(
             trajectories,
             metadata=metadata,
@@ -276,6 +289,14 @@ class UCXXRolloutMixin(WithBlock):
             self._written(batch.write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
 
         return batch.write_all(write_some)
+
+    def end_group(self, group: str, *, timeout_s: float | None = None) -> Ticket:
+        """Say that no more samples of this group come: for a group that was written without ``of``, or stays short.
+
+        It takes a slot, and waits for one as a write does. Trainers that take batches never see it.
+        """
+        ring, says = self.ring, {GROUP_END: checked_name(group)}
+        return self._written(lambda timeout_s: ring.mark(says, timeout_s=timeout_s), timeout_s)
 
     def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
         """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
@@ -298,6 +319,22 @@ class UCXXRolloutMixin(WithBlock):
         unread = {payload.ticket.id: payload.ticket for payload in self.ring.unread()}
         ended = [name for name, states in known_of([self.ring], unread).items() if states[0].final]
         return sum(self.ring.discard(unread[name]) for name in ended)
+
+
+def _in_group(
+    metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None,
+    count: int,
+    group: str | None,
+    of: int | None,
+    tokens: Sequence[int] | None,
+) -> list[Mapping[str, Any] | None]:
+    """The metadata of each of so many samples of a group."""
+    weights: Sequence[int | None] = [None] * count if tokens is None else tokens
+    if len(weights) != count:
+        raise UsageError(f"{len(weights)} numbers of tokens for {count} payloads")
+    return [
+        in_group(each, group, of, weight) for each, weight in zip(metadata_of(metadata, count), weights, strict=True)
+    ]
 
 
 def _close(ring: SharedRingBuffer, server: UCXXServer | None, waited_s: float) -> None:
@@ -381,6 +418,9 @@ class Rollout(UCXXRolloutMixin):
         fields: Mapping[str, Any],
         *,
         version: int | None = None,
+        group: str | None = None,
+        of: int | None = None,
+        tokens: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         timeout_s: float | None = None,
@@ -390,6 +430,10 @@ class Rollout(UCXXRolloutMixin):
         Args:
             fields: of the schema, by name; without a schema any, described by the ticket.
             version: of the policy that made the payload; trainers discard what is older than their ``max_age``.
+            group: which the payload is a sample of, such as its prompt: a name of at most 200 bytes. Its samples may
+                lie in several rings.
+            of: how many samples the group has; None: `end_group` says when there are no more.
+            tokens: the sample's weight when micro-batches are balanced; None: its bytes.
             metadata: small values that travel with the ticket.
             deadline_s: seconds after which the payload is not handed out any more.
             timeout_s: longest wait for a free slot; None: no limit.
@@ -397,10 +441,18 @@ class Rollout(UCXXRolloutMixin):
         Raises:
             RingFullError: no slot became free in time.
             StopRequestedError: the ring is full and a signal has asked the program to stop (`until_stopped`).
+            UsageError: ``of`` or ``tokens`` without a group, or another argument makes no sense; nothing was written.
             SchemaError, PayloadTooLargeError and the like: nothing was written.
         """
         return self.write_to_buffer(
-            fields, metadata=metadata, policy_version=version, deadline_s=deadline_s, timeout_s=timeout_s
+            fields,
+            metadata=metadata,
+            policy_version=version,
+            group=group,
+            of=of,
+            tokens=tokens,
+            deadline_s=deadline_s,
+            timeout_s=timeout_s,
         )
 
     def __repr__(self) -> str:

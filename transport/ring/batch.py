@@ -177,7 +177,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
     @property
     def metadata(self) -> list[dict[str, Any]]:
         """What the writer gave with each payload, made anew each time."""
-        return [ticket.metadata for ticket in self.tickets]
+        return [ticket.users_metadata for ticket in self.tickets]
 
     def release(self, delay_s: float = 0.0) -> None:
         """What was not consumed may be claimed again, after the delay; the arrays of a list end. Idempotent."""

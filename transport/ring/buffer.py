@@ -44,7 +44,7 @@ from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of
-from transport.schema import Schema
+from transport.schema import NOTHING, Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
 log = logging.getLogger(__name__)
@@ -426,9 +426,9 @@ class SharedRingBuffer(Attachment):
             UsageError: this ring's payloads are for another number of ranks.
             PayloadTooLargeError, RingFullError: as `write`.
         """
-        known = ticket.schema or self.schema or schema
+        known = None if ticket.bare else ticket.schema or self.schema or schema
         ticket.layout(known)
-        if known is None or self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
+        if not ticket.bare and self.fingerprint.hex() not in (NO_SCHEMA, ticket.schema_fingerprint):
             raise SchemaError(f"payload {ticket.name} has another schema than ring {self.ring_id[:8]}")
         terms = terms_of(self.readers_of(ticket.readers), None, policy_version, deadline=ticket.deadline)
         with self._reserve(known, ticket.lengths, metadata, terms, timeout_s) as lease:
@@ -440,6 +440,18 @@ class SharedRingBuffer(Attachment):
     def originals(self) -> set[tuple[str, int, int]]:
         """`Ticket.origin` of all that `write_copy` of this object has written, and of what is unread."""
         return self._originals | {ticket.origin for ticket in self.tickets()}
+
+    def mark(
+        self, metadata: Mapping[str, Any], *, readers: int | None = None, timeout_s: float | None = None
+    ) -> Ticket:
+        """Publish a slot without fields, whose metadata says something; also in a ring with a schema.
+
+        UsageError, RingFullError: as `write`.
+        """
+        terms = terms_of(self.readers_of(readers), None)
+        with self._reserve(None, (), metadata, terms, timeout_s) as lease:
+            pass
+        return lease.ticket
 
     def write_raw(
         self,
@@ -485,7 +497,7 @@ class SharedRingBuffer(Attachment):
 
     def _reserve(
         self,
-        schema: Schema,
+        schema: Schema | None,
         lengths: tuple[int, ...],
         metadata: Mapping[str, Any] | None,
         terms: Terms,
@@ -499,7 +511,7 @@ class SharedRingBuffer(Attachment):
                 f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
             ) from error
         wait_s = None if timeout_s in (None, math.inf) else seconds(timeout_s, "timeout_s")
-        layout = schema.layout(lengths)
+        layout = NOTHING if schema is None else schema.layout(lengths)
         if layout.total > self.slot_capacity:
             raise PayloadTooLargeError(
                 f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "

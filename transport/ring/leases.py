@@ -22,7 +22,7 @@ from transport.errors import ClosedError, InvalidTransition, SchemaError
 from transport.ring.packing import views, zero_gaps
 from transport.ring.writes import Slots, Terms
 from transport.schema import Layout, Schema
-from transport.ticket import Ticket, host_identity
+from transport.ticket import NO_SCHEMA, Ticket, host_identity
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class WriteLease(_Lease):
         self,
         ring: Slots,
         loan: Loan,
-        schema: Schema,
+        schema: Schema | None,
         lengths: tuple[int, ...],
         layout: Layout,
         metadata: dict[str, Any],
@@ -151,7 +151,7 @@ class WriteLease(_Lease):
                 size=self.layout.total,
                 checksum=self.checksum,
                 readers=self._readers,
-                schema_fingerprint=self._schema.fingerprint,
+                schema_fingerprint=NO_SCHEMA if self._schema is None else self._schema.fingerprint,
                 schema=self._schema if ring.schema is None else None,
                 lengths=self._lengths,
                 created=self._created,

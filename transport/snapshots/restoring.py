@@ -225,7 +225,11 @@ class Saved:
         if only is None:  # of one ring's schema alone, so that all shares together are each payload once
             fitting = [each for each in wanted if each.ring.fingerprint == fingerprint]
         else:
-            fitting = [each for each in wanted if fingerprint in (NO_SCHEMA, each.ticket.schema_fingerprint)]
+            fitting = [
+                each
+                for each in wanted
+                if each.ticket.bare or fingerprint in (NO_SCHEMA, each.ticket.schema_fingerprint)
+            ]
         if wanted and not fitting:
             theirs = ", ".join(sorted({each.ring.fingerprint for each in wanted}))
             raise SchemaError(

@@ -101,7 +101,7 @@ class Payload(Mapping[str, Any]):
     @property
     def metadata(self) -> dict[str, Any]:
         """The writer's own small values, decoded anew each time."""
-        return self.ticket.metadata
+        return self.ticket.users_metadata
 
     @property
     def data(self) -> memoryview:
@@ -222,7 +222,7 @@ class Payloads(Sequence[Payload]):
     @property
     def metadata(self) -> list[dict[str, Any]]:
         """The writers' small values, decoded anew each time."""
-        return [self.ticket(at).metadata for at in range(len(self))]
+        return [self.ticket(at).users_metadata for at in range(len(self))]
 
     # --- arrays -------------------------------------------------------------------------------------
     def keys(self) -> tuple[str, ...]:

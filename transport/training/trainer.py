@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import msgspec
@@ -34,7 +34,7 @@ from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
 from transport.client.client import UCXXClient
 from transport.config import configuration
-from transport.errors import ClosedError, SchemaError, TransportError, UsageError
+from transport.errors import ClosedError, SchemaError, TicketError, TransportError, UsageError
 from transport.joined.payloads import names_parents
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
@@ -214,14 +214,17 @@ class Trainer:
             if self._book.remembers:
                 came = self._book.left(came, self._end_parts if self._joined else None)
             for part in came:
-                parts.append(part)
-                left -= len(part)
+                if empty := part.empty():
+                    _consume_markers(part, empty)
+                if len(part):
+                    parts.append(part)
+                    left -= len(part)
             if parts and (not left or not full_by or time.monotonic() >= full_by):
                 batch = self._batch(parts, oldest)
                 if batch.slots.size:
                     return batch
                 parts, left = [], n
-            if not parts and time.monotonic() >= give_up:
+            if not parts and not came and time.monotonic() >= give_up:
                 return None
 
     def _batch(self, parts: list[Claimed], oldest: int | None) -> Batch:
@@ -533,9 +536,15 @@ def consume_one(part: Claimed, at: int) -> None:
     if isinstance(part, TakenPart):
         part.leave_out(at, CONSUME)
     else:
-        slot, generation, rank = columns_of([part])[:3, at].tolist()
-        part.ring.consume(slot, generation, rank)
-        part.drop(at, "", False)
+        part.consume(at)
+
+
+def _consume_markers(part: Claimed, empty: Sequence[int]) -> None:
+    """Consume those of a part's payloads without bytes that say the end of a group."""
+    for at in reversed(empty):
+        with suppress(TicketError):  # an unreadable ticket is said where its payload is left out
+            if Ticket.decode(part.note(at)).ends_group is not None:
+                consume_one(part, at)
 
 
 async def _live(rings: FoundRings, lease_s: float) -> None:
