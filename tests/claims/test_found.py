@@ -12,16 +12,16 @@ from found_rings import LONG_S, ring_of, some
 from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
 from packers import SCHEMA, Packer, Worker, collected, fetch, write
 
-from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost, default_prefix
 from transport.errors import (
+    AuthenticationError,
     ClosedError,
     ConfigurationError,
     PayloadTooLargeError,
     UsageError,
-    WireNotAllowedError,
 )
 from transport.queue import Claim, FoundRings, QueueDepth, open_queue
 from transport.store import SQLiteStore
@@ -257,8 +257,8 @@ def test_why_no_place_can_be_reached_is_raised() -> None:
     packer = Packer()
     with ring_of("elsewhere-") as ring, FoundRings(AtAddresses(f"127.0.0.1:{ring.native.ports()[0]}")) as queue:
         try:
-            packer.setup_ucxx_packer(queue=queue, wire={"shm"})
-            with pytest.raises(WireNotAllowedError):
+            packer.setup_ucxx_packer(queue=queue, client=ClientOptions(secret=b"no listener has it"))
+            with pytest.raises(AuthenticationError):
                 packer.claim_tickets(1, 1.0)
         finally:
             packer.cleanup_ucxx_packer()

@@ -518,7 +518,7 @@ class ClaimConnections:
         return connection
 
     async def _connected(self, port: PortKey, segment: str | None = "") -> ClaimConnection:
-        if segment == "" and of_this_host(await address_of(port[0])):
+        if segment == "" and self._all.only_near and of_this_host(await address_of(port[0])):
             segment = await asyncio.to_thread(segment_served_at, port[1])
         connection = ClaimConnection(await self._all.open_apart(port, segment=segment), self)
         if self._closed:

@@ -37,6 +37,7 @@ from transport.ticket import NO_SCHEMA
 log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
+Ranked = tuple[SharedRingBuffer, int]  # a ring, and the rank that claims from it
 _ENDINGS: Final = {Verdict.DISCARDED: "discarded", Verdict.DEAD: "dead", Verdict.AGED: "aged"}
 
 
@@ -91,7 +92,8 @@ class RingsOfHost:
         self._lock = threading.RLock()
         self._attached: dict[str, SharedRingBuffer] = {}  # by id: a newer ring may have the same name
         self._own: dict[str, SharedRingBuffer] = {}  # writers' of this process
-        self._refused: dict[tuple[str, frozenset[str]], float] = {}  # by name, and the schemas that were asked for
+        # Until when, and why; by name, and the schemas that were asked for. "": it has payloads of others.
+        self._refused: dict[tuple[str, frozenset[str]], tuple[float, str]] = {}
         self._seen = Observed()
         self._buffers = BufferPool()
         self._log_limit = LogLimit()
@@ -105,8 +107,6 @@ class RingsOfHost:
             raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
         with self._lock:
             self._leave_ended()
-            if len(self._attached) + len(self._own) >= _ring.MAX_WAITED and ring.ring_id not in self._own:
-                raise UsageError(f"a queue is of at most {_ring.MAX_WAITED} rings")
             self._own = {**self._own, ring.ring_id: ring}
             ring.set_lease(self._lease_s)
 
@@ -123,6 +123,30 @@ class RingsOfHost:
             for ring in (*self._attached.values(), *self._own.values())
             if not ring.native.closed and (not fit or ring.native.fingerprint in fit)
         ]
+
+    def ranked(self, schemas: frozenset[str], rank: int | str) -> tuple[list[Ranked], RankError | None]:
+        """Return the `rings` that have a rank, or a consumer of this name, each with its number.
+
+        Last the error where none has it.
+        """
+        rings = self.rings(schemas)
+        if isinstance(rank, int):
+            return [(ring, rank) for ring in rings], None
+        ranked: list[Ranked] = []
+        unknown = None
+        for ring in rings:
+            try:
+                ranked.append((ring, ring.rank_of(rank)))
+            except ClosedError:  # closed meanwhile, by another thread
+                continue
+            except RankError as error:
+                unknown = error
+        return ranked, None if ranked else unknown
+
+    def unmapped(self, schemas: frozenset[str]) -> dict[str, str]:
+        """Return why rings with payloads of these schemas could not be attached, by their segments' names."""
+        with self._lock:
+            return {name: why for (name, of), (_, why) in self._refused.items() if of == schemas and why}
 
     # --- following ------------------------------------------------------------------------------------
     def look(self, schemas: frozenset[str]) -> None:
@@ -145,33 +169,29 @@ class RingsOfHost:
     def _attach_all(self, schemas: frozenset[str]) -> None:
         now = time.monotonic()
         here = {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
-        for name in self._places.segments():
-            if name in here or now < self._refused.get((name, schemas), 0.0):
-                continue
-            why = self._attach(name, schemas)
-            if why:
-                self._refused[name, schemas] = now + _TRY_AGAIN_S
-                log.info("ring %s is not mapped: %s", name, why)
+        names = self._places.segments()
+        there = set(names)
+        self._refused = {key: each for key, each in self._refused.items() if key[0] in there}
+        for name in names:
+            if name not in here and now >= self._refused.get((name, schemas), (0.0, ""))[0]:
+                self._refused.pop((name, schemas), None)
+                self._attach(name, schemas, now)
 
-    def _attach(self, name: str, schemas: frozenset[str]) -> str:
-        """Why not; "": attached, or not to be attached yet."""
+    def _attach(self, name: str, schemas: frozenset[str], now: float) -> None:
         try:
             ring = attached_reader(name)
         except RingNotFoundError:  # gone, or being made: the next look sees
-            return ""
+            return
         except TransportError as error:
-            return str(error)
-        why = ""
+            log.info("ring %s is not mapped: %s", name, error)
+            self._refused[name, schemas] = now + _TRY_AGAIN_S, str(error)
+            return
         if not _fits(ring, _fitting(schemas)):
-            why = "its schema is none of this trainer's"
-        elif len(self._attached) + len(self._own) >= _ring.MAX_WAITED:
-            why = f"a queue is of at most {_ring.MAX_WAITED} rings"
-        if why:
             ring.close()
-            return why
+            self._refused[name, schemas] = now + _TRY_AGAIN_S, ""
+            return
         ring.set_lease(self._lease_s)
         self._attached[ring.ring_id] = ring
-        return ""
 
     def _ended(self, ring: SharedRingBuffer) -> bool:
         if ring.native.closed:
@@ -206,17 +226,22 @@ class RingsOfHost:
         unread = free = own = 0
         others: set[str] = set()
         strangers: list[str] = []
+        unnamed: list[str] = []
         holders: list[Holder] = []
         ranks = 0
         for ring in self.seen():
-            with contextlib.suppress(ClosedError, RankError):  # closed meanwhile; or it has no such consumer
+            with contextlib.suppress(ClosedError):  # closed meanwhile
                 if fit and ring.native.fingerprint not in fit:
                     theirs = schema_of(ring.native.schema)
                     strangers.append(foreign(ring.name, ring.native.fingerprint.hex(), theirs, schemas))
                     continue
                 fitting.add(ring.ring_id)
                 ranks = max(ranks, ranks_of(ring))
-                of = None if rank is None else ring.rank_of(rank)
+                try:
+                    of = None if rank is None else ring.rank_of(rank)
+                except RankError as error:
+                    unnamed.append(f"ring {ring.ring_id[:8]}: {error}")
+                    continue
                 for each, count in unread_of(ring).items():
                     if of in (None, each):
                         unread += count
@@ -226,7 +251,7 @@ class RingsOfHost:
                 holders += found
                 own += held_here(ring, found)
                 free += sum(ring.native.state_counts()[: _ring.READY])
-        return Here(fitting, unread, sorted(others), free, own, strangers, holders, ranks)
+        return Here(fitting, unread, sorted(others), free, own, strangers, unnamed, holders, ranks)
 
     def ended(self, schemas: frozenset[str], *, mapped: bool) -> tuple[dict[str, bool], set[str], set[str]]:
         """Of rings that are gone, and with ``mapped`` of those whose payloads are all done, whether the writer has said
@@ -283,12 +308,11 @@ class RingsOfHost:
     # --- claiming -------------------------------------------------------------------------------------
     def claim(
         self,
-        rings: Sequence[SharedRingBuffer],
+        rings: Sequence[Ranked],
         n: int,
         wait_s: float,
         rung: int | None = None,
         *,
-        rank: int | str,
         consumer: str,
         oldest_version: int | None,
     ) -> list[Claim]:
@@ -297,36 +321,42 @@ class RingsOfHost:
         Where there is none it looks once more, after ``wait_s`` or a moment, or as soon as there may be one, or when
         `bell` has ``rung`` since.
         """
-        seen = []
-        for ring in rings:
-            with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
-                seen.append((ring.native, ring.native.published_event(), ring.rank_of(rank)))
-        claims = self._claimed(rings, n, rank, consumer, oldest_version)
-        if claims or not seen or wait_s <= 0:
+        claims = self._claimed(rings, n, consumer, oldest_version)
+        if claims or wait_s <= 0:
+            return claims
+        seen = self._events(rings)
+        claims = self._claimed(rings, n, consumer, oldest_version)  # what came before the events were read
+        if claims or not seen:
             return claims
         wait_for_payloads(seen, wait_s, None if rung is None else self.bell, rung or 0)
-        return self._claimed(rings, n, rank, consumer, oldest_version)
+        return self._claimed(rings, n, consumer, oldest_version)
 
-    def _claimed(
-        self, rings: Sequence[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
-    ) -> list[Claim]:
-        ranks = [ring.rank_of(rank) for ring in rings]  # before any is claimed: a name may be unknown
+    def _events(self, rings: Sequence[Ranked]) -> list[Seen]:
+        """Return what to wait for: events of as many rings as the kernel waits for at a time, others in each turn."""
+        begin = self._turn % len(rings) if len(rings) > _ring.MAX_WAITED else 0
+        seen: list[Seen] = []
+        for ring, rank in [*rings[begin:], *rings[:begin]][: _ring.MAX_WAITED]:
+            with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
+                seen.append((ring.native, ring.native.published_event(), rank))
+        return seen
+
+    def _claimed(self, rings: Sequence[Ranked], n: int, consumer: str, oldest_version: int | None) -> list[Claim]:
         claims: list[Claim] = []
         self._turn += 1  # of no consequence if two threads read the same
         for at in range(len(rings)):
             if len(claims) == n:
                 break
-            which = (self._turn + at) % len(rings)
+            ring, rank = rings[(self._turn + at) % len(rings)]
             try:
-                taken = rings[which].native.claim(
+                taken = ring.native.claim(
                     n - len(claims),
                     0.0,
-                    rank=ranks[which],
+                    rank=rank,
                     oldest_version=oldest_version,
                     most_attempts=self._max_deliveries,
                     consumer=consumer,
                 )
-                claims += [self._claim(rings[which], each, consumer) for each in taken]
+                claims += [self._claim(ring, each, consumer) for each in taken]
             except ClosedError:  # meanwhile, by another thread
                 continue
             except TransportError:
@@ -350,33 +380,27 @@ class RingsOfHost:
 
     def take_parts(
         self,
-        rings: Sequence[SharedRingBuffer],
+        rings: Sequence[Ranked],
         n: int,
         wait_s: float,
         rung: int | None,
-        rank: int | str,
         consumer: str,
         oldest_version: int | None,
     ) -> list[_ring.ClaimedBatch]:
         """Claim up to ``n`` payloads, of each ring the oldest first, without an object for each; waits as `claim`."""
-        ranks = [rank] * len(rings) if isinstance(rank, int) else [ring.rank_of(rank) for ring in rings]
-        parts = self._parts(rings, ranks, n, consumer, oldest_version)
+        parts = self._parts(rings, n, consumer, oldest_version)
         if parts or wait_s <= 0:
             return parts
-        seen: list[Seen] = []
-        for ring, of in zip(rings, ranks, strict=True):
-            with contextlib.suppress(ClosedError):  # closed meanwhile, by another thread
-                seen.append((ring.native, ring.native.published_event(), of))
-        parts = self._parts(rings, ranks, n, consumer, oldest_version)  # what came before the events were read
+        seen = self._events(rings)
+        parts = self._parts(rings, n, consumer, oldest_version)  # what came before the events were read
         if parts or not seen:
             return parts
         wait_for_payloads(seen, wait_s, None if rung is None else self.bell, rung or 0)
-        return self._parts(rings, ranks, n, consumer, oldest_version)
+        return self._parts(rings, n, consumer, oldest_version)
 
     def _parts(
         self,
-        rings: Sequence[SharedRingBuffer],
-        ranks: Sequence[int],
+        rings: Sequence[Ranked],
         n: int,
         consumer: str,
         oldest_version: int | None,
@@ -384,12 +408,12 @@ class RingsOfHost:
         parts: list[_ring.ClaimedBatch] = []
         self._turn += 1  # of no consequence if two threads read the same
         for at in range(self._turn, self._turn + len(rings)):
-            which = at % len(rings)
+            ring, rank = rings[at % len(rings)]
             try:
-                part = rings[which].native.claim_batch(
+                part = ring.native.claim_batch(
                     n,
                     0.0,
-                    rank=ranks[which],
+                    rank=rank,
                     oldest_version=oldest_version,
                     most_attempts=self._max_deliveries,
                     consumer=consumer,

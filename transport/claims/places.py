@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from transport import _ring
@@ -134,13 +134,19 @@ class Observed:
 
 def segment_served_at(port: int) -> str:
     """Return the segment of this host whose living server names the port; "": none or several. Blocks."""
-    with contextlib.closing(Observed()) as observed:
-        names = [
-            name
-            for name, ring in observed.look(_ring.segments()).items()
-            if port in ring.native.ports() and (ring.native.supervised or ring.native.keeper_alive)
-        ]
+    names = [
+        ring.name
+        for ring in _each_observed(_ring.segments())
+        if port in ring.native.ports() and (ring.native.supervised or ring.native.keeper_alive)
+    ]
     return names[0] if len(names) == 1 else ""
+
+
+def _each_observed(names: Iterable[str]) -> Iterator[SharedRingBuffer]:
+    """Observe one segment after the other: a host may have more than this process may open files."""
+    for name in names:
+        with contextlib.suppress(RingError), SharedRingBuffer.attach(name, role="observer") as ring:
+            yield ring
 
 
 def _of_another(ring: SharedRingBuffer) -> bool:
@@ -173,8 +179,7 @@ class OnThisHost(Discovery):
     def others(self) -> list[str]:
         """By the names of segments that other processes write: what this one writes is no other run."""
         names = {name for name in set(_ring.segments()) - set(self.segments()) if run_of(name)}
-        with contextlib.closing(Observed()) as observed:
-            return sorted({run_of(name) for name, ring in observed.look(names).items() if _of_another(ring)})
+        return sorted({run_of(ring.name) for ring in _each_observed(names) if _of_another(ring)})
 
     def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
         """By what the segments say of their listeners."""

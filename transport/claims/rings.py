@@ -38,11 +38,11 @@ from typing import TYPE_CHECKING, Final
 from transport import _ring
 from transport.claims.batch import CONSUME, End, Verdict
 from transport.claims.looks import depth_of, failures_of
-from transport.claims.mapped import MappedClaim, RingsOfHost
+from transport.claims.mapped import MappedClaim, Ranked, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.taken_part import TakenPart
-from transport.claims.waiting import Holder, Known, Reason, Waiting, own_fault, reason
+from transport.claims.waiting import Holder, Known, Reason, Waiting, few, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
@@ -59,7 +59,7 @@ from transport.queue.base import (
 )
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.logs import LOOK_S, LogLimit
+from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import gone
 from transport.settings import DEFAULTS
 from transport.store.base import Store
@@ -136,6 +136,7 @@ class FoundRings(TicketQueue):
         self._elsewhere = False  # whether a ring has to be asked over the network, as of the last look
         self._waiting = Waiting()
         self._missed = LogLimit(float("inf"))
+        self._missing = LogLimit(SAY_AGAIN_S)
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
     def __repr__(self) -> str:
@@ -205,7 +206,7 @@ class FoundRings(TicketQueue):
         claims: list[Claim],
         n: int,
         wait_s: float,
-        here: Sequence[SharedRingBuffer],
+        here: Sequence[Ranked],
         *,
         rank: int | str,
         consumer: str,
@@ -221,14 +222,10 @@ class FoundRings(TicketQueue):
                 n - len(claims),
                 wait_s,
                 rung,
-                rank=rank,
                 consumer=consumer,
                 oldest_version=oldest_version,
             )
 
-        if here and isinstance(rank, str):
-            for ring in here:
-                ring.rank_of(rank)  # before anything is claimed elsewhere
         if here and self._elsewhere and next(self._turns) % 2:
             of_this_host(0.0)
         if self._elsewhere and len(claims) < n:
@@ -274,7 +271,7 @@ class FoundRings(TicketQueue):
         parts: list[_ring.ClaimedBatch | TakenPart],
         n: int,
         wait_s: float,
-        here: Sequence[SharedRingBuffer],
+        here: Sequence[Ranked],
         rank: int | str,
         consumer: str,
         oldest_version: int | None,
@@ -282,30 +279,27 @@ class FoundRings(TicketQueue):
         """Take one round; rings here and elsewhere are first in turn. ``parts`` grows with each half."""
         if not self._elsewhere:
             if here:
-                parts += self._here.take_parts(here, n, wait_s, None, rank, consumer, oldest_version)
+                parts += self._here.take_parts(here, n, wait_s, None, consumer, oldest_version)
             return
         if not here:
             parts += self._network.take_parts(n, wait_s, rank, consumer, oldest_version)
             return
         rung = self._here.bell.rung
-        if isinstance(rank, str):
-            for ring in here:
-                ring.rank_of(rank)  # before anything is taken elsewhere
         for mapped in (True, False) if next(self._turns) % 2 else (False, True):
             left = n - sum(map(len, parts))
             if left and mapped:
-                parts += self._here.take_parts(here, left, 0.0, None, rank, consumer, oldest_version)
+                parts += self._here.take_parts(here, left, 0.0, None, consumer, oldest_version)
             elif left:
                 parts += self._network.take_parts(left, 0.0, rank, consumer, oldest_version)
         if not parts:  # the bell, or a ring here, ends the wait
-            parts += self._here.take_parts(here, n, wait_s, rung, rank, consumer, oldest_version)
+            parts += self._here.take_parts(here, n, wait_s, rung, consumer, oldest_version)
 
     def heard(self) -> None:
         """Say to the rings of this host that this process lives; those elsewhere hear it from their connections."""
         if not self._closed.is_set():
             self._here.heard()
 
-    def _waited(self, rank: int | str, give_up: float, here: Sequence[SharedRingBuffer]) -> bool:
+    def _waited(self, rank: int | str, give_up: float, here: Sequence[Ranked]) -> bool:
         """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
         if self._waiting.due():
             with contextlib.suppress(TransportError):  # the caller meets it
@@ -363,6 +357,8 @@ class FoundRings(TicketQueue):
             ended |= {ring: said or ended.get(ring, False) for ring, said in there.items()}
             served = {place.ring for place in self._served().values() if place.ring}
             living |= waiting | {ring for ring in served if not ended.get(ring)}
+        if mapped:
+            living |= self._left_out().keys()
         return {ring: said for ring, said in ended.items() if said or ring not in replaced}, living
 
     def has_met_rings(self) -> bool:
@@ -392,6 +388,7 @@ class FoundRings(TicketQueue):
             len(fitting),
             here.unread,
             strangers,
+            [*self._left_out().values(), *here.unnamed],
             reached,
             here.holders,
             self.places.others(),
@@ -443,18 +440,35 @@ class FoundRings(TicketQueue):
         return claim.payload_bytes() if isinstance(claim, RingClaim) else None
 
     # --- following ------------------------------------------------------------------------------------
-    def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[SharedRingBuffer]:
-        """The rings here. If there are any elsewhere, they have demands from here on."""
+    def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> list[Ranked]:
+        """Return the rings here. If there are any elsewhere, they have demands from here on.
+
+        RankError: all are here, and none has the consumer of this name.
+        """
         self._check_open()
         now = time.monotonic()
         if now >= self._look_at:
             if self._maps:
                 self._here.look(self._schemas)
             self._elsewhere = self._carries and bool(self._served())
+            left_out = self._left_out()
+            if left_out and self._missing.due() is not None:
+                log.warning("%d rings of %r are left out: %s", len(left_out), self.places, few("; ", left_out.values()))
             self._look_at = now + _LOOK_S
         if self._elsewhere:
             self._network.want(rank, n, oldest_version)
-        return self._here.rings(self._schemas) if self._maps else []
+        ranked, unknown = self._here.ranked(self._schemas, rank) if self._maps else ([], None)
+        if unknown is not None and not self._elsewhere:
+            raise unknown
+        return ranked
+
+    def _left_out(self) -> dict[str, str]:
+        """Return a sentence for each ring of this host that is not mapped, and not asked either, by its segment."""
+        unmapped = self._here.unmapped(self._schemas) if self._maps else {}
+        if unmapped and self._carries:
+            for place in self._served().values():
+                unmapped.pop(place.segment or "", None)
+        return {name: f"ring {name} is not mapped: {why}" for name, why in unmapped.items()}
 
     # --- looking --------------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:

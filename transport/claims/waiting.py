@@ -4,6 +4,7 @@
     rings of other schemas  ──► ring, field, both fingerprints
     rings for other ranks   ──► for how many their payloads are
     this process's fault    ──► its error, which a claim raises
+    rings that it leaves out ──► why each is not mapped, and not asked either
     no place answers        ──► the error of each
     held by who is silent   ──► the process, and until when
     no slot is free         ──► whom the rollouts wait for: this process, or the trainers of other ranks
@@ -106,6 +107,7 @@ class Here(NamedTuple):
         free: slots of these that are free or being written.
         own: how many of these payloads this process has claimed, or looks at.
         foreign: a sentence for each ring of another schema.
+        unnamed: a sentence for each ring without the consumer that claims.
         holders: of claims for the trainer's rank.
         ranks: for how many the payloads are or were, at most; 0: there was none.
     """
@@ -116,6 +118,7 @@ class Here(NamedTuple):
     free: int
     own: int
     foreign: Sequence[str]
+    unnamed: Sequence[str]
     holders: Sequence[Holder]
     ranks: int
 
@@ -128,6 +131,7 @@ class Known(NamedTuple):
         fitting: rings with payloads of its schemas that can be claimed from.
         unread: payloads of these that nobody holds.
         foreign: a sentence for each ring of another schema.
+        left_out: a sentence for each ring that payloads cannot be claimed from, while others may have some.
         reached: over the network.
         holders: of claims in fitting rings.
         others: where rollouts of other runs are on this host, as URLs.
@@ -143,6 +147,7 @@ class Known(NamedTuple):
     fitting: int
     unread: int = 0
     foreign: Sequence[str] = ()
+    left_out: Sequence[str] = ()
     reached: Reached = Reached()
     holders: Sequence[Holder] = ()
     others: Sequence[str] = ()
@@ -175,6 +180,8 @@ def reason(known: Known) -> Reason | None:
     """Why a trainer gets nothing; None: it is its turn when the rollouts write."""
     if (fault := own_fault(known.reached)) is not None:
         return Reason(Why.UNREACHABLE, str(fault))
+    if known.left_out:
+        return Reason(Why.UNREACHABLE, f"{len(known.left_out)} rings are left out: {few('; ', known.left_out)}")
     if known.fitting:
         if known.rank is not None and known.rank >= known.ranks > 0:
             return Reason(
@@ -185,18 +192,18 @@ def reason(known: Known) -> Reason | None:
         if known.unread:
             return None
         if stopped := [each for each in known.holders if each.stopped]:
-            return Reason(Why.HELD, f"every unread payload is held: {_few('; ', map(str, stopped))}")
+            return Reason(Why.HELD, f"every unread payload is held: {few('; ', map(str, stopped))}")
         return _full(known) if known.full else None
     if known.foreign:
-        text = _few("; ", known.foreign)
+        text = few("; ", known.foreign)
         return Reason(
             Why.OTHER_SCHEMA, f"{text}. Give the trainer the rollout's schema, or the two runs different names"
         )
     faults = known.reached.faults
     if each := [f"{place}: {fault}" for place, fault in faults.items() if not isinstance(fault, SchemaError)]:
-        return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {_few('; ', each)}")
+        return Reason(Why.UNREACHABLE, f"no ring of {known.places} can be reached: {few('; ', each)}")
     there = (
-        f". This host has rings of other runs ({_few(', ', known.others)}): to read one of these, set the same run "
+        f". This host has rings of other runs ({few(', ', known.others)}): to read one of these, set the same run "
         "(TRANSPORT_RUN) for rollouts and trainers, or open_queue it"
         if known.others
         else ""
@@ -204,7 +211,7 @@ def reason(known: Known) -> Reason | None:
     why = "it has not started yet, or it has ended"
     if known.lost:
         why = (
-            f"the rollout of ring {_few(', ', (ring[:8] for ring in known.lost))} is gone, and has not said its end. "
+            f"the rollout of ring {few(', ', (ring[:8] for ring in known.lost))} is gone, and has not said its end. "
             "If it was killed, start it again with its name=, or give expected_rollouts=, how many ends are waited for"
         )
     text = f"no rollout of this run is running ({known.places} finds none): {why}"
@@ -215,7 +222,7 @@ def _full(known: Known) -> Reason | None:
     """Whom rollouts wait for that have no free slot; None: trainers that hold everything, and work."""
     if known.other_ranks:
         text = (
-            f"what is unread is for {_few(', ', known.other_ranks)}: its trainer is slow or not running, or it has the "
+            f"what is unread is for {few(', ', known.other_ranks)}: its trainer is slow or not running, or it has the "
             "rank= of another one"
         )
     elif known.own:
@@ -228,7 +235,8 @@ def _full(known: Known) -> Reason | None:
     return Reason(Why.FULL, f"no slot of {known.places} is free, and {text}")
 
 
-def _few(between: str, texts: Iterable[str]) -> str:
+def few(between: str, texts: Iterable[str]) -> str:
+    """Join the first texts, and say how many more there are."""
     listed = list(texts)
     more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     return between.join(listed[:_NAMED]) + more

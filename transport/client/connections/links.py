@@ -97,6 +97,11 @@ class Links:
     def __repr__(self) -> str:
         return f"<Links {self._pool!r} {self.ledger!r} {self.quarantine!r}>"
 
+    @property
+    def only_near(self) -> bool:
+        """Whether payloads may come by shared memory alone."""
+        return self._wires is not None and "shm" in self._wires and not self._wires & {"tcp", "rdma"}
+
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
         """Send wants with the acknowledgements that are waiting for this ring: the message number, and its outcome."""
         acks = self.ledger.take(link.ring, self._settings.records_per_message - len(wants), link.port)

@@ -1,0 +1,74 @@
+"""Rings that a trainer cannot have at first: what it says of them, and that its data has not ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+
+import pytest
+
+from transport import Rollout, Schema, SharedRingBuffer, Trainer, _ring
+from transport.claims import mapped
+from transport.errors import NoOwnerError
+
+SCHEMA = Schema.of(x="int64")
+
+
+@pytest.fixture
+def prefix() -> str:
+    """The rings of one test belong to it."""
+    return f"left-{secrets.token_hex(4)}-"
+
+
+def taken(trainer: Trainer, count: int) -> list[int]:
+    """Take and consume so many payloads."""
+    seen: list[int] = []
+    while len(seen) < count:
+        batch = trainer.take(16, 30.0)
+        assert batch is not None
+        seen += [int(payload["x"]) for payload in batch]
+        batch.consume()
+        batch.release()
+    return sorted(seen)
+
+
+def test_more_rings_than_one_wait_can_have_are_all_taken_from(prefix: str) -> None:
+    count = _ring.MAX_WAITED + 3
+    with contextlib.ExitStack() as stack:
+        rings = [
+            stack.enter_context(SharedRingBuffer.create(SCHEMA, slots=1, name=f"{prefix}{number}"))
+            for number in range(count)
+        ]
+        trainer = stack.enter_context(Trainer(SCHEMA, f"rings:{prefix}", wire={"mapped"}))
+        for turn in range(2):
+            for number, ring in enumerate(rings):
+                ring.write({"x": number}, timeout_s=30.0)
+            assert taken(trainer, count) == list(range(count)), turn
+
+
+def test_a_ring_without_a_place_for_a_trainer_is_named_and_its_data_has_not_ended(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapped, "_TRY_AGAIN_S", 0.1)
+    rings = f"rings:{prefix}"
+    with (
+        contextlib.ExitStack() as others,
+        Rollout(SCHEMA, rings, slots=4, mode="thread", drain_s=0) as crowded,
+        Trainer(SCHEMA, rings, wire={"mapped"}) as trainer,
+        caplog.at_level(logging.WARNING),
+    ):
+        with contextlib.suppress(NoOwnerError):
+            while True:
+                others.enter_context(SharedRingBuffer.attach(crowded.ring.name, SCHEMA, role="reader"))
+        with Rollout(SCHEMA, rings, slots=4, mode="thread") as ended:
+            ended.write({"x": 1})
+            crowded.write({"x": 2})
+            assert taken(trainer, 1) == [1]
+        assert trainer.take(1) is None
+        assert not trainer.finished()
+        assert crowded.ring.name in trainer.why_nothing()
+        assert any(crowded.ring.name in record.getMessage() for record in caplog.records)
+        others.close()
+        assert taken(trainer, 1) == [2]
+        assert trainer.why_nothing() == ""
