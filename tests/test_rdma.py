@@ -100,6 +100,14 @@ def test_with_other_wires_a_context_does_without_rdma(allowed: frozenset[Wire] |
     assert (with_it["RNDV_THRESH"], "RC_RETRY_COUNT" in without) == ("8192", False)
 
 
+@pytest.mark.parametrize("allowed", [None, wires("rdma"), wires("tcp", "rdma")])
+def test_no_context_uses_ud(allowed: frozenset[Wire] | None) -> None:
+    """It takes 30 s to learn that a host is gone, and ends the process when the device is gone."""
+    names = settings_for(allowed, refused="")["TLS"].removeprefix("^").split(",")
+    assert ("ud" in names) == (allowed is None)
+    assert not {"ib", "rc"} & set(names)
+
+
 def test_a_context_for_tcp_is_the_same_on_every_host() -> None:
     assert settings_for(wires("tcp"), refused="") == settings_for(wires("tcp"), refused=NO_DEVICE)
 

@@ -32,10 +32,14 @@ _CHOSEN = {
 }
 _RDMA = {
     "RNDV_THRESH": "8192",
-    # A host that is gone is noticed within 7 timeouts of 1 s, 5 s later where nothing is asked of it. To soft-RoCE
-    # UCX's default of 7 retries means that it never gives up.
+    # To soft-RoCE UCX's default of 7 retries means that it never gives up.
     "RC_RETRY_COUNT": "6",
-    "KEEPALIVE_INTERVAL": "5s",
+    # UCX keeps a connection by TCP beside RC's, which tells that a host is gone: 5 s and three times 2 s after its last
+    # packet. An adapter says nothing to a listener, whose memory its peer reads.
+    "TCP_KEEPIDLE": "5s",
+    "TCP_KEEPINTVL": "2s",
+    "TCP_KEEPCNT": "3",
+    "WARN_INVALID_CONFIG": "n",  # of names of transports of which this host has none
 }
 # Where TCP alone carries payloads. An answer to TAKE (up to 8 MiB and its tickets) is sent in pieces, large payloads
 # from their slots. UCX would copy the pieces of a rendezvous before it sends them, and by default those of a long eager
@@ -50,9 +54,11 @@ _TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0", "LOG_FILE": "stderr"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "shm": ("sm", "tcp"),  # tcp makes the connection, shared memory carries the bytes
     "tcp": ("tcp", "self"),
-    "rdma": ("ib", "tcp"),  # all that UCX has for such devices; it warns of names of which a host has none
+    "rdma": ("rc_verbs", "rc_mlx5", "tcp"),
     "cuda": ("cuda", "tcp"),
 }
+# Where UCX has UD it tells by it that a host is gone, after 30 s, and ends the process when the device is gone.
+_NOT_UD = "^ud,dc"
 
 
 def named_wires(wanted: Wire | Iterable[Wire]) -> frozenset[Wire]:
@@ -125,13 +131,15 @@ def settings_for(
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in WIRES if wire in wires for name in _TRANSPORTS[wire]))
     if not refused and (wires is None or "rdma" in wires):
         chosen.update(_RDMA)
+        chosen.setdefault("TLS", _NOT_UD)
     elif not (wires & {"shm", "cuda"} if wires is not None else Path("/dev/nvidiactl").exists()):
         chosen.update(_TCP)
     settings = {name: value for name, value in chosen.items() if name not in user_settings()}
     theirs = _chosen_by_user()
     if theirs is not None or wires is None:
-        narrowed = _narrowed(theirs or "all", shared_memory, refused)
-        if narrowed != (theirs or "all"):
+        allowed = theirs or chosen.get("TLS", "all")
+        narrowed = _narrowed(allowed, shared_memory, refused)
+        if narrowed != allowed:
             settings["TLS"] = narrowed
     return settings
 

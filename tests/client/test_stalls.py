@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import NETWORK, Child, asynchronous, eventually, listener_pids, noise, settings_with, states, until
+from patience import PATIENCE
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.errors import DeadlineExceededError
@@ -17,10 +18,12 @@ from transport.testing import run
 pytestmark = pytest.mark.ucx
 
 SIZE = 48 << 20  # by rendezvous, and more than the sockets on the way hold
-IMPATIENT = settings_with(ack_timeout_s=1.0, heartbeat_s=0.1, read_slowest_rate=1e9, watchdog_s=60.0)
+IMPATIENT = settings_with(
+    ack_timeout_s=1.0 * PATIENCE, heartbeat_s=0.1, read_slowest_rate=1e9, watchdog_s=60.0 * PATIENCE
+)
 
 # Its first payload stops it as soon as the first byte is there.
-READER = """
+READER = f"""
 import asyncio, os, signal, sys, threading
 import numpy as np, uvloop
 from transport import Ticket, UCXXClient
@@ -32,11 +35,11 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 async def main():
     threading.Thread(target=stop, daemon=True).start()
-    async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+    async with UCXXClient(wire={{"tcp"}}, ack="manual") as client:
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             try:
-                payload = await client.read(Ticket.parse(line.strip()), out=out, timeout=20)
+                payload = await client.read(Ticket.parse(line.strip()), out=out, timeout={20 * PATIENCE})
                 print("read", payload.ack(), flush=True)
             except TransportError as error:
                 print(type(error).__name__, flush=True)
@@ -88,7 +91,7 @@ async def test_a_read_from_a_stopped_listener_ends_with_its_deadline_and_its_mem
             await client.read(ring.write_raw(noise(100)))
             ticket = ring.write_raw(noise(SIZE))
             out = bytearray(SIZE)
-            reading = asyncio.create_task(client.read(ticket, out=out, timeout=1.5))
+            reading = asyncio.create_task(client.read(ticket, out=out, timeout=1.5 * PATIENCE))
             await until(lambda: states(ring)[1] == 1)
             os.kill(pid, signal.SIGSTOP)
             try:

@@ -57,3 +57,54 @@ def link_down() -> Iterator[None]:
         subprocess.run(["ip", "link", "set", LINK, "up"], check=True)
         with contextlib.suppress(subprocess.CalledProcessError):  # the route went with the link
             subprocess.run(["ip", "route", "replace", "default", "dev", LINK], check=True)
+
+
+class Dying:
+    """The second guest, dead to others from the packet on that it is to die at, until the block ends.
+
+    Packets to and from it are dropped there. Its link stays up: the virtual machine of the other guest waits, as a
+    whole, for one that takes no packets.
+    """
+
+    _SCRIPT = """
+    count() { read -r sent <$0/sent_pkts && read -r received <$0/rcvd_pkts && echo $((sent + received)); }
+    end=$(($(count) + $2)); echo armed
+    until [ "$(count)" -ge "$end" ]; do sleep 0.02; done
+    tc qdisc add dev $1 clsact
+    for way in ingress egress; do tc filter add dev $1 $way matchall action drop; done
+    echo dead; read -r _; tc qdisc del dev $1 clsact
+    """
+
+    def __init__(self, host: SecondGuest, after: int) -> None:
+        words = host.command("sh", "-c", self._SCRIPT, str(_COUNTERS), LINK, str(after))
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def _told(self, word: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().strip() == word
+
+    def wait(self) -> None:
+        """Return once it is dead."""
+        self._told("dead")
+
+    def __enter__(self) -> Dying:
+        self._told("armed")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate("alive\n")
+
+
+@contextlib.contextmanager
+def no_device(host: SecondGuest | None) -> Iterator[None]:
+    """The device is gone while the block runs, of ``host`` or of this guest."""
+
+    def link(*words: str) -> None:
+        line = ["rdma", "link", *words]
+        subprocess.run(line if host is None else host.command(*line), check=True)
+
+    link("delete", DEVICE)
+    try:
+        yield
+    finally:
+        link("add", DEVICE, "type", "rxe", "netdev", LINK)

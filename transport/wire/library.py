@@ -108,8 +108,20 @@ def lack_of_verbs() -> verbs.Lack | None:
     path, lack = library_path(), _chosen()
     if lack is None or path is None:
         return lack
-    plugins = Path(os.environ.get("UCX_MODULE_DIR") or path.parent / "ucx")
-    return None if any(plugins.glob("libuct_ib.so*")) else lack
+    return None if has_plugin("libuct_ib", path) else lack
+
+
+def has_plugin(name: str, ucx: Path) -> bool:
+    """Return whether the UCX whose libucp is the file ``ucx`` has the plug-in, e.g. libuct_rdmacm."""
+    plugins = Path(os.environ.get("UCX_MODULE_DIR") or ucx.parent / "ucx")
+    return any(plugins.glob(f"{name}.so*"))
+
+
+@cache
+def connects_by_tcp() -> bool:
+    """Return whether the loaded UCX makes every connection over TCP: it has no rdmacm, or there is no RDMA device."""
+    path = library_path()
+    return not rdma.ports() or (path is not None and not has_plugin("libuct_rdmacm", path))
 
 
 def settings_here(

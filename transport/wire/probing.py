@@ -11,16 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from pathlib import Path
 
 from transport.errors import UnreachableError
+from transport.wire.library import connects_by_tcp
 
 _SILENT_S = 0.5  # a listener that hangs neither answers nor closes; neither does one behind some proxies
-_RDMA_DEVICES = Path("/sys/class/infiniband")  # UCX may listen by RDMA alone, and then the kernel has no socket
-
-
-def _has_rdma() -> bool:
-    return _RDMA_DEVICES.exists() and any(_RDMA_DEVICES.iterdir())
 
 
 async def probe(address: str, port: int, timeout_s: float) -> None:
@@ -45,7 +40,7 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
         if knocking.answered:
             raise UnreachableError(f"what listens at {address}:{port} is no listener of this package")
     except OSError as error:
-        if not _has_rdma():
+        if connects_by_tcp():  # UCX may listen by rdmacm alone, and then the kernel has no socket
             why: object = error
             if isinstance(error, ConnectionRefusedError):
                 why = "nothing accepts connections there"

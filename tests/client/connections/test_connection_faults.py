@@ -128,6 +128,8 @@ async def in_the_middle(
     sending = [asyncio.ensure_future(side.payload(0, at, noise(size, at) & 0x7F)) for at in range(count)]
     first, last = wants[count // 4].destination, wants[-1].destination
     await until(lambda: first[0] != UNTOUCHED, "the first bytes arrive")
+    if NETWORK_WIRE == "rdma" and last[-1] != UNTOUCHED:
+        pytest.skip("the device was faster than this process; tests/verbs has transfers that end in their middle")
     assert last[-1] == UNTOUCHED
     assert not arriving.done()
     return link, side, wants, arriving, sending
