@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import weakref
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -326,3 +327,15 @@ def test_lists_of_integers_are_taken_up_to_the_limits_of_the_dtype_and_not_beyon
     for beyond in (limits.min - 1, limits.max + 1):
         with pytest.raises(SchemaError, match=f"x: .*{dtype}"):
             describe(schema, {"x": [beyond, beyond]})
+
+
+@pytest.mark.parametrize("value", [bytearray(3), memoryview(b"abc"), np.array([(1, 2)], "i4,i4").view(np.recarray)])
+def test_without_a_schema_what_would_come_back_as_something_else_is_refused(value: object) -> None:
+    with pytest.raises(SchemaError, match=rf"^x: an? {type(value).__name__} cannot be sent; give "):
+        describe_exact({"x": value})
+
+
+def test_without_a_schema_a_mapped_file_is_an_array(tmp_path: Path) -> None:
+    np.arange(3, dtype=np.int32).tofile(tmp_path / "numbers")
+    _, [array], _ = describe_exact({"x": np.memmap(tmp_path / "numbers", np.int32)})
+    assert np.array_equal(np.asarray(array), [0, 1, 2])

@@ -23,7 +23,7 @@ from transport.devices.libraries import library_of
 from transport.devices.streams import address_of
 from transport.errors import BufferUnsuitableError, SchemaError
 from transport.schema import ALIGNMENT, DTYPES, KINDS, Layout, Placement, Schema, TensorSpec, schema_of_rows
-from transport.values.arrays import NAMES, Array, as_array, as_host_array, found_array, memory_of
+from transport.values.arrays import NAMES, Array, as_array, as_host_array, comes_back_as_another, found_array, memory_of
 from transport.values.decoding import Fields
 from transport.values.encoding import Pieces, own_bytes, pieces_of, text_bytes
 
@@ -80,7 +80,7 @@ def _exact(value: object, name: str) -> tuple[str, Field]:
     if type(value) is bytes:
         return "bytes", own_bytes(value, name)
     own = isinstance(value, np.generic | bool | int | float | complex | str | bytes | list | tuple | dict)
-    array = None if own or value is None else found_array(value, name)
+    array = None if own or value is None or comes_back_as_another(value) else found_array(value, name)
     if array is None:
         return "value", pieces_of(value, name)
     return NAMES.get(array.dtype) or array.dtype.name, array

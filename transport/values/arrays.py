@@ -49,6 +49,12 @@ def found_array(value: object, name: str) -> Array | None:
     return array
 
 
+def comes_back_as_another(value: object) -> bool:
+    """Whether a value has a class of arrays or buffers which its reader would not see: numpy.matrix, bytearray."""
+    array = isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap, np.ma.MaskedArray)
+    return array or isinstance(value, bytearray | memoryview)
+
+
 def _to_array(value: object) -> Array | None:
     if type(value) is np.ndarray:
         return value

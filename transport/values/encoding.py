@@ -11,7 +11,7 @@ import numpy as np
 
 from transport.errors import SchemaError
 from transport.schema import ALIGNMENT, DTYPES, wrong_shape
-from transport.values.arrays import NAMES, Array, found_array
+from transport.values.arrays import NAMES, Array, comes_back_as_another, found_array
 from transport.values.forms import (
     HEAD,
     MAGIC,
@@ -281,6 +281,8 @@ class _Tree:
             raise _Stuck(
                 f"{_a(kind.__name__)} cannot be sent; give bytes(…) of it, or numpy.frombuffer(…) without a copy"
             )
+        if comes_back_as_another(value):
+            raise _Stuck(f"{_a(kind.__name__)} cannot be sent; give numpy.asarray(…) of it")
         try:
             array = found_array(value, "")
         except SchemaError as error:
