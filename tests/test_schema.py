@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import SchemaError
-from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, MAX_TENSORS, Schema, TensorSpec, UpTo
+from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, MAX_TENSORS, Optional, Schema, TensorSpec, UpTo
 
 EPISODE = Schema.of(obs=("float32", UpTo(500), 4), action=("int64", UpTo(500)), reward=("float32",))
 
@@ -20,7 +20,8 @@ EPISODE = Schema.of(obs=("float32", UpTo(500), 4), action=("int64", UpTo(500)), 
 @st.composite
 def specs(draw: st.DrawFn, name: str) -> TensorSpec:
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
-    return TensorSpec(name, draw(st.sampled_from(sorted(DTYPES))), shape, bool(shape) and draw(st.booleans()))
+    ragged = bool(shape) and draw(st.booleans())
+    return TensorSpec(name, draw(st.sampled_from(sorted(DTYPES))), shape, ragged, optional=draw(st.booleans()))
 
 
 @st.composite
@@ -80,14 +81,19 @@ def test_layout_refuses_lengths_that_do_not_fit(lengths: tuple[int, ...], messag
 
 @given(st.data(), schemas())
 def test_layout_is_aligned_disjoint_and_within_the_maximum(data: st.DataObject, schema: Schema) -> None:
-    lengths = tuple(data.draw(st.integers(0, spec.shape[0])) for spec in schema.ragged)
+    lengths = tuple(data.draw(st.integers(0, spec.most)) for spec in schema.counted)
     layout = schema.layout(lengths)
+    absent = {spec.name for spec, length in zip(schema.counted, lengths, strict=True) if spec.optional and not length}
     end = 0
     for placement, spec in zip(layout.placements, schema.tensors, strict=True):
         assert placement.offset % ALIGNMENT == 0
         assert 0 <= placement.offset - end < ALIGNMENT
         assert placement.nbytes == np.zeros(placement.shape, placement.dtype).nbytes
-        assert placement.shape[spec.ragged :] == spec.shape[spec.ragged :]
+        assert placement.absent == (spec.name in absent)
+        if placement.absent:
+            assert placement.shape == (0,)
+        else:
+            assert placement.shape[spec.ragged :] == spec.shape[spec.ragged :]
         end = placement.offset + placement.nbytes
     assert layout.total == end <= schema.max_bytes
 
@@ -98,6 +104,12 @@ def test_layout_is_aligned_disjoint_and_within_the_maximum(data: st.DataObject, 
 def test_fingerprint_golden() -> None:
     # Rings and tickets of other versions of this package carry it: it changes only with the version in the text.
     assert EPISODE.fingerprint == "f95e5dcfe70cef7749a0936911ee0e9b"
+
+
+def test_an_optional_tensor_has_a_question_mark_in_the_text_and_another_fingerprint() -> None:
+    schema = Schema.of(obs=Optional("float32", UpTo(500), 4), reward="float32")
+    assert "obs float32? (<=500,4)\n" in str(schema)
+    assert schema.fingerprint != Schema.of(obs=("float32", UpTo(500), 4), reward="float32").fingerprint
 
 
 # --- encodings -------------------------------------------------------------------------------

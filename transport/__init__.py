@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transport.packer.rollout import Rollout, UCXXRolloutMixin
     from transport.ring.buffer import SharedRingBuffer
     from transport.ring.states import SlotState
-    from transport.schema import Schema, TensorSpec, UpTo
+    from transport.schema import Optional, Schema, TensorSpec, UpTo
     from transport.server.server import UCXXServer
     from transport.settings import Settings
     from transport.ticket import Ticket
@@ -38,6 +38,7 @@ _HOMES = {
     "Batch": "training.batch",
     "BlockingClient": "client.blocking",
     "ClientOptions": "packer.options",
+    "Optional": "schema",
     "Payload": "training.payloads",
     "ReadOutcome": "client.payload",
     "ReceivedPayload": "client.payload",
@@ -64,6 +65,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "Schema",
     "TensorSpec",
     "UpTo",
+    "Optional",
     "SharedRingBuffer",
     "SlotState",
     "Ticket",

@@ -412,13 +412,13 @@ class WritePlan:
 
     def __init__(
         self,
-        fields: Sequence[tuple[str, object, tuple[int, ...], int, bool]],
+        fields: Sequence[tuple[str, object, tuple[int, ...], int, bool, bool]],
         array_type: type,
         head: bytes,
         middle: bytes,
         metadata: bytes,
     ) -> None:
-        """fields: name, dtype, shape, itemsize and raggedness of each tensor; then what all tickets share."""
+        """fields: name, dtype, shape, itemsize, ragged and optional of each tensor; then what all tickets share."""
     def add(self, values: object, metadata: bytes | None) -> bool:
         """False, nothing added: not a dict of contiguous arrays that are exactly as the fields say."""
     def add_placed(
@@ -448,9 +448,9 @@ class WritePlan:
 
 @final
 class BatchFields:
-    """The tensors of a schema: bytes of a row, entries at most, raggedness of each. Without raggedness: one row."""
+    """The tensors of a schema: bytes of a row, entries at most, ragged and optional of each. Not ragged: one row."""
 
-    def __init__(self, rows: list[tuple[int, int, bool]]) -> None: ...
+    def __init__(self, rows: list[tuple[int, int, bool, bool]]) -> None: ...
 
 BATCH_COLUMNS: tuple[str, ...]
 
@@ -471,7 +471,7 @@ class ClaimedBatch(Buffer):
     def empty(self) -> list[int]:
         """The payloads without bytes."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
-        """Lengths of the ragged tensors, a row of int64 for each; the payloads whose ticket or size does not fit."""
+        """Numbers in tickets of the counted tensors, a row of int64 for each; the payloads that do not fit."""
     def gather(
         self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:

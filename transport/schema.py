@@ -7,7 +7,8 @@
 Tensors are packed one after another in the order of declaration, each at a multiple of 64 bytes, in C order and
 little-endian. A *ragged* tensor has a leading dimension that differs from payload to payload: its shape names the
 maximum, and its actual length travels in the ticket (`lengths`, in the order of the ragged tensors), so that only
-the used bytes move.
+the used bytes move. An *optional* tensor may be absent from a payload, and then has no bytes. Its number in the ticket,
+whether it is ragged or not, is 0 where it is absent, else its length and one more.
 
 Two sides use the same schema when their fingerprints are equal. The fingerprint is BLAKE2b with 16 bytes over the
 schema's canonical text, `str(schema)`, in ASCII (`printf … | b2sum -l 128` prints the same):
@@ -16,6 +17,8 @@ schema's canonical text, `str(schema)`, in ASCII (`printf … | b2sum -l 128` pr
     obs float32 (<=500,4)\\n
     action int64 (<=500)\\n
     reward float32 ()\\n
+
+An optional tensor has a question mark behind its dtype: `image uint8? (<=512,512,3)`.
 """
 
 from __future__ import annotations
@@ -88,18 +91,33 @@ class UpTo(msgspec.Struct, frozen=True):
     limit: int
 
 
+class Optional:
+    """A tensor or a field which may be absent, for `Schema.of`: ``image=Optional("uint8", UpTo(512), 512, 3)``."""
+
+    __slots__ = ("dimensions", "dtype")
+
+    def __init__(self, dtype: str, *dimensions: int | UpTo) -> None:
+        self.dtype = dtype
+        self.dimensions = dimensions
+
+    def __repr__(self) -> str:
+        return f"Optional({', '.join(map(repr, (self.dtype, *self.dimensions)))})"
+
+
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a schema, or a field of another kind. SchemaError when a part is out of range.
 
     name: ASCII letters, digits and `_ . / -`, starting with a letter or `_`, at most 128 characters.
     dtype: a name of `DTYPES`, or one of `KINDS`: then the shape is the number of bytes.
     shape: at most 32 dimensions, none negative. For a ragged tensor, shape[0] is its maximum length.
+    optional: a payload may be without it.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     ragged: bool = False
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or len(self.name) > MAX_NAME_LENGTH or not _NAME.fullmatch(self.name):
@@ -118,6 +136,8 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SchemaError(f"{self.name}: {wrong}{'; give UpTo(most) where it differs' if -1 in self.shape else ''}")
         if not isinstance(self.ragged, bool):
             raise SchemaError(f"{self.name}: ragged is {_short(self.ragged)}; give true or false")
+        if not isinstance(self.optional, bool):
+            raise SchemaError(f"{self.name}: optional is {_short(self.optional)}; give true or false")
         if self.ragged and not self.shape:
             raise SchemaError(f"{self.name}: a ragged tensor needs a leading dimension, its maximum length")
         if self.dtype in KINDS and len(self.shape) != 1:
@@ -135,15 +155,47 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The dtype in memory: the tensor's own, uint8 for other kinds."""
         return DTYPES.get(self.dtype, _BYTES)
 
+    @property
+    def counted(self) -> bool:
+        """Whether it has a number in tickets: ragged, or optional."""
+        return self.ragged or self.optional
+
+    def count(self, entries: int | None) -> int:
+        """The number in a ticket of a counted tensor: of so many entries (any number, if not ragged), or absent."""
+        if entries is None:
+            return 0
+        return (entries if self.ragged else 0) + self.optional
+
+    @property
+    def most(self) -> int:
+        """The largest number that a ticket may have for it."""
+        return self.count(self.shape[0] if self.ragged else 0)
+
     def __str__(self) -> str:
         """The tensor's line of the canonical text, such as `obs float32 (<=500,4)`."""
-        return f"{self.name} {self.dtype} ({'<=' if self.ragged else ''}{','.join(map(str, self.shape))})"
+        return f"{self.name} {self._coded} ({'<=' if self.ragged else ''}{','.join(map(str, self.shape))})"
+
+    @property
+    def _coded(self) -> str:
+        return f"{self.dtype}{'?' if self.optional else ''}"
+
+    def row(self) -> _Row:
+        """The tensor in an encoded schema."""
+        return self.name, self._coded, self.shape, self.ragged
+
+    @classmethod
+    def of_row(cls, row: _Row) -> TensorSpec:
+        """The tensor that `row` made this of. SchemaError."""
+        name, dtype, shape, ragged = row
+        optional = isinstance(dtype, str) and dtype.endswith("?")
+        return cls(name, dtype[:-1] if optional else dtype, shape, ragged, optional)
 
 
 class Placement(msgspec.Struct, frozen=True):
     """Offset and size in bytes, and actual shape, of one tensor of one payload.
 
     kind: one of `KINDS` for bytes that stand for something else; "" for a tensor.
+    absent: an optional tensor which this payload does not have: of shape (0,), and no bytes.
     """
 
     name: str
@@ -152,6 +204,7 @@ class Placement(msgspec.Struct, frozen=True):
     offset: int
     nbytes: int
     kind: str = ""
+    absent: bool = False
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -190,16 +243,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     # --- making one ----------------------------------------------------------------------------
     @classmethod
-    def of(cls, **tensors: str | tuple[str, *tuple[int | UpTo, ...]]) -> Schema:
+    def of(cls, **tensors: str | tuple[str, *tuple[int | UpTo, ...]] | Optional) -> Schema:
         """`name=(dtype, *dimensions)` for each tensor, in order. A leading `UpTo(n)` makes it ragged.
 
         A dtype alone is a scalar: `Schema.of(tokens=("int32", UpTo(8192)), reward="float32")`. A field may be text,
-        bytes or any nested value, of so many bytes at most: `Schema.of(prompt=("text", UpTo(4096)))`.
+        bytes or any nested value, of so many bytes at most: `Schema.of(prompt=("text", UpTo(4096)))`. One that a
+        payload may be without is `Optional(dtype, *dimensions)`.
 
         Names that are not Python identifiers go in as `Schema.of(**{"obs/image": ("uint8", 84, 84)})`.
         """
         specs = []
         for name, given in tensors.items():
+            optional = isinstance(given, Optional)
+            if isinstance(given, Optional):
+                given = (given.dtype, *given.dimensions)
             if not isinstance(given, str | tuple | list) or not given:
                 raise SchemaError(
                     f"{name}: give (dtype, *dimensions), or a dtype alone for a scalar; got {given!r:.80}"
@@ -215,7 +272,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 shape = tuple(operator.index(size) for size in sizes)  # numpy's integers, too: Gymnasium gives them
             except TypeError as error:
                 raise SchemaError(f"{name}: dimensions {_short(dimensions)} are not ints or UpTo") from error
-            specs.append(TensorSpec(name, dtype, shape, ragged))
+            specs.append(TensorSpec(name, dtype, shape, ragged, optional))
         return cls(tuple(specs))
 
     # --- what follows from it ------------------------------------------------------------------
@@ -226,8 +283,18 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @cached_property
     def ragged(self) -> tuple[TensorSpec, ...]:
-        """The ragged tensors, in the order of their lengths in tickets."""
+        """The ragged tensors, in order."""
         return tuple(spec for spec in self.tensors if spec.ragged)
+
+    @cached_property
+    def counted(self) -> tuple[TensorSpec, ...]:
+        """The ragged and the optional tensors, in the order of their numbers in tickets."""
+        return tuple(spec for spec in self.tensors if spec.counted)
+
+    @cached_property
+    def optional(self) -> tuple[TensorSpec, ...]:
+        """The tensors and fields which a payload may be without, in order."""
+        return tuple(spec for spec in self.tensors if spec.optional)
 
     @cached_property
     def kinds(self) -> Mapping[str, str]:
@@ -248,7 +315,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     @cached_property
     def max_bytes(self) -> int:
         """Size in bytes of the largest payload: every ragged tensor at its maximum length."""
-        return self._place(tuple(spec.shape[0] for spec in self.ragged)).total
+        return self._place(tuple(spec.most for spec in self.counted)).total
 
     @cached_property
     def fingerprint(self) -> str:
@@ -261,21 +328,22 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return "".join(f"{line}\n" for line in lines)
 
     def layout(self, lengths: tuple[int, ...] = ()) -> Layout:
-        """The layout of a payload whose ragged tensors have these lengths, in the order of `ragged`.
+        """The layout of a payload whose ticket has these lengths, in the order of `counted`: see `TensorSpec.count`.
 
-        SchemaError when there are not as many lengths as ragged tensors, or one is outside 0..maximum.
+        SchemaError when there are not as many lengths as counted tensors, or one is outside 0..maximum.
         """
-        if not lengths and not self.ragged:
+        if not lengths and not self.counted:
             return self._fixed_layout
         if not isinstance(lengths, tuple | list):
             raise SchemaError(f"lengths is {_short(lengths)}: give a tuple of whole numbers")
-        if len(lengths) != len(self.ragged):
-            raise SchemaError(f"expected {len(self.ragged)} lengths, one for each ragged tensor, got {len(lengths)}")
-        for spec, length in zip(self.ragged, lengths, strict=True):
+        if len(lengths) != len(self.counted):
+            what = "ragged or optional" if self.optional else "ragged"
+            raise SchemaError(f"expected {len(self.counted)} lengths, one for each {what} tensor, got {len(lengths)}")
+        for spec, length in zip(self.counted, lengths, strict=True):
             if not hasattr(length, "__index__"):
                 raise SchemaError(f"{spec.name}: {_short(length)} is no length: give a whole number")
-            if not 0 <= length <= spec.shape[0]:
-                raise SchemaError(f"{spec.name}: expected a length of 0..{spec.shape[0]}, got {length}")
+            if not 0 <= length <= spec.most:
+                raise SchemaError(f"{spec.name}: expected a length of 0..{spec.most}, got {length}")
         return self._place(lengths)
 
     @cached_property
@@ -286,36 +354,45 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         remaining = iter(lengths)
         placements = []
         end = 0
-        for name, dtype, shape, unit, ragged, kind in self._units:
+        for name, dtype, shape, unit, ragged, kind, optional in self._units:
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            if ragged:
+            if ragged or optional:
                 length = next(remaining)
-                shape, unit = (length, *shape), length * unit
+                if optional and not length:
+                    placements.append(Placement(name, dtype, (0,), offset, 0, kind, absent=True))
+                    end = offset
+                    continue
+                if ragged:
+                    length -= optional
+                    shape, unit = (length, *shape), length * unit
             placements.append(Placement(name, dtype, shape, offset, unit, kind))
             end = offset + unit
         return Layout(tuple(placements), end)
 
     @cached_property
-    def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str], ...]:
-        """Of each tensor name, dtype, shape and bytes, if it is ragged those of one of its rows, whether it is, and its
-        kind: a reader computes the layout of every payload.
+    def _units(self) -> tuple[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, str, bool], ...]:
+        """Of each tensor name, dtype, shape and bytes, if it is ragged those of one of its rows, whether it is, its
+        kind, and whether it is optional: a reader computes the layout of every payload.
         """
         units = []
         for spec in self.tensors:
             dtype = DTYPES.get(spec.dtype, _BYTES)
             shape = spec.shape[1:] if spec.ragged else spec.shape
-            units.append((spec.name, dtype, shape, math.prod(shape) * dtype.itemsize, spec.ragged, spec.kind))
+            unit = math.prod(shape) * dtype.itemsize
+            units.append((spec.name, dtype, shape, unit, spec.ragged, spec.kind, spec.optional))
         return tuple(units)
 
     # --- encodings -----------------------------------------------------------------------------
     def encode(self) -> bytes:
-        """MessagePack: an array of the version and, for each tensor, [name, dtype, shape, ragged]."""
+        """MessagePack: an array of the version and, for each tensor, [name, dtype, shape, ragged].
+
+        The dtype of an optional tensor has a question mark behind it.
+        """
         return self._encoded
 
     @cached_property
     def _encoded(self) -> bytes:
-        rows = tuple((spec.name, spec.dtype, spec.shape, spec.ragged) for spec in self.tensors)
-        return msgspec.msgpack.encode((_VERSION, rows))
+        return msgspec.msgpack.encode((_VERSION, tuple(spec.row() for spec in self.tensors)))
 
     @classmethod
     def decode(cls, data: bytes) -> Schema:
@@ -328,12 +405,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return _decoded(data)
 
     def to_json(self) -> str:
-        """`{"tensors": [{"name": …, "dtype": …, "shape": […], "ragged": …}, …]}`, indented for people."""
+        """`{"tensors": [{"name": …, "dtype": …, "shape": […], "ragged": …, "optional": …}, …]}`, for people."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Schema:
-        """The schema in this JSON; `ragged` may be left out. SchemaError says which part is wrong."""
+        """The schema in this JSON; `ragged` and `optional` may be left out. SchemaError says which part is wrong."""
         if not isinstance(text, str | bytes):
             raise SchemaError(f"{_short(text)} is no JSON: give text or bytes")
         _check_size(text)
@@ -361,7 +438,7 @@ def difference(schema: Schema, others: Iterable[Schema]) -> str:
 @lru_cache(maxsize=256)
 def schema_of_rows(rows: tuple[_Row, ...]) -> Schema:
     """The schema of these (name, dtype, shape, ragged), made once for the same rows. SchemaError."""
-    return Schema(tuple(TensorSpec(*row) for row in rows))
+    return Schema(tuple(map(TensorSpec.of_row, rows)))
 
 
 @lru_cache(maxsize=256)
@@ -377,7 +454,7 @@ def _decoded(data: bytes) -> Schema:
         rows = _decode_rows(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise SchemaError(f"these bytes are not a schema: {error}") from error
-    return Schema(tuple(TensorSpec(*row) for row in rows))
+    return Schema(tuple(map(TensorSpec.of_row, rows)))
 
 
 _decode_frame = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode  # a later version may have other rows

@@ -10,12 +10,13 @@
 
 namespace transport::python {
 
-// (bytes of a row, entries at most, ragged) of each tensor, in the schema's order.
+// (bytes of a row, entries at most, ragged, optional) of each tensor, in the schema's order.
 inline BatchFields fields_of(const nb::list& rows) {
   std::vector<BatchFields::Field> all;
   for (nb::handle each : rows) {
     const auto row = nb::cast<nb::tuple>(each);
-    all.push_back({nb::cast<std::uint64_t>(row[0]), nb::cast<std::uint64_t>(row[1]), nb::cast<bool>(row[2])});
+    all.push_back({nb::cast<std::uint64_t>(row[0]), nb::cast<std::uint64_t>(row[1]), nb::cast<bool>(row[2]),
+                   nb::cast<bool>(row[3])});
   }
   return BatchFields(std::move(all));
 }

@@ -24,6 +24,8 @@ using namespace nb::literals;
 
 namespace {
 
+constexpr std::byte kNothing{};
+
 // Contiguous memory that is held until the plan is gone.
 class Source {
  public:
@@ -46,7 +48,7 @@ struct Field {
   nb::object name, dtype;
   std::vector<std::uint64_t> shape;
   std::uint64_t itemsize;
-  bool ragged;
+  bool ragged, optional;
 };
 
 struct Piece {
@@ -70,13 +72,14 @@ struct Terms {
 
 class WritePlan {
  public:
-  // fields: (name, dtype, shape, itemsize, ragged) of each tensor, or none where payloads describe themselves.
+  // fields: (name, dtype, shape, itemsize, ragged, optional) of each tensor, or none where payloads describe themselves.
   WritePlan(nb::list fields, nb::object array_type, const nb::bytes& head, const nb::bytes& middle,
             const nb::bytes& metadata)
       : array_type_(std::move(array_type)), head_(text(head)), middle_(text(middle)), metadata_(text(metadata)) {
     for (nb::handle each : fields) {
       const auto row = nb::cast<nb::tuple>(each);
-      Field field{nb::borrow(row[0]), nb::borrow(row[1]), {}, nb::cast<std::uint64_t>(row[3]), nb::cast<bool>(row[4])};
+      Field field{nb::borrow(row[0]), nb::borrow(row[1]),        {}, nb::cast<std::uint64_t>(row[3]),
+                  nb::cast<bool>(row[4]), nb::cast<bool>(row[5])};
       for (nb::handle length : nb::cast<nb::tuple>(row[2])) field.shape.push_back(nb::cast<std::uint64_t>(length));
       fields_.push_back(std::move(field));
     }
@@ -187,6 +190,12 @@ class WritePlan {
 
   bool add_tensor(const Field& field, nb::handle values, Planned& planned) {
     PyObject* const value = PyDict_GetItemWithError(values.ptr(), field.name.ptr());
+    if (value == Py_None && field.optional) {
+      planned.lengths.push_back(0);
+      planned.total = BatchFields::aligned(planned.total);
+      pieces_.push_back({planned.total, 0, &kNothing});
+      return true;
+    }
     if (value == nullptr || Py_TYPE(value) != reinterpret_cast<PyTypeObject*>(array_type_.ptr())) {
       PyErr_Clear();
       return false;
@@ -208,7 +217,8 @@ class WritePlan {
       const auto length = static_cast<std::uint64_t>(view.shape[i]);
       if (i == 0 && field.ragged ? length > field.shape[0] : length != field.shape[i]) return false;
     }
-    if (field.ragged) planned.lengths.push_back(static_cast<std::uint64_t>(view.shape[0]));
+    if (field.ragged || field.optional)
+      planned.lengths.push_back((field.ragged ? static_cast<std::uint64_t>(view.shape[0]) : 0) + field.optional);
     const std::uint64_t offset = BatchFields::aligned(planned.total);
     const auto bytes = static_cast<std::uint64_t>(view.len);
     pieces_.push_back({offset, bytes, static_cast<const std::byte*>(view.buf)});

@@ -25,6 +25,15 @@ class BatchFields {
     std::uint64_t row_bytes;  // of one entry of the leading dimension, or of the whole tensor where it is not ragged
     std::uint64_t most;       // entries
     bool ragged;
+    bool optional = false;
+
+    bool counted() const { return ragged || optional; }  // it has a number in a payload's ticket
+    // Its entries in a payload, by that number, which is 0 where an optional one is absent, else one more than the
+    // entries of its leading dimension. More than `most` for what is no number of it.
+    std::uint64_t entries(std::uint64_t number) const {
+      if (!optional || number == 0) return number;
+      return ragged ? number - 1 : number == 1 ? most : most + 1;
+    }
   };
   static constexpr std::uint64_t kAlignment = 64;
   static constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;  // of all tensors: so that no sum of theirs wraps
@@ -35,15 +44,15 @@ class BatchFields {
       if (field.most > kMostBytes || __builtin_mul_overflow(field.row_bytes, field.most, &bytes) ||
           (most_ += std::min(bytes, kMostBytes) + kAlignment) > kMostBytes)
         fail(Fault::argument, "tensors larger than any memory");
-      ragged_ += field.ragged;
+      counted_ += field.counted();
     }
   }
   const std::vector<Field>& all() const { return all_; }
-  std::size_t ragged() const { return ragged_; }
+  std::size_t counted() const { return counted_; }
 
-  // Reads the lengths of a payload's ragged tensors, `ragged()` of them. False: note and size do not fit the fields.
+  // Reads the numbers of a payload's counted tensors, `counted()` of them. False: note and size do not fit the fields.
   bool fit(std::string_view note, std::uint64_t size, std::uint64_t* lengths) const {
-    return (ragged_ == 0 || read_lengths(note, lengths, ragged_)) && fill(lengths, size);
+    return (counted_ == 0 || read_lengths(note, lengths, counted_)) && fill(lengths, size);
   }
 
   // Whether tensors of these lengths are a payload of this size.
@@ -51,7 +60,7 @@ class BatchFields {
     std::uint64_t end = 0;
     std::size_t next = 0;
     for (const Field& field : all_) {
-      const std::uint64_t rows = field.ragged ? lengths[next++] : field.most;
+      const std::uint64_t rows = field.counted() ? field.entries(lengths[next++]) : field.most;
       if (rows > field.most) return false;
       end = aligned(end) + rows * field.row_bytes;
     }
@@ -62,7 +71,7 @@ class BatchFields {
 
  private:
   std::vector<Field> all_;
-  std::size_t ragged_ = 0;
+  std::size_t counted_ = 0;
   std::uint64_t most_ = 0;
 };
 
@@ -79,14 +88,14 @@ struct GatherTarget {
 class Gathering {
  public:
   // sizes: of the payloads, which must be those of their lengths.
-  // lengths: of the ragged fields, of payload after payload; they stay until the end.
+  // lengths: numbers of the counted fields, of payload after payload; they stay until the end.
   Gathering(const BatchFields& fields, std::vector<GatherTarget> targets, const std::vector<std::uint64_t>& lengths,
             const std::vector<std::uint64_t>& sizes)
       : fields_(fields), lengths_(lengths), all_(std::move(targets)) {
-    if (all_.size() != fields.all().size() || lengths.size() != sizes.size() * fields.ragged())
+    if (all_.size() != fields.all().size() || lengths.size() != sizes.size() * fields.counted())
       fail(Fault::argument, "the payloads were not measured by these fields");
     for (std::size_t i = 0; i < sizes.size(); ++i)
-      if (!fields.fill(lengths.data() + i * fields.ragged(), sizes[i]))
+      if (!fields.fill(lengths.data() + i * fields.counted(), sizes[i]))
         fail(Fault::argument, "the payloads were not measured by these fields");
     for (const GatherTarget& target : all_) skips_ |= target.skipped;
     check_room(sizes.size());
@@ -100,11 +109,12 @@ class Gathering {
     std::optional<Checksum> hasher;
     if (fused) hasher.emplace();
     std::uint64_t end = 0;
-    std::size_t length = next_ * fields_.ragged();
+    std::size_t length = next_ * fields_.counted();
     for (std::size_t f = 0; f < all_.size(); ++f) {
       const BatchFields::Field& field = fields_.all()[f];
       GatherTarget& target = all_[f];
-      const std::uint64_t bytes = (field.ragged ? lengths_[length++] : field.most) * field.row_bytes;
+      const std::uint64_t bytes =
+          (field.counted() ? field.entries(lengths_[length++]) : field.most) * field.row_bytes;
       const std::uint64_t offset = BatchFields::aligned(end);
       if (target.skipped) {
         end = offset + bytes;
@@ -127,26 +137,26 @@ class Gathering {
 
  private:
   void check_room(std::size_t count) const {
-    std::size_t ragged = 0;
+    std::size_t counted = 0;
     for (std::size_t f = 0; f < all_.size(); ++f) {
       const BatchFields::Field& field = fields_.all()[f];
       const GatherTarget& target = all_[f];
       if (target.skipped) {
-        ragged += field.ragged;
+        counted += field.counted();
         continue;
       }
       std::uint64_t end = target.start;
       if (end > target.size) fail(Fault::argument, "the memory of a field is too small for the batch");
       for (std::size_t i = 0; i < count; ++i) {
         const std::uint64_t bytes =
-            (field.ragged ? lengths_[i * fields_.ragged() + ragged] : field.most) * field.row_bytes;
+            (field.counted() ? field.entries(lengths_[i * fields_.counted() + counted]) : field.most) * field.row_bytes;
         const std::uint64_t step = target.packed ? bytes : target.stride;
         if (bytes > step || step > target.size - end)
           fail(Fault::argument, "the memory of a field is too small for the batch");
         end += step;
       }
       if (target.fill.empty()) fail(Fault::argument, "a fill value has at least one byte");
-      ragged += field.ragged;
+      counted += field.counted();
     }
   }
 

@@ -61,20 +61,20 @@ class Received {
     return found;
   }
 
-  // The lengths of the ragged tensors, a row for each; the payloads whose ticket or size does not fit the fields.
+  // The numbers of the counted tensors, a row for each; the payloads whose ticket or size does not fit the fields.
   std::vector<std::size_t> measure(const BatchFields& fields, std::span<std::int64_t> rows) {
     const Busy busy(busy_);
     const std::size_t n = payloads_.size();
-    if (rows.size() != n * fields.ragged()) fail(Fault::argument, "not room for the lengths");
-    ragged_ = fields.ragged();
-    lengths_.assign(n * ragged_, 0);
+    if (rows.size() != n * fields.counted()) fail(Fault::argument, "not room for the lengths");
+    counted_ = fields.counted();
+    lengths_.assign(n * counted_, 0);
     std::vector<std::size_t> wrong;
     for (std::size_t i = 0; i < n; ++i)
       if (const std::string_view note = note_of(payloads_[i]);
-          read_fingerprint(note).empty() || !fields.fit(note, payloads_[i].length, lengths_.data() + i * ragged_))
+          read_fingerprint(note).empty() || !fields.fit(note, payloads_[i].length, lengths_.data() + i * counted_))
         wrong.push_back(i);
     for (std::size_t i = 0; i < n; ++i)
-      for (std::size_t k = 0; k < ragged_; ++k) rows[k * n + i] = static_cast<std::int64_t>(lengths_[i * ragged_ + k]);
+      for (std::size_t k = 0; k < counted_; ++k) rows[k * n + i] = static_cast<std::int64_t>(lengths_[i * counted_ + k]);
     return wrong;
   }
 
@@ -83,7 +83,7 @@ class Received {
   template <typename Find, typename Work>
   std::vector<std::size_t> gather(const BatchFields& fields, Find targets, bool verify, Work work) {
     const Busy busy(busy_);  // from here on: finding the targets' memory may run other code
-    if (ragged_ != fields.ragged()) fail(Fault::argument, "the payloads were not measured by these fields");
+    if (counted_ != fields.counted()) fail(Fault::argument, "the payloads were not measured by these fields");
     std::vector<std::uint64_t> sizes;
     for (const ReceivedPayload& each : payloads_) sizes.push_back(each.length);
     const auto memory = targets();
@@ -121,9 +121,9 @@ class Received {
     const Busy busy(busy_);
     require(index);
     payloads_.erase(payloads_.begin() + static_cast<std::ptrdiff_t>(index));
-    const auto first = static_cast<std::ptrdiff_t>(index * ragged_);
-    if (lengths_.size() == (payloads_.size() + 1) * ragged_)
-      lengths_.erase(lengths_.begin() + first, lengths_.begin() + first + static_cast<std::ptrdiff_t>(ragged_));
+    const auto first = static_cast<std::ptrdiff_t>(index * counted_);
+    if (lengths_.size() == (payloads_.size() + 1) * counted_)
+      lengths_.erase(lengths_.begin() + first, lengths_.begin() + first + static_cast<std::ptrdiff_t>(counted_));
   }
 
   const ReceivedPayload& at(std::size_t index) const {
@@ -164,7 +164,7 @@ class Received {
   std::vector<Piece> pieces_;
   std::vector<ReceivedPayload> payloads_;
   std::vector<std::uint64_t> lengths_;  // of payload after payload
-  std::size_t ragged_ = 0;
+  std::size_t counted_ = 0;
   std::atomic<bool> busy_ = false;
 };
 

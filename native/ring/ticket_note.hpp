@@ -194,7 +194,7 @@ inline std::string_view read_fingerprint(std::string_view note) {
                                                                                                  : std::string_view();
 }
 
-// The lengths of the ragged tensors that a note tells, exactly `count` of them. False: it is not such a note.
+// The numbers of the ragged and the optional tensors that a note tells, exactly `count` of them. False: it is not such a note.
 inline bool read_lengths(std::string_view note, std::uint64_t* lengths, std::size_t count) {
   if (!note.starts_with(kNoteMagic)) return false;
   MessagePackReader reader(note.substr(kNoteMagic.size()));

@@ -14,7 +14,7 @@ from transport import Schema, SharedRingBuffer, TensorSpec, _ring
 from transport.errors import UsageError
 
 SCHEMA = Schema((TensorSpec("data", "uint8", (64,), ragged=True),))
-FIELDS = _ring.BatchFields([(1, 64, True)])
+FIELDS = _ring.BatchFields([(1, 64, True, False)])
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_payloads_are_not_gathered_by_fields_other_than_those_that_measured_them
     write(ring, 1)
     batch = ring.native.claim_batch(1, 0.0)
     batch.measure(FIELDS, np.empty((1, 1), np.int64))
-    larger = _ring.BatchFields([(1 << 20, 64, True)])
+    larger = _ring.BatchFields([(1 << 20, 64, True, False)])
     with pytest.raises(UsageError, match="not measured"):
         batch.gather(larger, target(np.zeros(64 << 20, np.uint8), 64 << 20), False)
 
@@ -58,7 +58,7 @@ def test_payloads_are_not_gathered_by_fields_other_than_those_that_measured_them
 )
 def test_tensors_larger_than_any_memory_are_refused(rows: Any) -> None:
     with pytest.raises(UsageError, match="larger than"):
-        _ring.BatchFields(rows)
+        _ring.BatchFields([(*row, False) for row in rows])
 
 
 def test_threads_that_gather_consume_and_release_one_batch_take_turns(ring: SharedRingBuffer) -> None:

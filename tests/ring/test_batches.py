@@ -57,9 +57,10 @@ def schemas() -> st.SearchStrategy[Schema]:
     def spec(name: str) -> st.SearchStrategy[TensorSpec]:
         shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
         return st.builds(
-            lambda dtype, shape, ragged: TensorSpec(name, dtype, shape, ragged and len(shape) > 0),
+            lambda dtype, shape, ragged, optional: TensorSpec(name, dtype, shape, ragged and len(shape) > 0, optional),
             st.sampled_from(sorted(DTYPES)),
             shapes,
+            st.booleans(),
             st.booleans(),
         )
 
@@ -75,10 +76,14 @@ def schemas() -> st.SearchStrategy[Schema]:
 )
 def test_a_batch_is_what_numpy_makes_of_its_payloads(schema: Schema, seed: int, count: int, layout: Any) -> None:
     random = np.random.default_rng(seed)
-    wanted: list[dict[str, np.ndarray]] = []
+    wanted: list[dict[str, np.ndarray | None]] = []
     for _ in range(count):
-        each = {}
+        each: dict[str, np.ndarray | None] = {}
         for spec in schema.tensors:
+            if spec.optional and random.integers(2):
+                if random.integers(2):
+                    each[spec.name] = None
+                continue
             shape = (int(random.integers(0, spec.shape[0] + 1)), *spec.shape[1:]) if spec.ragged else spec.shape
             dtype = DTYPES[spec.dtype]
             bits = random.integers(0, 2 if dtype == np.bool_ else 256, (*shape, dtype.itemsize), np.uint8)
@@ -89,9 +94,16 @@ def test_a_batch_is_what_numpy_makes_of_its_payloads(schema: Schema, seed: int, 
         with claim_batch(ring, count, layout=layout, verify=True) as batch:
             assert len(batch) == count
             for spec in schema.tensors:
-                arrays = [each[spec.name] for each in wanted]
-                for found, array in zip(batch, arrays, strict=True):
-                    same(found[spec.name], array)
+                given = [each.get(spec.name) for each in wanted]
+                for found, array in zip(batch, given, strict=True):
+                    assert (found[spec.name] is None) == (array is None)
+                    if array is not None:
+                        same(found[spec.name], array)
+                if spec.optional:
+                    assert batch.present[spec.name].tolist() == [array is not None for array in given]
+                shape = (0, *spec.shape[1:]) if spec.ragged else spec.shape
+                nothing = np.full(shape, 0, DTYPES[spec.dtype])
+                arrays = [nothing if array is None else array for array in given]
                 if spec.ragged:
                     assert batch.lengths[spec.name].tolist() == [len(array) for array in arrays]
                 if layout == "packed":

@@ -106,7 +106,8 @@ def _as_bytes(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[str, 
     """The arrays, and the bytes of what is none."""
     places = {each.name: slice(each.offset, each.offset + each.nbytes) for each in payload.layout().placements}
     kinds = payload.schema.kinds if payload.schema else {}
-    return {name: payload.data[places[name]] if name in kinds else array for name, array in arrays.items()}
+    there = {name: array for name, array in arrays.items() if array is not None}
+    return {name: payload.data[places[name]] if name in kinds else array for name, array in there.items()}
 
 
 def _arrays(payload: ReceivedPayload) -> dict[str, Any]:
@@ -157,6 +158,7 @@ def _description(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[st
                 "bytes": each.nbytes,
             }
             for each in payload.layout().placements
+            if not each.absent
         ],
     }
 

@@ -93,6 +93,8 @@ class DevicePayload(ReceivedPayload):
         return {each.name: self._tensor(data, each) for each in self.layout().placements}
 
     def _tensor(self, data: Any, placement: Placement) -> Any:
+        if placement.absent:
+            return None
         found = self._target.library.view(data, placement)
         return field_value(placement.kind, to_host(found), placement.name) if placement.kind else found
 

@@ -4,7 +4,8 @@ list    the payloads' own arrays, where the payloads lie
 padded  (batch, longest, …) with a fill value behind each payload's rows, and the lengths
 packed  all rows one behind the other, and `cu_seqlens`, the int32 offsets that attention kernels want
 
-Tensors that are not ragged are (batch, …) in the last two. Text, bytes and values are lists in all of them, and lie in
+Tensors that are not ragged are (batch, …) in the last two. Where an optional tensor is absent, its row has the fill
+value, or it has no rows, and `present` is False. Text, bytes and values are lists in all of them, and lie in
 memory of this process. What a batch tells of its payloads are columns; there is no
 Python object for one payload until it is asked for.
 """
@@ -79,6 +80,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         schema: of what the batch has of each payload.
         lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy); of text, bytes and
             values their bytes.
+        present: of each optional tensor or field, by name, whether a payload has it (bool, numpy).
         slots, generations, ranks, attempts, in_vain, policy_versions, sizes: columns (int64, numpy); attempts count
             this one, `in_vain` are those before it that count for ``max_deliveries``,
             a payload whose writer gave no version has `NO_VERSION`, sizes are bytes.
@@ -94,7 +96,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         self._shape = shape
         self._landing = landing
         self._whole = schema  # of the payloads; the batch may have some of their fields only
-        self._whole_lengths: dict[str, npt.NDArray[np.int64]] = {}
+        self._numbers: dict[str, npt.NDArray[np.int64]] = {}  # of all counted tensors of the payloads, as in tickets
         self.schema = shape.part(schema)
         self.layout: BatchLayout = shape.layout
         self.dropped = dropped
@@ -106,6 +108,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         self._bytes: dict[str, Array] = {}  # of the fields that are no tensors, one behind the other
         self._spans: dict[str, npt.NDArray[np.int64]] = {}
         self.lengths: dict[str, npt.NDArray[np.int64]] = {}
+        self.present: dict[str, npt.NDArray[np.bool_]] = {}
         self._cu_seqlens: dict[str, Any] = {}
 
     # --- what it is ---------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         dropped = 0
         measured = []
         for part in parts:
-            rows = np.empty((len(schema.ragged), len(part)), np.int64)
+            rows = np.empty((len(schema.counted), len(part)), np.int64)
             if unfit := part.measure(fields, rows):
                 for at in reversed(unfit):  # the next claimer would find the same
                     part.drop(at, _UNFIT, True, consumer)
@@ -238,11 +241,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
                 rows = np.delete(rows, unfit, axis=1)
             measured.append(rows)
         batch = cls(parts, schema, shape, _NOWHERE, dropped)
-        names = (spec.name for spec in schema.ragged)
-        batch._whole_lengths = lengths = dict(zip(names, _joined(measured, len(schema.ragged)), strict=True))
-        if batch.schema is not schema:
-            lengths = {spec.name: lengths[spec.name] for spec in batch.schema.ragged}
-        batch.lengths = lengths
+        batch._measure(_joined(measured, len(schema.counted)))
         return batch
 
     @classmethod
@@ -257,11 +256,10 @@ class Gathered(Sequence[Mapping[str, Any]]):
         consumer: str,
     ) -> Self:
         fields = fields_of(schema)
-        names = [spec.name for spec in schema.ragged]
         dropped = 0
         measured = []
         for part in parts:
-            rows = np.empty((len(names), len(part)), np.int64)
+            rows = np.empty((len(schema.counted), len(part)), np.int64)
             unfit = part.measure(fields, rows)
             for at in reversed(unfit):  # the next claimer would find the same
                 part.drop(at, _UNFIT, True, consumer)
@@ -269,7 +267,8 @@ class Gathered(Sequence[Mapping[str, Any]]):
             measured.append(np.delete(rows, unfit, axis=1) if unfit else rows)
         while True:
             batch = cls(parts, schema, shape, landing, dropped)
-            batch._place(dict(zip(names, _joined(measured, len(names)), strict=True)))
+            batch._measure(_joined(measured, len(schema.counted)))
+            batch._place()
             wrong = batch._fetch(fields, fills)
             if not any(wrong):
                 batch._arrive()
@@ -291,14 +290,20 @@ class Gathered(Sequence[Mapping[str, Any]]):
         self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions = self.columns[:6]
         self._offsets, self.in_vain = self.columns[6:]
 
-    def _place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
+    def _measure(self, numbers: npt.NDArray[np.int64]) -> None:
+        """Take the numbers of the payloads' tickets, a row for each counted tensor."""
+        self._numbers = dict(zip((spec.name for spec in self._whole.counted), numbers, strict=True))
+        self.present = {spec.name: self._numbers[spec.name] > 0 for spec in self.schema.optional}
+        self.lengths = {
+            spec.name: self._numbers[spec.name] - self.present[spec.name] if spec.optional else self._numbers[spec.name]
+            for spec in self.schema.ragged
+        }
+
+    def _place(self) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `_fetch`."""
-        self._whole_lengths = lengths
-        if self.schema is not self._whole:
-            lengths = {spec.name: lengths[spec.name] for spec in self.schema.ragged}
-        self.lengths = lengths
         if self.layout == "list":
             return
+        lengths = self.lengths
         kinds = self.schema.kinds
         tensors = [spec for spec in self.schema.tensors if spec.name not in kinds] if kinds else self.schema.tensors
         others = list(kinds)
@@ -322,7 +327,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         if name in self.lengths:
             return self.lengths[name]
         [spec] = (spec for spec in self.schema.tensors if spec.name == name)
-        return np.full(len(self), spec.shape[0], np.int64)
+        return np.full(len(self), spec.shape[0], np.int64) * self.present.get(name, 1)
 
     def _shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
         if not spec.ragged:
@@ -373,7 +378,12 @@ class Gathered(Sequence[Mapping[str, Any]]):
         self._arrays = dict(zip(self._arrays, found, strict=False))
         self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=False)) or self._ends
 
+    def _is_absent(self, name: str, at: int) -> bool:
+        return name in self.present and not self.present[name][at]
+
     def _decoded(self, name: str, at: int) -> Any:
+        if self._is_absent(name, at):
+            return None
         begin, end = self._spans[name][at : at + 2].tolist()
         return field_value(self.schema.kinds[name], self._bytes[name][begin:end], f"{name} of payload {at}")
 
@@ -383,7 +393,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
         self._landing.make_stream_wait()
         found = {}
         for spec in self.schema.tensors:
-            if spec.kind:
+            if spec.kind or self._is_absent(spec.name, at):
                 found[spec.name] = self._decoded(spec.name, at)
                 continue
             array = self._arrays[spec.name]
@@ -399,8 +409,8 @@ class Gathered(Sequence[Mapping[str, Any]]):
     def _where_it_lies(self, at: int) -> Mapping[str, Any]:
         if self._places is None:
             rows = (
-                zip(*(each.tolist() for each in self._whole_lengths.values()), strict=True)
-                if self._whole_lengths
+                zip(*(each.tolist() for each in self._numbers.values()), strict=True)
+                if self._numbers
                 else [()] * len(self)
             )
             lies = [memory_of(part, each) for part in self._parts for each in range(len(part))]
@@ -417,7 +427,7 @@ class Gathered(Sequence[Mapping[str, Any]]):
                 layout = Layout(kept, layout.total)
             self._layouts[lengths] = layout
         arrays = {
-            place.name: np.ndarray(place.shape, place.dtype, memory, offset + place.offset)
+            place.name: None if place.absent else np.ndarray(place.shape, place.dtype, memory, offset + place.offset)
             for place in layout.placements
         }
         return Fields(arrays, self.schema.kinds) if self.schema.kinds else arrays

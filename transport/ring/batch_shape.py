@@ -39,7 +39,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layout: "list", "padded" or "packed".
-        fill: what stands behind a payload's rows in a padded tensor: a number for all, or by name.
+        fill: what stands behind a payload's rows in a padded tensor, and in place of an absent one: a number for all,
+            or by name.
         pad_to: "longest", or the entries that every ragged tensor is padded to.
         out: the caller's own arrays, by name, for padded and packed batches in host memory.
         memory: "host", "pinned", or a device: "cupy", "torch", "cupy:1" and so on.
@@ -98,9 +99,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             return _same_fills(schema, repr(fill), fill)
         if not isinstance(fill, Mapping):
             return _same_fills.__wrapped__(schema, "", fill)
-        if strange := set(fill) - {spec.name for spec in schema.ragged if not spec.kind}:
+        if strange := set(fill) - {spec.name for spec in schema.counted if not spec.kind}:
             raise SchemaError(
-                f"fill has values for {', '.join(sorted(strange))}, which are no ragged tensors of the schema"
+                f"fill has values for {', '.join(sorted(strange))}, which are no ragged tensors of the schema, nor "
+                "optional ones"
             )
         return {spec.name: _fill(spec, fill.get(spec.name, 0)) for spec in schema.tensors}
 
@@ -112,7 +114,7 @@ def _same_fills(schema: Schema, text: str, value: complex) -> dict[str, bytes]:
 
 
 def _fill(spec: TensorSpec, value: complex) -> bytes:
-    if not spec.ragged or spec.kind:
+    if not spec.counted or spec.kind:
         return bytes(1)
     dtype = DTYPES[spec.dtype]
     try:
@@ -145,5 +147,5 @@ def fields_of(schema: Schema) -> _ring.BatchFields:
     for spec in schema.tensors:
         inner = spec.shape[1:] if spec.ragged else spec.shape
         row_bytes = int(np.prod(inner, dtype=np.int64)) * spec.storage.itemsize
-        rows.append((row_bytes, spec.shape[0] if spec.ragged else 1, spec.ragged))
+        rows.append((row_bytes, spec.shape[0] if spec.ragged else 1, spec.ragged, spec.optional))
     return _ring.BatchFields(rows)

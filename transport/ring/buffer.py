@@ -484,7 +484,8 @@ class SharedRingBuffer(Attachment):
         Use as a context manager: the end of the ``with`` publishes, an exception in it gives the slot back.
 
         Args:
-            lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
+            lengths: actual length of each ragged tensor by name, and of each optional one that is there (of one that is
+                not ragged any number); where the ring has no schema, this payload's `Schema`.
         """
         terms = terms_of(self.readers_of(readers), deadline_s)
         if isinstance(lengths, Schema):

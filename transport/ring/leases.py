@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from transport import _ring
 from transport._ring import Loan
 from transport.errors import ClosedError, InvalidTransition, SchemaError
@@ -27,12 +25,18 @@ from transport.ticket import NO_SCHEMA, Ticket, host_identity
 log = logging.getLogger(__name__)
 
 
-def ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:
-    """The lengths of the ragged tensors in the schema's order. SchemaError when names are missing or unknown."""
-    ragged = [spec.name for spec in schema.ragged]
-    if set(named) != set(ragged):
-        raise SchemaError(f"reserve() needs the lengths of {ragged}, the ragged tensors, and got {sorted(named)}")
-    return tuple(int(named[name]) for name in ragged)
+def ordered_lengths(schema: Schema, named: Mapping[str, int | None]) -> tuple[int, ...]:
+    """The numbers that a ticket has for tensors of these lengths. SchemaError when names are missing or unknown.
+
+    An optional tensor without a length is absent; of one that is not ragged any number says that it is there.
+    """
+    needed = [spec.name for spec in schema.ragged if not spec.optional]
+    if not set(needed) <= set(named) <= {spec.name for spec in schema.counted}:
+        may = [spec.name for spec in schema.optional]
+        more = f", and may have those of {may}, the optional ones" if may else ""
+        raise SchemaError(f"reserve() needs the lengths of {needed}, the ragged tensors{more}, and got {sorted(named)}")
+    given = ((spec, named.get(spec.name)) for spec in schema.counted)
+    return tuple(spec.count(None if entries is None else int(entries)) for spec, entries in given)
 
 
 @functools.lru_cache(maxsize=16)  # the same at every write, unless a server starts
@@ -97,7 +101,7 @@ class WriteLease(_Lease):
         self._readers = terms.readers
         self._created, self._deadline = terms.times()
         self._ticket: Ticket | None = None
-        self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
+        self._arrays: dict[str, Any] | None = None
         self.layout = layout
         self.metadata: dict[str, Any] = metadata
         """Small values that travel in the ticket; may be changed until publishing."""
@@ -110,13 +114,13 @@ class WriteLease(_Lease):
         return f"<WriteLease slot {self.slot} generation {self._loan.generation} {state}>"
 
     @property
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The slot's memory as writable arrays by name. Not to be used after publishing."""
+    def arrays(self) -> dict[str, Any]:
+        """The slot's memory as writable arrays by name; None: absent. Not to be used after publishing."""
         if self._arrays is None:
             self._arrays = views(self.layout, self.memory, writable=True)
         return self._arrays
 
-    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+    def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
 
     @property

@@ -33,6 +33,7 @@ Field: TypeAlias = Array | Pieces
 Casting = Literal["safe", "same_kind", "unsafe"]
 
 _ZEROS: Final = bytes(ALIGNMENT)  # longer than any gap between two tensors
+_ABSENT: Final = {dtype: np.empty(0, dtype) for dtype in DTYPES.values()}
 
 
 # --- in: values to arrays ------------------------------------------------------------------------
@@ -89,9 +90,10 @@ def _exact(value: object, name: str) -> tuple[str, Field]:
 def describe(
     schema: Schema, mapping: Mapping[str, object], casting: Casting = "safe"
 ) -> tuple[list[Field], tuple[int, ...]]:
-    """The mapping's values as arrays in the schema's order, and the lengths of the ragged ones.
+    """The mapping's values as arrays in the schema's order, and the numbers that a ticket has for them.
 
     Text, bytes and values are arrays of their bytes, or `Pieces`. A list of numbers is an array where the schema asks.
+    An optional tensor is absent where there is no value, or None.
 
     The arrays keep their memory, dtype and strides; `pack_into` converts while it copies. A dtype may differ from the
     schema's where numpy's rule `casting` allows it: "safe" only widens, "same_kind" also narrows (float64 to float32),
@@ -101,20 +103,24 @@ def describe(
     """
     _check_mapping(mapping)
     if mapping.keys() != set(schema.names):
-        missing = [name for name in schema.names if name not in mapping]
+        missing = [spec.name for spec in schema.tensors if spec.name not in mapping and not spec.optional]
         extra = sorted(repr(name) for name in mapping if name not in schema.names)
         found = {"missing": missing, "not in the schema": extra}
-        wrong = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
-        raise SchemaError(f"expected the tensors {', '.join(schema.names)}; {wrong}")
+        if wrong := "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names):
+            raise SchemaError(f"expected the tensors {', '.join(schema.names)}; {wrong}")
     arrays: list[Field] = []
     lengths = []
     kinds = schema.kinds
     for spec in schema.tensors:
-        value = mapping[spec.name]
+        value = mapping.get(spec.name) if spec.optional else mapping[spec.name]
+        if value is None and spec.optional:
+            arrays.append(_ABSENT[spec.storage])
+            lengths.append(spec.count(None))
+            continue
         array = _other(spec, value) if kinds and spec.name in kinds else _fitted(spec, value, casting)
         arrays.append(array)
-        if spec.ragged:
-            lengths.append(array.shape[0])
+        if spec.counted:
+            lengths.append(spec.count(array.shape[0] if spec.ragged else 0))
     return arrays, tuple(lengths)
 
 
@@ -297,8 +303,8 @@ def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 # --- out: packed bytes to arrays -----------------------------------------------------------------
-def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarray]:
-    """The payload's tensors by name, as arrays in the buffer's own memory.
+def views(layout: Layout, buffer: object, writable: bool) -> dict[str, Any]:
+    """The payload's tensors by name, as arrays in the buffer's own memory; None for those that it is without.
 
     buffer: contiguous host bytes, at least `layout.total`. Every array keeps it exported, hence alive and in place.
     The arrays are read-only unless `writable`, and then cannot be made writable either.
@@ -310,7 +316,7 @@ def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarra
     # Not numpy.ndarray(buffer=…): that gives up the export and keeps only the object behind it, so that a bytearray
     # may be resized and a mapping be unmapped under the array.
     base = np.asarray(flat)
-    return {placement.name: _array_at(base, placement) for placement in layout.placements}
+    return {place.name: None if place.absent else _array_at(base, place) for place in layout.placements}
 
 
 def decoded_views(layout: Layout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
@@ -322,13 +328,13 @@ def decoded_views(layout: Layout, buffer: object, kinds: Mapping[str, str]) -> M
     return Fields(arrays, kinds) if kinds else arrays
 
 
-def _views_of(layout: Layout, memory: Any) -> dict[str, np.ndarray]:
+def _views_of(layout: Layout, memory: Any) -> dict[str, Any]:
     """The same for our own read-only memory, which stays in place as long as its object lives: a call per tensor."""
     if len(memory) < layout.total:
         raise BufferUnsuitableError(f"the buffer has {len(memory)} bytes, the payload {layout.total}")
     return {
-        placement.name: np.ndarray(placement.shape, placement.dtype, memory, placement.offset)
-        for placement in layout.placements
+        place.name: None if place.absent else np.ndarray(place.shape, place.dtype, memory, place.offset)
+        for place in layout.placements
     }
 
 

@@ -70,12 +70,12 @@ def part_of(ticket: Ticket, schema: Schema | None, fields: tuple[str, ...]) -> P
 @lru_cache(maxsize=64)
 def _chosen(schema: Schema, fields: tuple[str, ...]) -> tuple[Schema, tuple[int, ...]]:
     part = schema.only(fields)
-    return part, tuple(at for at, spec in enumerate(schema.ragged) if spec.name in set(part.names))
+    return part, tuple(at for at, spec in enumerate(schema.counted) if spec.name in set(part.names))
 
 
 def _part(schema: Schema, whole: Layout, lengths: tuple[int, ...], fields: tuple[str, ...]) -> PayloadPart:
-    part, ragged = _chosen(schema, fields)
-    layout = part.layout(tuple(lengths[at] for at in ragged))
+    part, counted = _chosen(schema, fields)
+    layout = part.layout(tuple(lengths[at] for at in counted))
     names = set(part.names)
     inside = Layout(tuple(each for each in whole.placements if each.name in names), whole.total)
     ranges = tuple(

@@ -275,8 +275,11 @@ def _head(ring_id: str, segment: str, addresses: str, ports: tuple[int, ...]) ->
 
 
 @lru_cache(maxsize=64)
-def _fields(schema: Schema) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...], int, bool]], bytes]:
-    fields = [(spec.name, spec.storage, spec.shape, spec.storage.itemsize, spec.ragged) for spec in schema.tensors]
+def _fields(schema: Schema) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...], int, bool, bool]], bytes]:
+    fields = [
+        (spec.name, spec.storage, spec.shape, spec.storage.itemsize, spec.ragged, spec.optional)
+        for spec in schema.tensors
+    ]
     return fields, _middle(schema, inline=False)
 
 

@@ -243,6 +243,11 @@ class Payloads(Sequence[Payload]):
         return self._arrays().lengths
 
     @property
+    def present(self) -> dict[str, npt.NDArray[np.bool_]]:
+        """By the name of an optional field, whether each payload has it; where False, a padded tensor has the fill."""
+        return self._arrays().present
+
+    @property
     def cu_seqlens(self) -> dict[str, Any]:
         """Beginnings of the payloads' rows in each packed tensor, and the end of the last (int32); else empty."""
         return self._arrays().cu_seqlens

@@ -174,23 +174,24 @@ class Fields(Mapping[str, Any]):
     """The fields of a payload by name: arrays as they are, others decoded when they are first looked at.
 
     Args:
-        arrays: of every field; those of text, bytes and values are their bytes (uint8).
+        arrays: of every field; those of text, bytes and values are their bytes (uint8). None: it is absent.
         kinds: of the fields that are no arrays.
     """
 
     __slots__ = ("_arrays", "_found", "_kinds")
 
-    def __init__(self, arrays: dict[str, np.ndarray], kinds: Mapping[str, str]) -> None:
+    def __init__(self, arrays: dict[str, np.ndarray | None], kinds: Mapping[str, str]) -> None:
         self._arrays = arrays
         self._kinds = kinds
         self._found: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         kind = self._kinds.get(name)
-        if kind is None:
-            return self._arrays[name]
+        array = self._arrays[name]
+        if kind is None or array is None:
+            return array
         if name not in self._found:
-            self._found[name] = field_value(kind, self._arrays[name], name)
+            self._found[name] = field_value(kind, array, name)
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:

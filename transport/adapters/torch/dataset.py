@@ -238,10 +238,14 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
 
 def _tensor_batch(batch: Batch) -> dict[str, Any]:
-    """Tensors of all payloads by name; beside each ragged one its lengths (int64) and, packed, cu_seqlens (int32)."""
+    """Tensors of all payloads by name; beside each ragged one its lengths (int64) and, packed, cu_seqlens (int32).
+
+    Beside an optional one stands which payloads have it (bool).
+    """
     found = batch.torch()
-    beside = {f"{name}.lengths": lengths for name, lengths in batch.lengths.items()}
+    beside: dict[str, Any] = {f"{name}.lengths": lengths for name, lengths in batch.lengths.items()}
     beside |= {f"{name}.cu_seqlens": ends for name, ends in batch.cu_seqlens.items()}
+    beside |= {f"{name}.present": mask for name, mask in batch.present.items()}
     if taken := beside.keys() & found.keys():
         raise SchemaError(f"the schema's tensor {', '.join(sorted(taken))} has the name of what stands beside another")
     return found | as_tensors(beside)

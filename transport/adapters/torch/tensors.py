@@ -48,6 +48,6 @@ def tensors(payload: ReceivedPayload | Payload) -> dict[str, Any]:
         warnings.simplefilter("ignore", UserWarning)  # that the memory is only to be read
         flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
     return {
-        placement.name: payload[placement.name] if placement.kind else TORCH.view(flat, placement)
+        placement.name: payload[placement.name] if placement.kind or placement.absent else TORCH.view(flat, placement)
         for placement in payload.layout().placements
     }
