@@ -1,4 +1,4 @@
-"""Whoever starts while the network is away takes part when it is back: a listener, a trainer, and a client that knows
+"""Whoever starts while the network is away takes part when it is back: a listener, a client, and a client that knows
 nothing else of the network than loopback. The hosts are those of two_hosts.py.
 """
 
@@ -17,38 +17,33 @@ ROLLOUT = """
 import sys
 from transport import Rollout, Schema, ServerOptions
 address, mode = sys.argv[1:]
-with Rollout(Schema.of(x="int64"), mode=mode, server=ServerOptions(addresses=(address,))) as rollout:
-    rollout.write({"x": 7})
-    print(*rollout.ports, flush=True)
+server = ServerOptions(addresses=(address,))
+with Rollout(Schema.of(x="int64"), mode=mode, server=server, drain_s=0) as rollout:
+    print(rollout.write({"x": 7}).to_text(), flush=True)
     sys.stdin.readline()
 """
 
-# Takes a payload from each address; says when it has tried one in vain.
+# Reads each ticket; says when it has tried one in vain.
 CLIENT = """
-import asyncio, sys
-from transport import UCXXClient
+import sys
+from transport import BlockingClient, Schema, Settings
 from transport.errors import TransportError
 
-async def take(client, address):
+def read(client, ticket):
     said = False
     while True:
         try:
-            if batch := await client.take(address, 1, wait_s=1.0):
-                return batch
+            return int(client.read(ticket)["x"])
         except TransportError:
             if not said:
                 print("in vain", flush=True)
             said = True
 
-async def main():
-    async with UCXXClient(wire={"tcp"}) as client:
-        for address in sys.argv[1:]:
-            batch = await take(client, address)
-            print(int.from_bytes(batch.data(0), "little"), flush=True)
-            batch = None
-            await asyncio.to_thread(sys.stdin.readline)
-
-asyncio.run(main())
+settings = Settings(calls_per_ticket=1, attempts_per_read=1)
+with BlockingClient(wire={"tcp"}, schemas=[Schema.of(x="int64")], settings=settings) as client:
+    for ticket in sys.argv[1:]:
+        print(read(client, ticket), flush=True)
+        sys.stdin.readline()
 """
 
 
@@ -68,19 +63,19 @@ def test_a_listener_that_started_without_its_interface_serves_it_later(hosts: tu
     here, there = hosts
     cable(here, "down")
     with here.python(ROLLOUT, here.address, "process") as rollout:
-        port = rollout.line()
+        ticket = rollout.line()
         cable(here, "up")
-        with there.python(CLIENT, f"{here.address}:{port}") as client:
+        with there.python(CLIENT, ticket) as client:
             assert "7" in (client.line(), client.line())
         rollout.tell()
         assert rollout.wait() == 0
 
 
-def test_a_client_that_started_without_its_interface_takes_payloads_later(hosts: tuple[Host, Host]) -> None:
+def test_a_client_that_started_without_its_interface_reads_later(hosts: tuple[Host, Host]) -> None:
     here, there = hosts
     with here.python(ROLLOUT, here.address, "thread") as rollout:
         cable(there, "down")
-        with there.python(CLIENT, f"{here.address}:{rollout.line()}") as client:
+        with there.python(CLIENT, rollout.line()) as client:
             assert client.line() == "in vain"
             cable(there, "up")
             assert client.line() == "7"
@@ -94,7 +89,7 @@ def test_a_client_that_knows_loopback_alone_keeps_its_connection_and_reaches_wha
     with (
         there.python(ROLLOUT, "127.0.0.1", "thread") as near,
         here.python(ROLLOUT, here.address, "thread") as far,
-        there.python(CLIENT, *(f"127.0.0.1:{near.line()}", f"{here.address}:{far.line()}")) as client,
+        there.python(CLIENT, near.line(), far.line()) as client,
     ):
         assert client.line() == "7"
         cable(there, "up")

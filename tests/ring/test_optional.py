@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from claimed import claim_batch
 
 from transport import BlockingClient, Optional, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer, UpTo
 from transport.errors import SchemaError
@@ -65,7 +66,7 @@ def test_over_a_wire_and_of_some_fields_the_same_comes() -> None:
 def test_a_batch_has_a_mask_of_them_in_every_layout(layout: Any, fields: tuple[str, ...]) -> None:
     with SharedRingBuffer.create(SCHEMA, slots=8) as ring:
         ring.write_many(PAYLOADS)
-        with ring.claim_batch(3, layout=layout, fields=fields, fill=9) as batch:
+        with claim_batch(ring, 3, layout=layout, fields=fields, fill=9) as batch:
             there = {name: [wanted[name] is not None for wanted in WANTED] for name in fields if name != "tokens"}
             assert {name: mask.tolist() for name, mask in batch.present.items()} == there
             assert [as_lists(each) for each in batch] == [{name: each[name] for name in fields} for each in WANTED]
