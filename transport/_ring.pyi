@@ -487,6 +487,8 @@ class ClaimedBatch(Buffer):
         """The payload leaves the batch, consumed. False: others have it."""
     def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
         """The payload leaves the batch, dead or to be claimed again after the delay."""
+    def divide(self) -> list[ClaimedBatch]:
+        """Each payload as a batch of its own; this one has none then."""
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """Give back what was not finished, after the delay, and let kept memory go. Idempotent."""
     def note(self, index: int) -> bytes:

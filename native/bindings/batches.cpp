@@ -100,6 +100,20 @@ class ClaimedBatch {
     leave(index);
   }
 
+  // Each payload as a batch of its own; this one has none then.
+  nb::list divide() {
+    payloads_->require_idle();
+    nb::list all;
+    for (OwnedClaim& each : claims_) {
+      std::vector<OwnedClaim> one;
+      one.push_back(std::move(each));
+      all.append(claimed_batch(nb::handle_t<Ring>(keep_), std::move(one)));
+    }
+    claims_.clear();
+    payloads_ = std::make_unique<Received>(std::vector<Received::Piece>(), std::vector<ReceivedPayload>());
+    return all;
+  }
+
   // Gives back what was not consumed, after the delay, and lets kept memory go. Idempotent.
   void release(double delay_s, bool in_vain) {
     payloads_->require_idle();
@@ -156,6 +170,7 @@ void bind_batches(nb::module_& module) {
       .def("renew", &ClaimedBatch::renew)
       .def("consume", &ClaimedBatch::consume, "index"_a)
       .def("drop", &ClaimedBatch::drop, "index"_a, "reason"_a, "dead"_a, "consumer"_a = "", "delay_s"_a = 0.0)
+      .def("divide", &ClaimedBatch::divide)
       .def("release", &ClaimedBatch::release, "delay_s"_a = 0.0, "in_vain"_a = true);
   bind_payloads(batch);
   module.attr("BATCH_COLUMNS") = nb::make_tuple("slot", "generation", "rank", "attempts", "length", "policy_version",

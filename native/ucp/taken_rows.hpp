@@ -49,7 +49,8 @@ inline const char* taken_fault(const std::byte* message, std::size_t length, std
     if (taken.rank != terms.rank) return "a payload for another rank";
     head += taken.note_bytes;
     if (taken.length > kMostLength) return "a payload that no slot can hold";
-    if (at != 0 && taken.length > terms.most_bytes - std::min(bytes, terms.most_bytes))  // as `Ring::claim` has it
+    const std::uint64_t room = terms.most_bytes - std::min(bytes, terms.most_bytes);
+    if (at != 0 && terms.joined_most != 0 && taken.length > room)  // as `Ring::claim` has it
       return "more bytes of payloads than were asked for";
     bytes += taken.length;
     if ((taken.flags & kJoined) == 0) continue;

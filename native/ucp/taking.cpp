@@ -23,6 +23,7 @@ constexpr std::uint64_t kCopied = 16 << 10;  // payloads of at most so many byte
 constexpr std::uint64_t kLookAgain_ns = 250'000'000;
 constexpr std::uint64_t kMillisecond = 1'000'000;
 constexpr std::array<std::byte, kTakenAlignment> kZeros{};
+constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 62;  // bytes: no payload moves with the claims
 
 }  // namespace
 
@@ -48,7 +49,8 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
   connection.expect_no_more();
   Demand demand{&connection,
                 number,
-                {record.rank, record.slot, record.length, std::bit_cast<std::int64_t>(record.key), record.attempts,
+                {record.rank, record.slot, record.joined_most == 0 ? kUnlimited : record.length,
+                 std::bit_cast<std::int64_t>(record.key), record.attempts,
                  connection.endpoint_->peer()},
                 record.joined_most,
                 monotonic_ns() + record.generation * kMillisecond};

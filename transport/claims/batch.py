@@ -256,7 +256,7 @@ class TakenBatch:
         buffer: Any,
         notes: Rows,
         offsets: Rows,
-        read: Mapping[int, Any],
+        read: Mapping[int, Any] | None,
         dropped: int = 0,
     ) -> None:
         self.claims = claims
@@ -267,7 +267,7 @@ class TakenBatch:
         self._buffer = memoryview(buffer).toreadonly()
         self._notes = notes
         self._offsets = offsets
-        self._read = read  # by position: payloads that were not joined to the answer
+        self._read = read  # by position: payloads that were not joined to the answer; None: no bytes were asked for
         self.ring = claims.connection.ring
         self._places: list[tuple[int, int]] | None = None  # (begin, end): one element of an array costs more
 
@@ -289,7 +289,7 @@ class TakenBatch:
 
     def _part(self, owned: _ring.OwnedClaims, begin: int) -> TakenBatch:
         end = begin + len(owned)
-        read = {at - begin: own for at, own in self._read.items() if begin <= at < end}
+        read = self._read and {at - begin: own for at, own in self._read.items() if begin <= at < end}
         notes, offsets = self._notes[begin:end], self._offsets[begin:end]
         return TakenBatch(self.claims, owned, self._buffer, notes, offsets, read)
 
@@ -323,7 +323,9 @@ class TakenBatch:
         rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]
         rows[7] = verified
         pieces = [self._buffer]
-        for at, own in self._read.items():
+        if self._read is None:
+            rows[1:3] = 0
+        for at, own in (self._read or {}).items():
             piece = memoryview(own).toreadonly()
             rows[:3, at] = len(pieces), 0, min(int(self.rows["length"][at]), piece.nbytes)  # none: no ticket to read by
             pieces.append(piece)

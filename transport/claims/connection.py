@@ -157,7 +157,8 @@ class ClaimConnection:
         Returns the demand's number, for `take_back`, and the future of what it brings.
 
         Args:
-            most_bytes: of all payloads together; a single larger one comes alone.
+            most_bytes: of all payloads together; a single larger one comes alone. 0: their bytes do not come, and are
+                not counted.
             rank: whose; or the name of a consumer of one rank.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
@@ -190,7 +191,7 @@ class ClaimConnection:
             ) from None
         taken: asyncio.Future[TakenBatch] = self.loop.create_future()
         limit_s = wait_s + self._settings.read_timeout(most_bytes)
-        waiter = self._waiter(partial(self._came, taken, buffer, verify), limit_s, "a demand")
+        waiter = self._waiter(partial(self._came, taken, buffer, verify, most_bytes > 0), limit_s, "a demand")
         number = self.link.native.take(
             waiter,
             buffer,
@@ -217,13 +218,14 @@ class ClaimConnection:
         taken: asyncio.Future[TakenBatch],
         buffer: Any,
         verify: bool,
+        contents: bool,
         outcome: Any,
     ) -> None:
         """The answer to a demand. What has come whole needs no task."""
         try:
             answer, whole = self._answer(outcome, buffer, verify)
-            if whole:
-                taken.set_result(self._batch(answer, {}, answer.wrong))
+            if whole or not contents:
+                taken.set_result(self._batch(answer, {} if contents else None, answer.wrong))
             else:
                 self._task(self._read_apart(answer), taken)
         except MemoryError:
@@ -261,12 +263,12 @@ class ClaimConnection:
         self.abort()  # its claims end with it
         return BatchTooLargeError("there was no memory for an answer; ask for fewer most_bytes")
 
-    def _batch(self, answer: _Answer, read: Mapping[int, Any], wrong: Sequence[int]) -> TakenBatch:
+    def _batch(self, answer: _Answer, read: Mapping[int, Any] | None, wrong: Sequence[int]) -> TakenBatch:
         rows, notes, offsets, _, buffer, _, claims, owned = answer
         if not wrong:
             return TakenBatch(claims, owned, buffer, notes, offsets, read)
         kept = self._without(claims, owned, wrong)
-        read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
+        read = read and {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
         held = self._client.hold(self, rows[kept])
         return TakenBatch(*held, buffer, notes[kept], offsets[kept], read, len(wrong))
 

@@ -65,6 +65,7 @@ class Demands:
         arrived: is given what came.
         settled: is told of each end of claims, with the positions whose end it is.
         most_attempts: what was claimed so often in vain is dead; 0: no limit.
+        contents: whether payloads come with their claims.
 
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
@@ -81,7 +82,9 @@ class Demands:
         *,
         rank: int | str,
         most_attempts: int,
+        contents: bool = True,
     ) -> None:
+        self._most_bytes = MOST_BYTES if contents else 0
         self._all = connections
         self._find = find
         self._arrived = arrived
@@ -131,7 +134,9 @@ class Demands:
 
     def _size(self) -> None:
         """No more payloads in a demand than fit its bytes: as many large ones as small ones are not held ready."""
-        fit = max(1, min(engine().MOST_TAKEN, MOST_BYTES // max(1, self._largest)))
+        fit = engine().MOST_TAKEN
+        if self._most_bytes:
+            fit = max(1, min(fit, self._most_bytes // max(1, self._largest)))
         most = min(self._most, fit)
         self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
 
@@ -266,7 +271,7 @@ class Demands:
         try:
             self._numbers[ask.demand], taken = link.demand(
                 ask.n,
-                most_bytes=MOST_BYTES,
+                most_bytes=self._most_bytes,
                 wait_s=_WAIT_S if ask.waits else 0.0,
                 rank=self._rank,
                 oldest_version=self.oldest_version,
@@ -321,7 +326,8 @@ class Demands:
             return batch.dropped >= n
         self._largest = max(batch.rows["length"].tolist())
         self._size()
-        return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > MOST_BYTES
+        whole = self._most_bytes > 0 and batch.nbytes + self._largest > self._most_bytes
+        return whole or len(batch) + batch.dropped >= n
 
     # --- what goes on meanwhile -------------------------------------------------------------------------
     async def _follow(self) -> None:

@@ -106,6 +106,7 @@ class NetworkSource:
         max_deliveries: claims in vain after which a delivery is dead.
         bell: called when something has come, for threads that wait for rings of this host as well.
         thread, claims: of the client; None: one of its own, as the operator configured it, from the first claim on.
+        contents: whether payloads come with their claims.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class NetworkSource:
         bell: Callable[[], object] = lambda: None,
         thread: LoopThread | None = None,
         claims: ClaimConnections | None = None,
+        contents: bool = True,
     ) -> None:
+        self._contents = contents
         self._served = served
         self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
         self._bell = bell
@@ -166,12 +169,19 @@ class NetworkSource:
         made = _Rank()
 
         def came(batch: TakenBatch) -> None:
-            made.came.append(batch)
-            made.arrived.wake()
-            self._bell()
+            if made.wanted is not None:  # else it goes back
+                made.came.append(batch)
+                made.arrived.wake()
+                self._bell()
 
         made.demands = Demands(
-            self._claims, self._served, came, self._settled, rank=rank, most_attempts=self._most_attempts
+            self._claims,
+            self._served,
+            came,
+            self._settled,
+            rank=rank,
+            most_attempts=self._most_attempts,
+            contents=self._contents,
         )
         made.idling = asyncio.create_task(self._give_back_when_idle(made, self._claims.settings.claim_lease_s))
         self._ranks[rank] = made
@@ -185,12 +195,13 @@ class NetworkSource:
         """
         while True:
             await asyncio.sleep(lease_s / 4)
-            if time.monotonic() - of.asked > lease_s:
-                if of.wanted is not None:
-                    of.wanted = None
-                    of.demands.want(0, 1, None)
-                while _next(of.came) is not None:
-                    pass
+            if of.wanted is not None and time.monotonic() - of.asked > lease_s:
+                _rest(of)
+
+    def rest(self) -> None:
+        """Ask for nothing more, and give back what came, until the next take."""
+        for of in list(self._ranks.values()):
+            self._soon(_rest, of)
 
     def _soon(self, what: Callable[..., object], *arguments: object) -> None:
         if self._thread is not None:
@@ -391,6 +402,13 @@ def summed(counts: Mapping[tuple[str, int, str], int], rank: int | None, but: se
 
 async def _end_all(groups: Mapping[ClaimedRows, list[int]], end: End) -> None:
     await asyncio.gather(*(claims.end(np.asarray(positions, np.intp), end) for claims, positions in groups.items()))
+
+
+def _rest(of: _Rank) -> None:
+    of.wanted = None
+    of.demands.want(0, 1, None)
+    while _next(of.came) is not None:
+        pass
 
 
 def _next(came: deque[TakenBatch]) -> TakenBatch | None:

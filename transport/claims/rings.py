@@ -118,7 +118,8 @@ class FoundRings(TicketQueue):
         self._here = RingsOfHost(self.places, self.lease_s, max_deliveries)
         self._closed = threading.Event()
         self._process = os.getpid()
-        self._networks: dict[Carrier | None, NetworkSource] = {}  # of each user; the one without a client is this one's
+        # Of each user, with payloads and without; the one without a client is this one's:
+        self._networks: dict[tuple[Carrier | None, bool], NetworkSource] = {}
         # Of users that have left:
         self._past: Counter[tuple[str, int, str]] = Counter()
         self._past_failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
@@ -128,7 +129,7 @@ class FoundRings(TicketQueue):
         self._carries = not wires or set(wires) != {"mapped"}
         self._schemas: frozenset[str] = frozenset()
         self._wanted: Sequence[Schema] = ()
-        self._network = self._networks[None] = NetworkSource(self._served, max_deliveries, self._here.bell.ring)
+        self._network = self._networks[None, True] = NetworkSource(self._served, max_deliveries, self._here.bell.ring)
         self._begin()
 
     def _begin(self) -> None:
@@ -152,25 +153,27 @@ class FoundRings(TicketQueue):
         """A writer of this process: the payloads of its ring are this queue's, too. The ring stays its own."""
         self._here.add(ring)
 
-    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> FoundRings:
-        """See `TicketQueue.connect`: payloads from elsewhere come through this client."""
+    def connect(
+        self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema], *, contents: bool = True
+    ) -> FoundRings:
+        """See `TicketQueue.connect`: payloads from elsewhere come through this client; only claims without contents."""
         self._check_open()
         own = copy.copy(self)
         own._schemas = frozenset(schema.fingerprint for schema in schemas)
         own._wanted = schemas
         own._maps, own._carries = client.allows("mapped"), client.carries()
-        own._network = self._networks[client] = NetworkSource(
-            own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims
+        own._network = self._networks[client, contents] = NetworkSource(
+            own._served, self._max_deliveries, self._here.bell.ring, thread, client.claims, contents
         )
         own._begin()
         client.why_nothing = own._waiting.text
         return own
 
     def disconnect(self, client: Carrier) -> None:
-        network = self._networks.get(client)
-        if network is not None:
+        for key in [key for key in list(self._networks) if key[0] is client]:
+            network = self._networks[key]
             network.close()
-            self._networks.pop(client, None)
+            self._networks.pop(key, None)
             self._past.update({key: count for key, count in network.counts.items() if key[2] != "claimed"})
             self._past_failures.extend(network.failures)
 
@@ -298,6 +301,10 @@ class FoundRings(TicketQueue):
         """Say to the rings of this host that this process lives; those elsewhere hear it from their connections."""
         if not self._closed.is_set():
             self._here.heard()
+
+    def rest(self) -> None:
+        """Leave payloads of rings elsewhere to others until the next take: no demand waits, and what came goes back."""
+        self._network.rest()
 
     def _waited(self, rank: int | str, give_up: float, here: Sequence[Ranked]) -> bool:
         """After a look that found nothing: whether the time is over. Raises then what is this process's own fault."""
@@ -581,7 +588,9 @@ class RingQueue(FoundRings):
         """None: a client reads it by its ticket."""
         return None
 
-    def connect(self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema]) -> FoundRings:
+    def connect(
+        self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema], *, contents: bool = True
+    ) -> FoundRings:
         """The queue itself: its rings are at hand, whatever wires the client uses."""
         client.why_nothing = self._waiting.text
         return self

@@ -31,14 +31,17 @@ class TakenPart:
     Args:
         thread: whose loop is the connection's, for `consumption`.
         verified: whether the checksums were compared on arrival.
+
+    Attributes:
+        claims, owned, positions: what the payloads are claimed by; who keeps ``owned`` keeps the claims.
     """
 
     def __init__(self, taken: TakenBatch, thread: LoopThread | None = None, *, verified: bool = False) -> None:
         self._thread = thread
-        self._claims = taken.claims
-        self._owned = taken.owned
+        self.claims = taken.claims
+        self.owned = taken.owned
         self._rows = taken.rows
-        self._positions = np.arange(taken.first, taken.first + len(taken))
+        self.positions = np.arange(taken.first, taken.first + len(taken))
         self.dropped = taken.dropped  # before it was a part
         self._received = taken.received(verified=verified)
 
@@ -51,12 +54,12 @@ class TakenPart:
     @property
     def ring(self) -> str:
         """Whose payloads they are."""
-        return self._claims.connection.ring
+        return self.claims.connection.ring
 
     @property
     def wire(self) -> Wire:
         """Name of the wire that carried the payloads."""
-        wire: Wire = self._claims.connection.link.wire
+        wire: Wire = self.claims.connection.link.wire
         return wire
 
     def schemas(self) -> list[str]:
@@ -89,7 +92,7 @@ class TakenPart:
 
     def _counted(self, wrong: list[int]) -> list[int]:
         if wrong:
-            self._claims.soon(self._claims.connection.changed, len(wrong))
+            self.claims.soon(self.claims.connection.changed, len(wrong))
         return wrong
 
     def note(self, index: int) -> bytes:
@@ -106,48 +109,48 @@ class TakenPart:
         if dead:
             self.leave_out(index, End(Verdict.DEAD, reason, consumer))
             return
-        self._claims.soon(self._claims.return_soon, self._positions[index : index + 1], delay_s, True)
+        self.claims.soon(self.claims.return_soon, self.positions[index : index + 1], delay_s, True)
         self._forget(index)
 
     def _forget(self, index: int) -> None:
         self._received.drop(index)
         self._rows = np.delete(self._rows, index)
-        self._positions = np.delete(self._positions, index)
+        self.positions = np.delete(self.positions, index)
 
     def ask_to_consume(self) -> None:
         """Ask the ring to consume the claims, without waiting for the answer."""
-        self._claims.soon(self._claims.end, self._positions, CONSUME)
+        self.claims.soon(self.claims.end, self.positions, CONSUME)
 
     @property
     def answered(self) -> bool:
         """Whether the ring has answered, or is out of reach."""
-        return int(self._claims.verdicts[self._positions].min(initial=_IN_QUESTION)) >= _IN_QUESTION
+        return int(self.claims.verdicts[self.positions].min(initial=_IN_QUESTION)) >= _IN_QUESTION
 
     def consumption(self) -> npt.NDArray[np.bool_]:
         """Wait for the answer to `ask_to_consume`: which claims count as consumed. Asked again, it is the same."""
         if not self.answered:
             assert self._thread is not None, "consumption() waits for the loop of a thread"
-            job: Job[npt.NDArray[np.bool_]] = Job(self._thread, partial(self._claims.end, self._positions, CONSUME))
+            job: Job[npt.NDArray[np.bool_]] = Job(self._thread, partial(self.claims.end, self.positions, CONSUME))
             job.start()
             job.result()
         if self.answered:
-            self._owned.settled()  # nothing goes back with the object
-        consumed: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == _CONSUMED
+            self.owned.settled()  # nothing goes back with the object
+        consumed: npt.NDArray[np.bool_] = self.claims.verdicts[self.positions] == _CONSUMED
         return consumed
 
     def in_question(self) -> npt.NDArray[np.bool_]:
         """Tell for each whether its ring went out of reach before its answer."""
-        found: npt.NDArray[np.bool_] = self._claims.verdicts[self._positions] == _IN_QUESTION
+        found: npt.NDArray[np.bool_] = self.claims.verdicts[self.positions] == _IN_QUESTION
         return found
 
     def leave_out(self, index: int, end: End) -> None:
         """End the claim of the payload so, which leaves the part, without waiting for the answer."""
-        self._claims.soon(_end_owned, self._claims, self._owned, self._positions[index : index + 1], end)
+        self.claims.soon(_end_owned, self.claims, self.owned, self.positions[index : index + 1], end)
         self._forget(index)
 
     def release(self, delay_s: float = 0.0, in_vain: bool = True) -> None:
         """See `ClaimedPart`."""
-        self._claims.soon(self._claims.return_soon, self._positions, delay_s, in_vain)
+        self.claims.soon(self.claims.return_soon, self.positions, delay_s, in_vain)
 
 
 def _end_owned(claims: ClaimedRows, owned: _ring.OwnedClaims, positions: Positions, end: End) -> None:

@@ -1,0 +1,287 @@
+"""Holding: claims of a run's rings that a planner has taken, here and elsewhere, without a byte of their payloads.
+
+    samples = holding.take(256, timeout_s=0.1)         # tickets and what rings say of them
+    holding.consume(each.delivery for each in samples) # asks, and does not wait
+    holding.settle()                                   # {delivery: True, …}, as the rings answer
+
+    held ──consume──► asked ──(the ring's answer)──► consumed, or another's
+      │                 ▲└────(out of reach)───────► in question, and held: `consume` asks again
+      ├── give_back, close ──► may be claimed again
+      ├── discard ──► dead
+      └── (connection lost, lease over) ──► `lost`
+
+Mapped rings answer at once. What became of claims elsewhere stands in their `ClaimedRows`, by position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transport import _ring
+from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, Verdict
+from transport.claims.rings import FoundRings
+from transport.claims.taken_part import TakenPart
+from transport.errors import ClosedError
+from transport.ring.batch import columns_of
+from transport.ticket import Ticket
+from transport.training.payloads import ring_of
+
+Delivery = tuple[str, int, int]
+"""Ring id, slot and generation of a payload."""
+
+_OPEN, _CONSUMED = int(Verdict.OPEN), int(Verdict.CONSUMED)
+
+
+class Sample(NamedTuple):
+    """A payload that was claimed, without its bytes; or the end of a group (`Ticket.ends_group`).
+
+    Attributes:
+        note: the encoded ticket.
+        attempts, in_vain: how often the delivery was claimed, this time included; how often in vain before.
+        size: bytes of the payload.
+        version: of the policy that made it, where the writer said so.
+    """
+
+    delivery: Delivery
+    note: bytes
+    rank: int
+    attempts: int
+    in_vain: int
+    size: int
+    version: int | None
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket, decoded anew each time. TicketError: the writer has put something else there."""
+        return Ticket.decode(self.note)
+
+
+class _Here:
+    """A claim of a mapped ring."""
+
+    __slots__ = ("asked", "claim")
+
+    def __init__(self, claim: _ring.ClaimedBatch) -> None:
+        self.claim = claim
+        self.asked = False
+
+    @property
+    def lost(self) -> bool:
+        try:
+            return not self.asked and not self.claim.renew()
+        except ClosedError:
+            return True
+
+    def consumed(self) -> bool:
+        """Consume; asked again, the answer is the same."""
+        try:
+            return self.claim.finish() == b"\1"
+        except ClosedError:  # the claim has ended with its ring
+            return False
+
+
+class _There:
+    """A claim of a ring elsewhere; goes back with the last that has ``owned``."""
+
+    __slots__ = ("claims", "owned", "position")
+
+    def __init__(self, claims: ClaimedRows, owned: _ring.OwnedClaims, position: int) -> None:
+        self.claims = claims
+        self.owned = owned
+        self.position = position
+
+    @property
+    def lost(self) -> bool:
+        return self.claims.connection.lost and self.claims.verdicts[self.position] == _OPEN
+
+
+_Held = _Here | _There
+_Answer = list[tuple[Delivery, _Held | None, bool | None]]
+_Group = list[tuple[Delivery, _There]]  # of one answer, in its order
+_Groups = dict[ClaimedRows, _Group]
+
+
+class Holding:
+    """Claims that a planner holds. Belongs to one thread.
+
+    They last while the process lives and is heard, as a trainer's do: somebody calls `FoundRings.heard`.
+
+    Args:
+        rings: connected without contents, see `FoundRings.connect`.
+        rank: whose deliveries; or the name of a consumer of one rank.
+        consumer: names the holder in the rings' reports.
+    """
+
+    def __init__(self, rings: FoundRings, rank: int | str, consumer: str) -> None:
+        self._rings = rings
+        self._rank = rank
+        self._consumer = consumer
+        self._held: dict[Delivery, _Held] = {}
+        self._answers: deque[_Answer] = deque()  # the client's loop appends
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Holding of {len(self)} claims, rank {self._rank}{' closed' if self._closed else ''}>"
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, delivery: Delivery) -> bool:
+        return delivery in self._held
+
+    def take(self, n: int, timeout_s: float = 0.0, oldest_version: int | None = None) -> list[Sample]:
+        """Claim up to ``n`` payloads, of each ring the oldest first; waits ``timeout_s`` for the first.
+
+        What is older than ``oldest_version`` is discarded. A delivery whose claim was lost may come again.
+
+        Raises:
+            ClosedError: the holding is closed, or the rings are.
+            WireNotAllowedError, AuthenticationError and the like: what keeps this process from every ring.
+        """
+        if self._closed:
+            raise ClosedError("this holding is closed")
+        samples: list[Sample] = []
+        for part in self._rings.take_parts(
+            n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest_version
+        ):
+            ring = ring_of(part)
+            notes = [part.note(at) for at in range(len(part))]
+            rows = columns_of([part]).T.tolist()
+            for row, note, held in zip(rows, notes, _claims_of(part), strict=True):
+                slot, generation, rank, attempts, size, version, _, in_vain = row
+                delivery = (ring, slot, generation)
+                self._held[delivery] = held
+                known = None if version == _ring.NO_VERSION else version
+                samples.append(Sample(delivery, note, rank, attempts, in_vain, size, known))
+        return samples
+
+    # --- ends ---------------------------------------------------------------------------------------
+    def consume(self, deliveries: Iterable[Delivery]) -> None:
+        """Ask the rings to consume what was learned, without a wait: `settle` has their answers, one for each."""
+        here, there, strange = self._divided(deliveries)
+        answer: _Answer = [(delivery, None, False) for delivery in strange]
+        for delivery, held in here:
+            held.asked = True
+            answer.append((delivery, held, held.consumed()))
+        self._answers.append(answer)
+        if there:
+            next(iter(there)).soon(self._ask, there)
+
+    def _ask(self, there: _Groups) -> None:
+        """Ask rings elsewhere. On the loop."""
+        for claims, group in there.items():
+            answered = claims.end(_positions(group), CONSUME)
+            answered.add_done_callback(partial(self._answered, claims, group))
+
+    def _answered(self, claims: ClaimedRows, group: _Group, answered: asyncio.Future[Any]) -> None:
+        if not answered.cancelled():
+            answered.exception()  # which stands in the verdicts: in question
+        verdicts = claims.verdicts[_positions(group)].tolist()
+        self._answers.append(
+            [
+                (delivery, held, None if verdict < _CONSUMED else verdict == _CONSUMED)
+                for (delivery, held), verdict in zip(group, verdicts, strict=True)
+            ]
+        )
+
+    def settle(self) -> dict[Delivery, bool | None]:
+        """Return the answers that have come since the last call; those deliveries are held no longer, but for None.
+
+        True: consumed. False: its claim had ended, and others may have it, or this holding by another `take`. None: its
+        ring went out of reach before it answered, so that it may have been consumed; `consume` asks it again.
+        """
+        found: dict[Delivery, bool | None] = {}
+        while self._answers:
+            for delivery, held, consumed in self._answers.popleft():
+                found[delivery] = consumed
+                if consumed is not None and self._held.get(delivery) is held:
+                    self._held.pop(delivery, None)
+        return found
+
+    def give_back(self, deliveries: Iterable[Delivery], delay_s: float = 0.0, *, in_vain: bool = True) -> None:
+        """Let others claim these after the delay; ``in_vain``: it counts towards ``max_deliveries``."""
+        self._end(
+            deliveries,
+            lambda claim: claim.release(delay_s, in_vain),
+            lambda claims, positions: claims.return_soon(positions, delay_s, in_vain),
+        )
+
+    def discard(self, deliveries: Iterable[Delivery], reason: str) -> None:
+        """Have these deliveries dead, for this reason: nobody gets them."""
+        end = End(Verdict.DEAD, reason, self._consumer)
+        self._end(
+            deliveries,
+            lambda claim: claim.drop(0, end.reason, True, end.consumer),
+            lambda claims, positions: claims.end(positions, end),
+        )
+
+    def lost(self) -> set[Delivery]:
+        """Return what was held, and is not any more, since its connection broke or its lease is over; each once."""
+        lost = {delivery for delivery, held in self._held.items() if held.lost}
+        for delivery in lost:
+            del self._held[delivery]
+        return lost
+
+    def close(self) -> None:
+        """Give back what is held and not asked about, uncounted. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._rings.rest()
+            self.give_back(list(self._held), in_vain=False)
+
+    def _end(
+        self,
+        deliveries: Iterable[Delivery],
+        end_here: Callable[[_ring.ClaimedBatch], object],
+        end_there: Callable[[ClaimedRows, Positions], object],
+    ) -> None:
+        """Let go of these; their claims end so, those elsewhere on the loop."""
+        here, there, _ = self._divided(deliveries)
+        for _, held in here:
+            with suppress(ClosedError):  # the claim has ended with its ring
+                end_here(held.claim)
+        if there:
+            next(iter(there)).soon(_end_each, there, end_there)
+        for delivery in [each for each, _ in here] + [each for group in there.values() for each, _ in group]:
+            self._held.pop(delivery, None)
+
+    def _divided(self, deliveries: Iterable[Delivery]) -> tuple[list[tuple[Delivery, _Here]], _Groups, list[Delivery]]:
+        """Deliveries of mapped rings, of rings elsewhere by the answers that brought them, and what is not held."""
+        here: list[tuple[Delivery, _Here]] = []
+        there: _Groups = {}
+        strange: list[Delivery] = []
+        for delivery in dict.fromkeys(deliveries):
+            held = self._held.get(delivery)
+            if held is None:
+                strange.append(delivery)
+            elif isinstance(held, _Here):
+                here.append((delivery, held))
+            else:
+                there.setdefault(held.claims, []).append((delivery, held))
+        for group in there.values():
+            group.sort(key=lambda each: each[1].position)
+        return here, there, strange
+
+
+def _claims_of(part: _ring.ClaimedBatch | TakenPart) -> Sequence[_Held]:
+    """Take the claims of a part apart."""
+    if isinstance(part, TakenPart):
+        return [_There(part.claims, part.owned, position) for position in part.positions.tolist()]
+    return [_Here(claim) for claim in part.divide()]
+
+
+def _end_each(there: _Groups, end: Callable[[ClaimedRows, Positions], object]) -> None:
+    """End claims of rings elsewhere, whose owners last until it is done. On the loop."""
+    for claims, group in there.items():
+        end(claims, _positions(group))
+
+
+def _positions(group: _Group) -> Positions:
+    return np.array([held.position for _, held in group], np.intp)
