@@ -22,11 +22,22 @@ def test_slots_are_what_is_on_the_way_what_a_stall_adds_and_two_batches() -> Non
     assert sizing.host_bytes >= 4 * sizing.ring_bytes
 
 
+def test_samples_of_unfinished_groups_stay_in_their_slots() -> None:
+    one, more = (
+        sized(1 << 10, rate=2.0, held_s=1.0, batch=16 * 8, stall_s=0.0, samples=8, unfinished=unfinished)
+        for unfinished in (0, 32)
+    )
+    assert (one.slots, more.slots) == (2 + 2 * 16 * 8, 2 + 2 * 16 * 8 + 32 * 8)
+    assert more.in_use - one.in_use == 32 * 8
+
+
 def test_a_ring_that_does_nothing_still_has_two_slots() -> None:
     assert sized(1, rate=0, held_s=0, batch=0, stall_s=0).slots == 2
 
 
-@pytest.mark.parametrize("wrong", [{"slot_bytes": 0}, {"rate": -1.0}, {"rings": 0}, {"rate": 1e9}])
+@pytest.mark.parametrize(
+    "wrong", [{"slot_bytes": 0}, {"rate": -1.0}, {"rings": 0}, {"rate": 1e9}, {"samples": 0}, {"unfinished": -1}]
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         sized(**{"slot_bytes": 1, "rate": 1.0, "held_s": 1.0, "batch": 1, "stall_s": 30.0, **wrong})  # type: ignore[arg-type]
@@ -45,8 +56,16 @@ def test_the_command_takes_a_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(["size", "--schema", str(tmp_path / "schema.json"), "--rate", "2", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["slot_bytes"], found["slots"]) == (schema.max_bytes, 2 + 60 + 32)
+    of_groups = ["--rate", "2", "--groups", "16", "--samples", "8", "--unfinished", "4", "--json", "-"]
+    assert run(["size", "--slot-bytes", "4KiB", *of_groups]) == 0
+    assert json.loads(capsys.readouterr().out)["slots"] == 2 + 60 + 2 * 16 * 8 + 4 * 8
     assert run(["size", "--slot-bytes", "4KiB"]) == 0
     assert "transport doctor --ring" in capsys.readouterr().out
+
+
+def test_a_batch_is_given_as_payloads_or_as_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["size", "--slot-bytes", "1MiB", "--batch", "4", "--groups", "2"]) == 2
+    assert "give either --batch N or --groups N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--slot-bytes", "1MiB", "--schema", "x.json"]])

@@ -49,6 +49,7 @@ async def test_a_client_is_welcomed_with_what_it_needs(ring: SharedRingBuffer) -
             ports=(13337, 13338),
             inline_limit=777,
             schema=ring.native.fingerprint.hex(),
+            slots=ring.slot_count,
         )
         await peer.settled()
         assert repr(peer.connection) == f"<Connection {name} open, 0 attempts>"

@@ -18,6 +18,7 @@ from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.claims.connection import ClaimConnection
 from transport.claims.outcomes import Outcomes
 from transport.claims.rings import FoundRings
+from transport.claims.waiting import Why
 from transport.errors import ClosedError, RankError
 from transport.group import GROUP_END, in_group
 from transport.training.holding import Holding, _There
@@ -262,6 +263,24 @@ def test_ten_thousand_claims_are_held_and_consumed(prefix: str, wire: str) -> No
         assert len(holding) == len(kept)
         holding.give_back(kept)
         assert sorted(deliveries(held_by(holding, len(kept)))) == sorted(kept)
+
+
+def test_a_ring_whose_slots_wait_for_groups_says_so(prefix: str, wire: str) -> None:
+    with ring_of(prefix, slots=4) as ring, holding_of(prefix, wire) as holding:
+        rings = holding._rings
+        rings.incomplete = holding.held_by_ring
+        for _ in range(3):
+            ring.write({"at": 1}, metadata=in_group(None, "p", 8))
+        samples = held_by(holding, 3)
+        assert holding.held_by_ring() == {ring.ring_id: 3} and rings.slots() == {ring.ring_id: 4}
+        assert len(rings.crowded(0.75)) == 1 and rings.crowded(1.0) == []
+        assert rings.why_nothing(0) is None
+        ring.write({"at": 1}, metadata=in_group(None, "p", 8))
+        samples += held_by(holding, 1)
+        found = rings.why_nothing(0)
+        assert found is not None and found.why is Why.GROUPS and ring.ring_id[:8] in found.text
+        holding.give_back(deliveries(samples), delay_s=1e6)
+        assert holding.held_by_ring() == {} and rings.crowded(0.0) == []
 
 
 def test_older_versions_are_discarded_and_rings_of_other_schemas_left_alone(prefix: str, wire: str) -> None:

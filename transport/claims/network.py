@@ -310,6 +310,10 @@ class NetworkSource:
                     named = named or _knows(each, asked)
         return Reached(rings, faults, named)
 
+    def slots(self) -> dict[str, int]:
+        """How many slots each ring has that demands are connected to."""
+        return {each.ring: each.link.slots for of in list(self._ranks.values()) for each in of.demands.connections}
+
     def ended(self) -> tuple[dict[str, bool], set[str]]:
         """Of the rings that demands were connected to, whether each has said its end; and those that are not done."""
         ended: dict[str, bool] = {}

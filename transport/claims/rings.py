@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from transport import _ring
@@ -42,7 +42,7 @@ from transport.claims.mapped import MappedClaim, Ranked, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
 from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.taken_part import TakenPart
-from transport.claims.waiting import Holder, Known, Reason, Waiting, few, own_fault, reason
+from transport.claims.waiting import Holder, Known, Reason, Waiting, crowded, few, own_fault, reason
 from transport.config import configuration
 from transport.errors import ClosedError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
@@ -93,6 +93,10 @@ class FoundRings(TicketQueue):
         lease_s: after how much silence of this process its claims of mapped rings end; None: as configured. Claims over
             the network have the ``claim_lease_s`` of their client.
         max_deliveries: claims in vain after which a delivery is dead.
+
+    Attributes:
+        incomplete: tells how many claims of each ring wait until their group or step is complete; who plans steps sets
+            it on the rings that it is connected to.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class FoundRings(TicketQueue):
         wires = configuration().wires
         self._maps = not wires or "mapped" in wires
         self._carries = not wires or set(wires) != {"mapped"}
+        self.incomplete: Callable[[], Mapping[str, int]] = dict
         self._schemas: frozenset[str] = frozenset()
         self._wanted: Sequence[Schema] = ()
         self._network = self._networks[None, True] = NetworkSource(self._served, max_deliveries, self._here.bell.ring)
@@ -323,6 +328,18 @@ class FoundRings(TicketQueue):
         """Why this queue has nothing to claim at the moment; None: its rings are there, and their turn is next."""
         return reason(self._known(rank))
 
+    def slots(self) -> dict[str, int]:
+        """How many slots each ring has that payloads are claimed from."""
+        here = {ring.ring_id: ring.slot_count for ring in self._here.rings(self._schemas)} if self._maps else {}
+        return {**self._network.slots(), **here}
+
+    def crowded(self, share: float = 1.0) -> list[str]:
+        """Return a sentence for each ring whose slots are held for what is not complete, at least this share of them.
+
+        Where it is every slot, the ring's rollout waits for a group or step that waits for it.
+        """
+        return crowded(self.incomplete(), self.slots(), share)
+
     def finished(self, expected_rollouts: int | None = None) -> bool:
         """See `TicketQueue.finished`. At addresses the ring that each of them served last is expected to end.
 
@@ -405,6 +422,7 @@ class FoundRings(TicketQueue):
             full=not here.free and fitting <= here.rings,
             own=sum(elsewhere, here.own if self._maps else 0),
             other_ranks=here.other_ranks,
+            crowded=self.crowded(),
         )
 
     # --- the ends of claims ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@
     rings that it leaves out ──► why each is not mapped, and not asked either
     no place answers        ──► the error of each
     held by who is silent   ──► the process, and until when
+    slots held for groups   ──► the ring, and how many slots it has
     no slot is free         ──► whom the rollouts wait for: this process, or the trainers of other ranks
 
 Where rings are there and nothing is unread in them, the rollouts are slow: that needs no words.
@@ -47,6 +48,7 @@ class Why(enum.StrEnum):
     OTHER_RANK = "other_rank"
     UNREACHABLE = "unreachable"
     HELD = "held"
+    GROUPS = "groups"
     FULL = "full"
 
 
@@ -141,6 +143,7 @@ class Known(NamedTuple):
         full: whether no slot of fitting rings is free; of rings elsewhere that is not known.
         own: how many of their payloads this process holds.
         other_ranks: for which payloads are unread.
+        crowded: a sentence for each ring whose slots are all held for groups or a step that are not complete.
     """
 
     places: str
@@ -157,6 +160,7 @@ class Known(NamedTuple):
     full: bool = False
     own: int = 0
     other_ranks: Sequence[str] = ()
+    crowded: Sequence[str] = ()
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -193,6 +197,12 @@ def reason(known: Known) -> Reason | None:
             return None
         if stopped := [each for each in known.holders if each.stopped]:
             return Reason(Why.HELD, f"every unread payload is held: {few('; ', map(str, stopped))}")
+        if known.crowded:
+            return Reason(
+                Why.GROUPS,
+                f"{few('; ', known.crowded)}: give the rollout more slots (`transport size --unfinished` computes how "
+                "many), have it begin fewer groups at a time, or give incomplete groups up sooner",
+            )
         return _full(known) if known.full else None
     if known.foreign:
         text = few("; ", known.foreign)
@@ -233,6 +243,15 @@ def _full(known: Known) -> Reason | None:
     else:
         return None
     return Reason(Why.FULL, f"no slot of {known.places} is free, and {text}")
+
+
+def crowded(incomplete: Mapping[str, int], slots: Mapping[str, int], share: float) -> list[str]:
+    """A sentence for each ring of whose slots at least this share waits until a group or step is complete."""
+    return [
+        f"{held} of the {slots[ring]} slots of ring {ring[:8]} are held for groups or a step that are not complete"
+        for ring, held in incomplete.items()
+        if slots.get(ring) and held >= share * slots[ring]
+    ]
 
 
 def few(between: str, texts: Iterable[str]) -> str:

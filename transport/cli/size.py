@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from transport.cli.output import JsonTarget, count, emit
 from transport.errors import UsageError
 
-EXAMPLE = "Example: transport size --schema episode.json --rate 50 --batch 256 --stall 30 --rings 8"
+EXAMPLE = (
+    "Example: transport size --schema episode.json --rate 50 --batch 256 --stall 30 --rings 8; of groups: "
+    "transport size --schema sample.json --rate 50 --groups 16 --samples 8 --unfinished 32"
+)
+_BATCH: Final = 16
 
 
 def size(
@@ -26,7 +30,19 @@ def size(
     ] = None,
     rate: Annotated[float, typer.Option(min=0, help="Payloads per second that are written to one ring.")] = 1.0,
     held: Annotated[float, typer.Option(min=0, help="Seconds from publish to the last acknowledgement.")] = 1.0,
-    batch: Annotated[int, typer.Option(min=1, help="Payloads of one ring in a trainer's batch.")] = 16,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=str(_BATCH), help="Payloads of one ring in a trainer's batch. Either this or --groups."
+        ),
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="Groups of one ring in a training step, in the place of --batch.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a group.")] = 1,
+    unfinished: Annotated[
+        int, typer.Option(min=0, help="Groups that one ring has begun and not completed, at a time.")
+    ] = 0,
     stall: Annotated[
         float, typer.Option(min=0, help="Seconds that the trainer may pause without blocking rollouts.")
     ] = 30.0,
@@ -43,15 +59,19 @@ def size(
 
     if (schema is None) == (slot_bytes is None):
         raise UsageError("give either --schema FILE or --slot-bytes SIZE")
+    if batch is not None and groups is not None:
+        raise UsageError("give either --batch N or --groups N")
     largest = Schema.from_json(schema.read_bytes()).max_bytes if schema is not None else parse_size(slot_bytes or "")
     result = sized(
         largest,
         rate=rate,
         held_s=held,
-        batch=batch,
+        batch=groups * samples if groups is not None else batch or _BATCH,
         stall_s=stall,
         rings=rings,
         mean_bytes=parse_size(mean) if mean is not None else 0,
+        samples=samples,
+        unfinished=unfinished,
     )
     text = (
         f"slots      {result.slots} of {result.slot_bytes} bytes: {result.explanation}\n"

@@ -2,6 +2,7 @@
 
 A slot is in use from the first byte written until the last rank's acknowledgement. By Little's law the slots in use are
 the payloads per second times the seconds that each stays; a pause of the trainers adds the payloads that arrive in it.
+A group is trained when its last sample has come: until then its other samples stay in their slots, for however long.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sized(
-    slot_bytes: int, *, rate: float, held_s: float, batch: int, stall_s: float, rings: int = 1, mean_bytes: int = 0
+    slot_bytes: int,
+    *,
+    rate: float,
+    held_s: float,
+    batch: int,
+    stall_s: float,
+    rings: int = 1,
+    mean_bytes: int = 0,
+    samples: int = 1,
+    unfinished: int = 0,
 ) -> Sizing:
     """The ring for payloads of at most ``slot_bytes``.
 
@@ -53,15 +63,17 @@ def sized(
         stall_s: longest pause of the trainers, such as a checkpoint, during which the writer must not block.
         rings: on this host.
         mean_bytes: of a payload; 0: the largest.
+        samples: of a group.
+        unfinished: groups whose samples one ring has before they are complete, at a time.
 
     Raises:
         UsageError: a number is out of range, or the ring exceeds the maximum size.
     """
-    if slot_bytes < 1 or rings < 1 or batch < 0 or min(rate, held_s, stall_s) < 0:
+    if min(slot_bytes, rings, samples) < 1 or min(batch, unfinished, rate, held_s, stall_s) < 0:
         raise UsageError("sizes and counts are at least 1, rates and times at least 0")
     under_way, stalled = rate * held_s, rate * stall_s
     # a mapped reader may hold views of half of a ring before it copies
-    slots = max(2, math.ceil(under_way + stalled) + 2 * max(batch, 1))
+    slots = max(2, math.ceil(under_way + stalled) + 2 * max(batch, 1) + unfinished * samples)
     if slots > MAX_SLOTS:
         raise UsageError(f"{slots} slots are more than {MAX_SLOTS}, the most a ring has; use more rings")
     ring = ring_bytes(slots, slot_bytes)
@@ -71,10 +83,11 @@ def sized(
         ring_bytes=ring,
         host_bytes=math.ceil(ring * rings * 1.2),
         bytes_per_s=rate * rings * (mean_bytes or slot_bytes),
-        in_use=under_way + batch,
+        in_use=under_way + batch + unfinished * samples,
         explanation=(
             f"{under_way:.1f} on the way ({rate:g}/s × {held_s:g} s) + {stalled:.1f} during a stall of {stall_s:g} s "
             f"+ 2 × {max(batch, 1)} of a batch and its prefetch"
+            + (f" + {unfinished} × {samples} of groups that are not complete" if unfinished else "")
         ),
     )
 

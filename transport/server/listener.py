@@ -197,6 +197,7 @@ class Connection:
             consumers=self._ring.native.consumers if code == 0 else "",
             schema=self._ring.native.fingerprint.hex() if code == 0 else "",
             fields=self._ring.native.schema if code == 0 else b"",
+            slots=self._ring.native.slot_count if code == 0 else 0,
         )
         await self._endpoint.send_stream(frames.encode_handshake(welcome))
 

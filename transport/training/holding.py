@@ -16,7 +16,7 @@ Mapped rings answer at once. What became of claims elsewhere stands in their `Cl
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -228,6 +228,10 @@ class Holding:
         for delivery in lost:
             del self._held[delivery]
         return lost
+
+    def held_by_ring(self) -> Counter[str]:
+        """How many claims of each ring are held; `FoundRings.slots` has how many slots it has."""
+        return Counter(ring for ring, _, _ in self._held)
 
     def close(self) -> None:
         """Give back what is held and not asked about, uncounted. Idempotent."""

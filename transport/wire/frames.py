@@ -163,6 +163,7 @@ class Welcome(msgspec.Struct, frozen=True):
     consumers: Annotated[str, msgspec.Meta(max_length=400)] = ""
     schema: Annotated[str, msgspec.Meta(max_length=32)] = ""  # fingerprint of the ring's; "": not said
     fields: Annotated[bytes, msgspec.Meta(max_length=_ring.MAX_SCHEMA)] = b""  # that schema, encoded; empty: not said
+    slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0  # of the ring; 0: not said
 
 
 _HANDSHAKE: dict[type[msgspec.Struct], Kind] = {

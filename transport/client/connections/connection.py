@@ -104,6 +104,7 @@ class Link:
         self.consumers = welcome.consumers  # as the ring's segment has them
         self.schema = welcome.schema  # its fingerprint; NO_SCHEMA: each payload has its own
         self.fields = welcome.fields  # its schema, encoded; empty: not said
+        self.slots = welcome.slots  # of the ring; 0: not said
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
         # As a listener does: UCX keeps what comes after the handshake in its way, however much it is.
