@@ -94,6 +94,8 @@ class Listener:
     def __init__(
         self, engine: Engine, address: str, port: int, most: int, arrived: Callable[[Any], object]
     ) -> None: ...
+    shut: bool  # the reserve of descriptors is in use
+
     def end_strangers(self, patience_s: float) -> bool:
         """End who has connected and has sent no valid connection request in time; True: some still have time."""
     def close(self) -> None: ...

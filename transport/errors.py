@@ -7,6 +7,7 @@
     ├── LinkError           the connection failed; another port or another try may work (retryable)
     ├── GivenUpError        this side closed the connection for another reason; the port is healthy (retryable)
     ├── RingError           the ring cannot do it now, or is another ring than expected
+    ├── OpenFilesError      this process may open no more files (retryable)
     ├── StoreError          the store of shared records cannot do it now, or is another store than expected
     ├── RunError            of the run as a whole: weights, membership, cooldown
     └── InternalError       a defect of this package; please report it
@@ -202,6 +203,12 @@ class DeadlineExceededError(LinkError, TimeoutError):
 
 class ClosedError(TransportError):
     """The object was closed by this side before or during the call."""
+
+
+class OpenFilesError(TransportError):
+    """This process has as many open files as it may (ulimit -n), but for a reserve. Nothing was opened."""
+
+    retryable = True
 
 
 # --- the ring ----------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class PyListener final {
     const nb::gil_scoped_release release;
     return listener_.end_strangers(static_cast<std::int64_t>(patience_s * 1e9));
   }
+  bool shut() const { return listener_.shut(); }
   void close() {
     listener_.close();
     arrived_.reset();  // mostly a method of what holds this: no collector sees that circle
@@ -248,6 +249,7 @@ void bind_engine(nb::module_& module) {
            "port"_a, "most"_a, "arrived"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("port", &PyListener::port)
       .def("end_strangers", &PyListener::end_strangers, "patience_s"_a)
+      .def_prop_ro("shut", &PyListener::shut)
       .def("close", &PyListener::close);
 }
 

@@ -186,6 +186,7 @@ class Listener {
   std::uint16_t port() const { return port_; }
   // Ends peers without a valid connection request within `patience_ns` (sockets.hpp). True: some still have time.
   bool end_strangers(std::int64_t patience_ns);
+  bool shut() const { return door_ != nullptr && door_->gate->shut(); }
   // Admits no peer any more. The port itself goes with the engine: UCX holds on to connections that are being made when
   // a listener is destroyed, and would call it while it makes progress.
   void close();

@@ -37,6 +37,9 @@ class Gate {
   // descriptor that waits for the same has then nothing to tell any more. So this is called now and then.
   bool end_strangers(std::int64_t now_ns, std::int64_t patience_ns);
 
+  // The reserve of descriptors is in use: newcomers are ignored.
+  bool shut() const { return shut_; }
+
   // Make the kernel ignore new connections, or not. Connections that are already established are still accepted.
   void ignore_newcomers(bool ignored = true);
 

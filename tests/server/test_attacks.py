@@ -27,7 +27,7 @@ from helpers import (
 )
 from supervised import read_all
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXClient, UCXXServer
 from transport.errors import ConfigurationError
 from transport.settings import Settings
 
@@ -195,29 +195,34 @@ def strangers(port: int, count: int) -> list[socket.socket]:
     return made
 
 
-def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers() -> None:
+def test_strangers_that_take_every_descriptor_leave_a_listener_to_its_trainers_and_it_says_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with SharedRingBuffer.create(SCHEMA, slots=8) as ring:
         ring.write_many([ONE] * 4)
         with UCXXServer(ring, mode="process", settings=settings_with(watchdog_s=4.0)) as server:
             (port,) = server.ports
             (pid,) = listener_pids(ring).values()
             limit(pid, LIMIT)
-            with BlockingClient(schemas=[SCHEMA], wire=NETWORK) as trainer:
-                held = trainer.take(f"127.0.0.1:{port}", 2)
+            with Trainer(SCHEMA, f"rings://127.0.0.1:{port}", wire=NETWORK) as trainer:
+                held = trainer.take(2, 30.0)
+                assert held is not None
                 crowd = strangers(port, LIMIT + 100)
                 try:
                     for _ in range(4):  # longer than the watchdog's patience
                         before = heartbeat(ring)
                         eventually(lambda before=before: heartbeat(ring) > before)
                         crowd += strangers(port, 50)
-                    assert trainer.consume(held).all()
+                    held.consume()
+                    assert held.accepted.all()
                 finally:
                     for each in crowd:
                         each.close()
-                assert len(trainer.take(f"127.0.0.1:{port}", 2, wait_s=10.0)) == 2
+                assert len(trainer.take(2, 10.0) or ()) == 2
             with BlockingClient(schemas=[SCHEMA], wire=NETWORK) as later:  # the port is open again
                 assert later.warm(f"127.0.0.1:{port}") > 0
             assert list(listener_pids(ring).values()) == [pid]
+    assert f"of the {LIMIT} files" in capfd.readouterr().err
 
 
 def heartbeat(ring: SharedRingBuffer) -> int:

@@ -59,7 +59,7 @@ class HereAndElsewhere(OnThisHost):
         super().__init__(here)
         self._others = OnThisHost(elsewhere)
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+    def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
         """The others."""
         return {name: place._replace(segment="") for name, place in self._others.served(mapped).items()}
 

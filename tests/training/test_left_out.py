@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import subprocess
+import sys
 
 import pytest
 
@@ -72,3 +74,46 @@ def test_a_ring_without_a_place_for_a_trainer_is_named_and_its_data_has_not_ende
         others.close()
         assert taken(trainer, 1) == [2]
         assert trainer.why_nothing() == ""
+
+
+FEW_FILES = """
+import resource, sys
+from transport import Schema, Trainer
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]),) * 2)
+with Trainer(Schema.of(x="int64"), sys.argv[1], wire={sys.argv[2]}) as trainer:
+    count = 0
+    while (batch := trainer.take(16, 3.0)) is not None:
+        count += len(batch)
+        batch.consume()
+        batch.release()
+    print(count, trainer.finished(), trainer.why_nothing())
+"""
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize(("wire", "files"), [("mapped", 64), ("tcp", 80)])
+def test_a_trainer_without_descriptors_for_every_ring_takes_from_the_others_and_names_the_limit(
+    prefix: str, wire: str, files: int
+) -> None:
+    count = 40 if wire == "mapped" else 20
+    with contextlib.ExitStack() as stack:
+        rollouts = [
+            stack.enter_context(Rollout(SCHEMA, f"rings:{prefix}", slots=2, mode="thread", drain_s=0))
+            for _ in range(count)
+        ]
+        for rollout in rollouts:
+            rollout.write({"x": 1})
+        places = f"rings:{prefix}"
+        if wire == "tcp":
+            places = "rings://" + ",".join(f"127.0.0.1:{rollout.ports[0]}" for rollout in rollouts)
+        child = subprocess.run(
+            [sys.executable, "-P", "-c", FEW_FILES, places, wire, str(files)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    taken, finished, why = child.stdout.split(maxsplit=2)
+    assert 0 < int(taken) < count
+    assert finished == "False"
+    assert "ulimit -n" in why
+    assert "ulimit -n" in child.stderr

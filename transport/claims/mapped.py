@@ -168,7 +168,7 @@ class RingsOfHost:
 
     def _attach_all(self, schemas: frozenset[str]) -> None:
         now = time.monotonic()
-        here = {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
+        here = self._names()
         names = self._places.segments()
         there = set(names)
         self._refused = {key: each for key, each in self._refused.items() if key[0] in there}
@@ -211,11 +211,11 @@ class RingsOfHost:
         """Where rings with payloads of these schemas are asked, those that ``mapped`` claims are of excepted."""
         with self._lock:
             known = {ring.ring_id for ring in self.rings(schemas)} if mapped else set()
-            places = self._places.served(known)
+            places = self._places.served(known, self._names() if mapped else ())
             if not schemas:
                 return places
             fit = _fitting(schemas)
-            seen = self._seen.look(self._places.segments()).values()
+            seen = (*self._attached.values(), *self._own.values(), *self._others().values())
             unfit = {ring.ring_id for ring in seen if not _fits(ring, fit)}
             return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
@@ -263,7 +263,7 @@ class RingsOfHost:
             self.look(schemas)
         fit = _fitting(schemas)
         with self._lock:
-            here = (*self._attached.values(), *self._own.values(), *self._seen.look(self._places.segments()).values())
+            here = (*self._attached.values(), *self._own.values(), *self._others().values())
             gone = {ring: Gone("", fingerprint, True) for ring, fingerprint in self._places.ended().items()}
             ended = {
                 ring: each.said
@@ -295,9 +295,16 @@ class RingsOfHost:
             ours = [ring for ring in (*self._attached.values(), *self._own.values()) if not ring.native.closed]
             if rings is not None and {ring.ring_id for ring in ours}.issuperset(rings):
                 return ours
-            known = {ring.name for ring in ours}
-            others = self._seen.look([name for name in self._places.segments() if name not in known])
-            return [*ours, *others.values()]
+            return [*ours, *self._others().values()]
+
+    def _names(self) -> set[str]:
+        """Return the names of the segments that this process is attached to."""
+        return {ring.name for ring in (*self._attached.values(), *self._own.values()) if ring.native.still_named}
+
+    def _others(self) -> dict[str, SharedRingBuffer]:
+        """Return observers of the segments that this process is not attached to, by their names."""
+        ours = self._names()
+        return self._seen.look([name for name in self._places.segments() if name not in ours])
 
     def elsewhere(self) -> dict[str, RingAddress]:
         """Where rings are served that are not on this host, by their ids."""

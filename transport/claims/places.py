@@ -20,10 +20,11 @@ from transport import _ring
 from transport.claims.waiting import run_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
-from transport.errors import ClosedError, ConfigurationError, RingError, UsageError
+from transport.errors import ClosedError, ConfigurationError, OpenFilesError, RingError, UsageError
 from transport.ring.attachment import belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
+from transport.runtime.descriptors import OF_A_RING, promised
 from transport.store.directory import LEASE_S, Directory, Ended, Serving
 from transport.ticket import host_identity
 from transport.wire.addresses import LOOPBACK
@@ -77,8 +78,12 @@ class Discovery:
         """Names of segments of this host that a reader may map."""
         return []
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
-        """Where the others answer; without the rings of these ids."""
+    def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
+        """Where the others answer; without the rings of these ids, whose segments have these ``names``."""
+        return {}
+
+    def unseen(self) -> Mapping[str, str]:
+        """Segments of this host that could not be looked at, with the reason."""
         return {}
 
     def ended(self) -> Mapping[str, bytes]:
@@ -111,19 +116,30 @@ class Observed:
     def __init__(self) -> None:
         self._rings: dict[str, SharedRingBuffer] = {}
         self.ends: dict[str, Gone] = {}  # by ring, in the order in which they went
+        self.unseen: dict[str, str] = {}  # by name, why this process could not look
 
     def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
-        """An observer of each of these segments that can be seen. Those whose names are gone are left."""
+        """An observer of each of these segments that can be seen. Others are left."""
+        wanted = set(names)
         for name, ring in list(self._rings.items()):
-            if not ring.native.still_named:
+            gone = not ring.native.still_named
+            if gone:
                 with contextlib.suppress(ClosedError):
                     self.ends[ring.ring_id] = Gone(name, ring.fingerprint, ring.native.ended)
+            if gone or name not in wanted:
                 ring.close()
                 del self._rings[name]
+        unseen = {}
         for name in names:
             if name not in self._rings:
-                with contextlib.suppress(RingError):  # gone again, being made, or another user's
-                    self._rings[name] = SharedRingBuffer.attach(name, role="observer")
+                try:
+                    with promised(OF_A_RING, "it"):
+                        self._rings[name] = SharedRingBuffer.attach(name, role="observer")
+                except RingError:  # gone again, being made, or another user's
+                    continue
+                except OpenFilesError as error:
+                    unseen[name] = str(error)
+        self.unseen = unseen
         return {name: self._rings[name] for name in names if name in self._rings}
 
     def close(self) -> None:
@@ -181,16 +197,20 @@ class OnThisHost(Discovery):
         names = {name for name in set(_ring.segments()) - set(self.segments()) if run_of(name)}
         return sorted({run_of(ring.name) for ring in _each_observed(names) if _of_another(ring)})
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
-        """By what the segments say of their listeners."""
+    def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
+        """By what the segments say of their listeners. Segments of these ``names`` are not looked at."""
         found = {}
-        for ring in self._observed.look(self.segments()).values():
+        for ring in self._observed.look([name for name in self.segments() if name not in names]).values():
             with contextlib.suppress(ClosedError):
                 ports = ring.native.ports()
                 if ports and ring.ring_id not in mapped:
                     addresses = [each for each in ring.native.addresses.split(",") if each]
                     found[ring.ring_id] = RingAddress((*addresses, LOOPBACK), ports, ring.ring_id, ring.name)
         return found
+
+    def unseen(self) -> Mapping[str, str]:
+        """By the last look of `served`."""
+        return self._observed.unseen
 
     def close(self) -> None:
         """Detach the observers."""
@@ -211,7 +231,7 @@ class AtAddresses(Discovery):
     def __repr__(self) -> str:
         return f"rings://{','.join(self._places)}"
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+    def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
         """All of them."""
         return self._places
 
@@ -283,7 +303,7 @@ class InDirectory(Discovery):
         self._segments = {ring.ring_id: name for name, ring in seen.items() if ring.ring_id in self._here}
         return list(self._segments.values())
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+    def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
         """As published; the same object while nothing has changed, since ten thousand places take 8 ms to make."""
         self.segments()
         made_of = self._reads, frozenset(mapped), tuple(self._segments.items())

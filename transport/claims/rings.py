@@ -44,7 +44,7 @@ from transport.claims.places import Discovery, OnThisHost, RingAddress
 from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Holder, Known, Reason, Waiting, crowded, few, own_fault, reason
 from transport.config import configuration
-from transport.errors import ClosedError, SchemaError, TransportError, UsageError
+from transport.errors import ClosedError, OpenFilesError, SchemaError, TransportError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
@@ -405,6 +405,7 @@ class FoundRings(TicketQueue):
         fitting = set(here.rings) if self._maps else set()
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
         strangers = [*here.foreign, *(str(each) for each in reached.faults.values() if isinstance(each, SchemaError))]
+        limited = [str(each) for each in reached.faults.values() if isinstance(each, OpenFilesError)]
         number = rank if isinstance(rank, int) else None
         elsewhere = (summed(each.counts, number, set())["claimed"] for each in list(self._networks.values()))
         return Known(
@@ -412,7 +413,7 @@ class FoundRings(TicketQueue):
             len(fitting),
             here.unread,
             strangers,
-            [*self._left_out().values(), *here.unnamed],
+            [*self._left_out().values(), *here.unnamed, *limited],
             reached,
             here.holders,
             self.places.others(),
@@ -489,11 +490,11 @@ class FoundRings(TicketQueue):
 
     def _left_out(self) -> dict[str, str]:
         """Return a sentence for each ring of this host that is not mapped, and not asked either, by its segment."""
-        unmapped = self._here.unmapped(self._schemas) if self._maps else {}
+        unmapped = {**self.places.unseen(), **(self._here.unmapped(self._schemas) if self._maps else {})}
         if unmapped and self._carries:
             for place in self._served().values():
                 unmapped.pop(place.segment or "", None)
-        return {name: f"ring {name} is not mapped: {why}" for name, why in unmapped.items()}
+        return {name: f"ring {name} is not reached: {why}" for name, why in unmapped.items()}
 
     # --- looking --------------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:

@@ -44,6 +44,7 @@ from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.states import RingStatistics, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, seconds, terms_of
+from transport.runtime.descriptors import OF_A_RING, promised
 from transport.schema import NOTHING, Schema
 from transport.ticket import NO_SCHEMA, Ticket
 
@@ -765,9 +766,10 @@ class SharedRingBuffer(Attachment):
 def attached_reader(name: str) -> SharedRingBuffer:
     """Attach as a reader, unless that would leave too few owner numbers to the ring's writer, listeners and a snapshot.
 
-    Raises what `SharedRingBuffer.attach` raises.
+    Raises what `SharedRingBuffer.attach` raises, and OpenFilesError.
     """
-    ring = SharedRingBuffer.attach(name, role="reader")
+    with promised(OF_A_RING, "it"):
+        ring = SharedRingBuffer.attach(name, role="reader")
     readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
     if readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
         ring.close()  # not native.close(): all other owners may have detached meanwhile

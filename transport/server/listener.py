@@ -18,6 +18,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -335,6 +336,7 @@ class Listener:
         self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
         self._refusals = LogLimit()
         self._gains = LogLimit()
+        self._limits = LogLimit()
 
     def __repr__(self) -> str:
         return f"<Listener port {self.port} {len(self._connections)} connections, {self.attempts} reads>"
@@ -511,6 +513,14 @@ class Listener:
         """
         if self._listening is not None and self._listening.end_strangers(self.settings.handshake_timeout_s):
             self._stranger_at = now
+            if self._listening.shut and self._limits.due() is not None:
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                log.warning(
+                    "%r: takes no further connection until some end: of the %d files that this process may have open "
+                    "(ulimit -n) only the reserve is left; raise the limit, or give the ring more ports",
+                    self,
+                    limit,
+                )
         return now - self._stranger_at < _ALERT_S
 
     def sweep(self, now: float) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConnectionLostError, ForkedError, TransportError, UsageError
+from transport.runtime.descriptors import OF_A_WORKER, promised
 from transport.runtime.forks import unforked
 from transport.wire.interfaces import Network
 from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
@@ -131,7 +132,7 @@ class Worker:
         self.loop = asyncio.get_running_loop()
         self.network = Network.now()  # before UCX looks
         self.retired = False  # by its owner: no new connections, and those that stand are parted from
-        with unforked, translated("making a UCX context"):
+        with unforked, promised(OF_A_WORKER, "UCX"), translated("making a UCX context"):
             if not _in_use():
                 _others.update(inode for _, inode in _inheritable_sockets())
             context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
@@ -322,6 +323,12 @@ class Listening:
         """
         some: bool = self._native.end_strangers(patience_s)
         return some
+
+    @property
+    def shut(self) -> bool:
+        """Whether newcomers are ignored, since the reserve of descriptors is in use."""
+        shut: bool = self._native.shut
+        return shut
 
     def close(self) -> None:
         """Accept no new connections; existing endpoints stay open. The port is released when the worker is closed."""

@@ -78,7 +78,7 @@ _EXPLAINED: dict[type[TransportError], str] = {
     errors.RankError: "the payload was written for fewer ranks",
     errors.LengthMismatchError: "size mismatch between its slot and the ticket",
     errors.RingEndedError: "the ring's writer has ended, and nothing is left",
-    errors.BusyError: "the listener has reached a limit; acknowledge what was read",
+    errors.BusyError: "its listener is stopping, or this connection has too many reads that are not acknowledged",
 }
 
 

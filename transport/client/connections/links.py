@@ -28,6 +28,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.ring.attachment import found_here, shares_memory
+from transport.runtime.descriptors import OF_A_CONNECTION, promised
 from transport.runtime.turns import Turns
 from transport.settings import Settings
 from transport.wire import frames
@@ -290,16 +291,17 @@ class Links:
             self._look_at_network()
             address = await address_of(port[0])
             worker = self.worker() if near else self._worker_for(ring, address)  # raises where no wire leads there
-            began = time.monotonic()
-            await probe(address, port[1], settings.connect_timeout_s)
-            left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
-            try:
-                return await Link.open(
-                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
-                )
-            except (LinkError, ClosedError):
-                if worker in self._workers() or self._closed:
-                    raise
+            with promised(OF_A_CONNECTION, f"a connection to {port[0]}:{port[1]}"):
+                began = time.monotonic()
+                await probe(address, port[1], settings.connect_timeout_s)
+                left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
+                try:
+                    return await Link.open(
+                        worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
+                    )
+                except (LinkError, ClosedError):
+                    if worker in self._workers() or self._closed:
+                        raise
 
     def checkin(self, link: Link) -> None:
         """The link's user is done with it and nothing is under way on it."""
