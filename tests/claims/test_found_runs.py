@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from packers import Worker
 
-from transport import RingOptions
+from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer
+from transport.claims import rings
 from transport.errors import ConfigurationError, UsageError
 from transport.queue import open_queue
+
+SCHEMA = Schema.of(x="int64")
 
 
 @pytest.mark.ucx
@@ -61,3 +69,46 @@ def test_a_name_that_is_the_beginning_of_another_one_does_not_find_its_rings_and
         finally:
             worker.cleanup_ucxx()
             other.cleanup_ucxx()
+
+
+WRITER = """
+import sys
+from transport import Schema, SharedRingBuffer
+with SharedRingBuffer.create(Schema.of(x="int64"), slots=1, name=sys.argv[1]):
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_trainer_names_the_processes_of_rollouts_that_were_started_apart_without_a_run(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, apart: bool
+) -> None:
+    monkeypatch.setattr(rings, "UNNAMED", prefix)
+    with (
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", WRITER, f"{prefix}a"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=apart,
+        ) as other,
+        SharedRingBuffer.create(SCHEMA, slots=1, name=f"{prefix}b"),
+        Trainer(SCHEMA, f"rings:{prefix}") as trainer,
+    ):
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        assert trainer.take(1) is None
+        told = [record.getMessage() for record in caplog.records if "TRANSPORT_RUN" in record.getMessage()]
+        assert len(told) == apart
+        assert all(str(pid) in text for text in told for pid in (other.pid, os.getpid()))
+        other.stdin.close()
+
+
+@pytest.mark.ucx
+def test_a_ring_that_is_found_again_by_its_name_is_of_the_same_run_also_with_a_directory(tmp_path: Path) -> None:
+    def segment(run: str) -> str:
+        with Rollout(SCHEMA, f"rings+sqlite://{tmp_path}/{run}.db", name="worker", slots=2, mode="thread") as rollout:
+            return rollout.ring.name
+
+    assert segment("one") == segment("one") != segment("two")

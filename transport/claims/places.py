@@ -21,7 +21,7 @@ from transport.claims.waiting import run_of
 from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ClosedError, ConfigurationError, OpenFilesError, RingError, UsageError
-from transport.ring.attachment import belongs
+from transport.ring.attachment import beginning_of, belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime import threads
 from transport.runtime.descriptors import OF_A_RING, promised
@@ -31,7 +31,7 @@ from transport.wire.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
 
-_UNNAMED: Final = "rollout-"
+UNNAMED: Final = "rollout-"
 
 _BEGINNING: Final = "/transport-"
 _NAME: Final = re.compile(r"[A-Za-z0-9._=-]{1,100}@?")
@@ -48,7 +48,7 @@ def default_prefix() -> str:
     "exp-2" does not belong to "exp".
     """
     run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
-    return f"run-{run}@" if run else _UNNAMED
+    return f"run-{run}@" if run else UNNAMED
 
 
 class RingAddress(NamedTuple):
@@ -73,6 +73,10 @@ class Discovery:
 
     def __repr__(self) -> str:
         return "rings that were given"
+
+    def named(self, name: str) -> str:
+        """Return the segment's name of a ring that a writer of this run names so; no other run has the same."""
+        return _with(self.prefix, name)
 
     def segments(self) -> list[str]:
         """Names of segments of this host that a reader may map."""
@@ -148,6 +152,12 @@ class Observed:
             self._rings.popitem()[1].close()
 
 
+def _with(prefix: str, name: str) -> str:
+    if not prefix or belongs(name, prefix):
+        return name
+    return beginning_of(prefix) + name.removeprefix(_BEGINNING)
+
+
 def segment_served_at(port: int) -> str:
     """Return the segment of this host whose living server names the port; "": none or several. Blocks."""
     names = [
@@ -163,6 +173,18 @@ def _each_observed(names: Iterable[str]) -> Iterator[SharedRingBuffer]:
     for name in names:
         with contextlib.suppress(RingError), SharedRingBuffer.attach(name, role="observer") as ring:
             yield ring
+
+
+def starts_of(rings: Iterable[SharedRingBuffer]) -> dict[int, set[int]]:
+    """Return the processes that write these rings, by the session of each: one for each terminal or scheduled job."""
+    starts: dict[int, set[int]] = {}
+    for ring in rings:
+        with contextlib.suppress(ClosedError):  # closed meanwhile
+            for owner in ring.native.owners():
+                if owner.alive and owner.role == _ring.ROLE_WRITER:
+                    with contextlib.suppress(OSError):  # of another container, or it has ended
+                        starts.setdefault(os.getsid(owner.pid), set()).add(owner.pid)
+    return starts
 
 
 def _of_another(ring: SharedRingBuffer) -> bool:
@@ -261,6 +283,10 @@ class InDirectory(Discovery):
 
     def __repr__(self) -> str:
         return f"rings in {self.directory!r}"
+
+    def named(self, name: str) -> str:
+        """Return the name with the run's own in front, by which a ring that was left is found again."""
+        return _with(f"{self.directory.run()}-", name)
 
     def _look(self) -> None:
         """Have the directory read where that is due. Waits for the first answer alone, and raises its error."""

@@ -40,7 +40,7 @@ from transport.claims.batch import CONSUME, End, Verdict
 from transport.claims.looks import depth_of, failures_of
 from transport.claims.mapped import MappedClaim, Ranked, RingsOfHost
 from transport.claims.network import MOST_FAILURES, NetworkClaim, NetworkSource, summed
-from transport.claims.places import Discovery, OnThisHost, RingAddress
+from transport.claims.places import UNNAMED, Discovery, OnThisHost, RingAddress, starts_of
 from transport.claims.taken_part import TakenPart
 from transport.claims.waiting import Holder, Known, Reason, Waiting, crowded, few, own_fault, reason
 from transport.config import configuration
@@ -143,6 +143,8 @@ class FoundRings(TicketQueue):
         self._waiting = Waiting()
         self._missed = LogLimit(float("inf"))
         self._missing = LogLimit(SAY_AGAIN_S)
+        self._mixed = LogLimit(float("inf"))
+        self._checked: frozenset[str] = frozenset()  # rings whose rollouts' starts were looked at
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
     def __repr__(self) -> str:
@@ -477,6 +479,8 @@ class FoundRings(TicketQueue):
             if self._maps:
                 self._here.look(self._schemas)
             self._elsewhere = self._carries and bool(self._served())
+            if self.places.prefix == UNNAMED:
+                self._say_mixed()
             left_out = self._left_out()
             if left_out and self._missing.due() is not None:
                 log.warning("%d rings of %r are left out: %s", len(left_out), self.places, few("; ", left_out.values()))
@@ -487,6 +491,21 @@ class FoundRings(TicketQueue):
         if unknown is not None and not self._elsewhere:
             raise unknown
         return ranked
+
+    def _say_mixed(self) -> None:
+        """Warn where rollouts of several starts name no run: a trainer takes from all of them."""
+        rings = self._here.seen()
+        ids = frozenset(ring.ring_id for ring in rings)
+        if ids == self._checked:
+            return
+        self._checked = ids
+        starts = starts_of(rings)
+        if len(starts) > 1 and self._mixed.due() is not None:
+            log.warning(
+                "rollouts that name no run were started apart, and this trainer takes from all of them: %s. Where they "
+                "are of different jobs, set another TRANSPORT_RUN for each job, or give its processes the same rings=",
+                few("; ", (f"processes {', '.join(map(str, sorted(pids)))}" for pids in starts.values())),
+            )
 
     def _left_out(self) -> dict[str, str]:
         """Return a sentence for each ring of this host that is not mapped, and not asked either, by its segment."""

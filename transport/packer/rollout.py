@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from transport.claims.looks import known_of
 from transport.claims.open import open_queue
-from transport.claims.places import default_prefix
+from transport.claims.places import OnThisHost
 from transport.claims.rings import FoundRings
 from transport.config import configuration
 from transport.errors import (
@@ -33,7 +33,6 @@ from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.with_block import WithBlock, ends_normally
 from transport.queue import arguments
-from transport.ring.attachment import beginning_of, belongs
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import Tickets, metadata_of
@@ -90,7 +89,8 @@ class UCXXRolloutMixin(WithBlock):
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
                 over its old ring with what is unread in it. A name that does not begin as trainers look for it
-                (``rings:NAME``; without ``rings`` as ``rings:`` does) gets this beginning.
+                (``rings:NAME``; without ``rings`` as ``rings:`` does) gets this beginning, and with a directory that of
+                its run: a ring that another run has left is not taken over.
             file: where the ring lies instead of /dev/shm, see `SharedRingBuffer.create`. What is unread when the worker
                 ends, in whatever way, waits there for the next one; ``RingOptions(sync=…)`` says whether also for the
                 host's next start after a loss of power.
@@ -117,10 +117,9 @@ class UCXXRolloutMixin(WithBlock):
         run = self._ucxx_opened = open_queue(rings) if isinstance(rings, str) else None
         if not isinstance(rings, str):
             run = rings
-        prefix = default_prefix() if run is None else run.places.prefix
-        directory = server.directory or (None if run is None else run.places.directory)
-        if name is not None and prefix and not belongs(name, prefix):
-            name = beginning_of(prefix) + name.removeprefix("/transport-")
+        places = OnThisHost() if run is None else run.places
+        directory = server.directory or places.directory
+        name = None if name is None else places.named(name)
         made: SharedRingBuffer | None = None
         try:
             made = SharedRingBuffer.create(
@@ -128,7 +127,7 @@ class UCXXRolloutMixin(WithBlock):
                 slots=slots,
                 slot_bytes=ring.slot_bytes,
                 name=name,
-                prefix=prefix,
+                prefix=places.prefix,
                 overflow=ring.overflow,
                 consumers=readers if ring.consumers is None else ring.consumers,
                 file=file,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -39,6 +40,7 @@ from transport.errors import (
 from transport.runtime import threads
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Change, Store
+from transport.store.decision import decide
 from transport.store.stored import decode, decode_each, encode
 from transport.ticket import Ticket, host_identity
 from transport.wire.addresses import is_loopback
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
 LEASE_S = 30.0
 _PREFIX = "servers/"
 _ENDED = "ended/"
+_RUN = "run"
 _ENDED_S = 3600.0  # that an end stays, for trainers that come late
 # After these errors a reader looks up the ring in the directory.
 MAY_HAVE_MOVED = (LinkError, PayloadLostError)
@@ -101,6 +104,10 @@ class Directory:
 
     def __repr__(self) -> str:
         return f"<Directory in {self._store!r}>"
+
+    def run(self) -> str:
+        """Return the name of this directory's run, which the first to ask makes: 8 hexadecimal digits."""
+        return decide(self._store, _RUN, secrets.token_hex(4).encode()).decode()
 
     def find(self, ring: str) -> Serving | None:
         """Return the record of the ring; None if no server has published it, or its lease ended."""
