@@ -21,6 +21,7 @@ ALONE = {
     errors.GivenUpError,
     errors.ClosedError,
     errors.MissingDependencyError,
+    errors.OpenFilesError,
 }
 
 

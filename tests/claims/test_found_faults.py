@@ -37,7 +37,7 @@ class Gone(OnThisHost):
         super().__init__(prefix)
         self._port = port
 
-    def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+    def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
         """It."""
         return {"gone": RingAddress(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
@@ -140,7 +140,7 @@ def test_a_place_that_goes_while_it_is_connected_to_leaves_no_fault() -> None:
     class Told(Discovery):
         places: Mapping[str, RingAddress] = {}
 
-        def served(self, mapped: Collection[str]) -> Mapping[str, RingAddress]:
+        def served(self, mapped: Collection[str], names: Collection[str] = ()) -> Mapping[str, RingAddress]:
             return self.places
 
     told = Told()

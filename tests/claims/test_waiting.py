@@ -16,7 +16,7 @@ from packers import Packer
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
 from transport.claims import places, waiting
-from transport.claims.waiting import Reason, Why
+from transport.claims.waiting import Known, Reason, Why, reason
 from transport.cli import run
 from transport.client.status_socket import clients
 from transport.observe import overview
@@ -164,12 +164,11 @@ def test_a_place_that_does_not_answer_is_named() -> None:
         assert str(port) in reason_of(queue, Why.UNREACHABLE).text
 
 
-def test_a_stopped_trainer_that_holds_everything_is_named_until_its_claims_end(
+def test_a_stopped_trainer_that_holds_everything_is_named_at_once_and_one_that_was_killed_holds_nothing(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_WIRES", "mapped")
-    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "6")
-    monkeypatch.setenv("TRANSPORT_CLAIM_RENEW_S", "1")
+    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "600")
     with ring_of(prefix) as ring, opened(prefix) as queue:
         ring.write_raw(b"x")
         with Child(TRAINER, f"rings:{prefix}", "1") as trainer:
@@ -180,7 +179,9 @@ def test_a_stopped_trainer_that_holds_everything_is_named_until_its_claims_end(
                 [view] = overview.look([ring.name]).rings
                 assert [each.pid for each in view.stopped] == [trainer.process.pid]
             finally:
-                os.kill(trainer.process.pid, signal.SIGCONT)
+                os.kill(trainer.process.pid, signal.SIGKILL)
+            trainer.process.wait()
+            assert queue.holders() == []
 
 
 def test_a_ring_of_another_host_that_names_loopback_is_not_looked_for_here(
@@ -199,6 +200,12 @@ def test_a_ring_of_another_host_that_names_loopback_is_not_looked_for_here(
         found = reason_of(queue, Why.UNREACHABLE).text
         assert ring.ring_id[:8] in found
         assert "TRANSPORT_ADDRESSES" in found
+
+
+def test_a_rollout_that_was_killed_is_told_with_the_number_of_ends_that_were_expected() -> None:
+    found = reason(Known("rings:run", 0, lost=["a" * 32], ends=2, expected=3))
+    assert found is not None
+    assert "expected_rollouts=3" in found.text
 
 
 def test_rings_without_unread_payloads_are_no_reason(prefix: str) -> None:

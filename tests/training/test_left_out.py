@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import eventually
 
 from transport import Rollout, Schema, SharedRingBuffer, Trainer, _ring
 from transport.claims import mapped
@@ -74,6 +75,16 @@ def test_a_ring_without_a_place_for_a_trainer_is_named_and_its_data_has_not_ende
         others.close()
         assert taken(trainer, 1) == [2]
         assert trainer.why_nothing() == ""
+
+
+def test_the_counts_of_a_ring_stay_when_its_rollout_ends(prefix: str) -> None:
+    with Trainer(SCHEMA, f"rings:{prefix}", wire={"mapped"}) as trainer:
+        with Rollout(SCHEMA, f"rings:{prefix}", slots=4, mode="thread") as rollout:
+            rollout.write({"x": 1})
+            rollout.write({"x": 2})
+            assert taken(trainer, 2) == [1, 2]
+        eventually(lambda: trainer.take(1) is None and not trainer.rings.segments_here())
+        assert trainer.rings.depth().done == 2
 
 
 FEW_FILES = """

@@ -203,7 +203,7 @@ class RingsOfHost:
 
     def _leave(self, ring: SharedRingBuffer) -> None:
         with contextlib.suppress(ClosedError):
-            self._seen.ends[ring.ring_id] = Gone(ring.name, ring.fingerprint, ring.native.ended)
+            self._seen.ends[ring.ring_id] = Gone.of(ring)
         del self._attached[ring.ring_id]
         ring.close()
 
@@ -305,6 +305,16 @@ class RingsOfHost:
         """Return observers of the segments that this process is not attached to, by their names."""
         ours = self._names()
         return self._seen.look([name for name in self._places.segments() if name not in ours])
+
+    def past(self) -> dict[tuple[str, int, str], int]:
+        """Return the counts of rings that are gone, by ring, rank and name."""
+        with self._lock:
+            return {
+                (ring, rank, name): count
+                for ring, gone in self._seen.ends.items()
+                for rank, counts in gone.counts.items()
+                for name, count in counts.items()
+            }
 
     def elsewhere(self) -> dict[str, RingAddress]:
         """Where rings are served that are not on this host, by their ids."""

@@ -107,11 +107,21 @@ class Discovery:
 
 
 class Gone(NamedTuple):
-    """A ring that is gone: its segment's name and its fingerprint, and whether its writer has said the end."""
+    """A ring that is gone: its segment's name and fingerprint, whether its writer has said the end, and its counts."""
 
     name: str
     fingerprint: bytes
     said: bool
+    counts: Mapping[int, Mapping[str, int]] = {}  # of deliveries that ended, by rank
+
+    @classmethod
+    def of(cls, ring: SharedRingBuffer) -> Gone:
+        """Note what the ring says at its end. ClosedError: it says nothing any more."""
+        native = ring.native
+        counts = {rank: {**native.depth(rank), "ready": 0, "claimed": 0} for rank in range(_ring.MAX_READERS)}
+        return cls(
+            ring.name, ring.fingerprint, native.ended, {rank: of for rank, of in counts.items() if any(of.values())}
+        )
 
 
 class Observed:
@@ -129,7 +139,7 @@ class Observed:
             gone = not ring.native.still_named
             if gone:
                 with contextlib.suppress(ClosedError):
-                    self.ends[ring.ring_id] = Gone(name, ring.fingerprint, ring.native.ended)
+                    self.ends[ring.ring_id] = Gone.of(ring)
             if gone or name not in wanted:
                 ring.close()
                 del self._rings[name]

@@ -144,6 +144,7 @@ class FoundRings(TicketQueue):
         self._missed = LogLimit(float("inf"))
         self._missing = LogLimit(SAY_AGAIN_S)
         self._mixed = LogLimit(float("inf"))
+        self.expected: int | None = None  # rollouts whose ends `finished` waits for
         self._checked: frozenset[str] = frozenset()  # rings whose rollouts' starts were looked at
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
@@ -407,6 +408,7 @@ class FoundRings(TicketQueue):
         fitting = set(here.rings) if self._maps else set()
         fitting |= reached.rings if reached.rings or reached.faults else set(self._served())
         strangers = [*here.foreign, *(str(each) for each in reached.faults.values() if isinstance(each, SchemaError))]
+        ends, _ = self._ends(mapped=False)
         limited = [str(each) for each in reached.faults.values() if isinstance(each, OpenFilesError)]
         number = rank if isinstance(rank, int) else None
         elsewhere = (summed(each.counts, number, set())["claimed"] for each in list(self._networks.values()))
@@ -419,7 +421,9 @@ class FoundRings(TicketQueue):
             reached,
             here.holders,
             self.places.others(),
-            [ring for ring, said in self._ends(mapped=False)[0].items() if not said],
+            [ring for ring, said in ends.items() if not said],
+            sum(ends.values()),
+            self.expected,
             number,
             here.ranks,
             full=not here.free and fitting <= here.rings,
@@ -522,7 +526,10 @@ class FoundRings(TicketQueue):
         rank = arguments.number_or_none(rank, "rank of depth()")
         seen = self._here.seen()
         but = {ring.ring_id for ring in seen}
-        counts = summed(self._past, rank, but)
+        past = self._here.past()
+        counts = summed(past, rank, but)
+        but |= {ring for ring, *_ in past}
+        counts.update(summed(self._past, rank, but))
         for network in list(self._networks.values()):
             counts.update(network.depth(rank, but))
         return depth_of(seen, rank, counts)

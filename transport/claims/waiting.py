@@ -28,6 +28,7 @@ import msgspec
 from transport import _ring
 from transport.errors import OWN_FAULTS, BatchTooLargeError, RankError, SchemaError, TransportError
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit, Overdue
+from transport.runtime.suspended import suspended
 from transport.schema import Schema, difference
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         payloads: how many deliveries it holds.
         silent_s: seconds since its last sign of life.
         left_s: seconds until its claims end unless it is heard; None: they last as long as it lives.
+        suspended: by a signal, as the kernel says.
     """
 
     ring: str
@@ -69,10 +71,13 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     payloads: int
     silent_s: float
     left_s: float | None
+    suspended: bool = False
 
     def __str__(self) -> str:
         """As `transport queue` and the log show it."""
         who = f"process {self.pid}" if not self.port else f"a trainer at port {self.port} (listener {self.pid})"
+        if self.suspended:
+            who = f"{who}, which is stopped (SIGCONT lets it go on),"
         held = f"{who} holds {self.payloads} of ring {self.ring[:8]}"
         if self.left_s is None:
             return f"{held} until its connection or process ends"
@@ -81,8 +86,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stopped(self) -> bool:
-        """Whether it has been silent for half its lease; a living one is heard every third."""
-        return self.left_s is not None and self.silent_s > self.left_s
+        """Whether it is suspended, or has been silent for half its lease; a living one is heard every third."""
+        return self.suspended or (self.left_s is not None and self.silent_s > self.left_s)
 
 
 class Reached(NamedTuple):
@@ -138,6 +143,8 @@ class Known(NamedTuple):
         holders: of claims in fitting rings.
         others: where rollouts of other runs are on this host, as URLs.
         lost: ids of rings that are gone without their rollouts' end.
+        ends: how many rollouts have said their end.
+        expected: how many are to say it; None: it was not said.
         rank: that claims; None: all, or one with a name, which rings know or refuse.
         ranks: for how many the payloads of fitting rings on this host are or were, at most; 0: there was none.
         full: whether no slot of fitting rings is free; of rings elsewhere that is not known.
@@ -155,6 +162,8 @@ class Known(NamedTuple):
     holders: Sequence[Holder] = ()
     others: Sequence[str] = ()
     lost: Sequence[str] = ()
+    ends: int = 0
+    expected: int | None = None
     rank: int | None = None
     ranks: int = 0
     full: bool = False
@@ -222,8 +231,12 @@ def reason(known: Known) -> Reason | None:
     if known.lost:
         why = (
             f"the rollout of ring {few(', ', (ring[:8] for ring in known.lost))} is gone, and has not said its end. "
-            "If it was killed, start it again with its name=, or give expected_rollouts=, how many ends are waited for"
+            "If it was killed, start it again with its name=, or "
         )
+        if known.expected is None:
+            why += "give expected_rollouts=, how many ends are waited for"
+        else:
+            why += f"lower expected_rollouts={known.expected}: so many ends are waited for, and {known.ends} have come"
     text = f"no rollout of this run is running ({known.places} finds none): {why}"
     return Reason(Why.NO_RING, f"{text}{there}")
 
@@ -309,7 +322,7 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
     now = time.monotonic_ns()
     found = []
     for owner in native.owners():
-        if owner.index not in held:
+        if owner.index not in held or not owner.alive:  # whoever claims next has what a dead process held
             continue
         leased = owner.lease_ns > 0 and not owner.port
         silent_s = max(0, now - owner.heard_ns) / 1e9 if leased else 0.0
@@ -321,6 +334,7 @@ def holders_of(ring: SharedRingBuffer, rank: int | None = None) -> list[Holder]:
                 payloads=held[owner.index],
                 silent_s=silent_s,
                 left_s=owner.lease_ns / 1e9 - silent_s if leased else None,
+                suspended=suspended(owner.pid),
             )
         )
     return found

@@ -18,6 +18,7 @@ from typing import Final, Literal
 from transport import _ring
 from transport.errors import RingFullError
 from transport.runtime import logs
+from transport.runtime.suspended import suspended
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,11 @@ class Overflowing:
                 held.update(index for index in range(_ring.MAX_OWNERS) if info.pins >> index & 1)
         names = {_ring.ROLE_LISTENER: "listener", _ring.ROLE_READER: "reader"}
         owners = [owner for owner in self._native.owners() if held[owner.index]]
-        each = (f"{names.get(owner.role, 'writer')} {owner.pid} holds {held[owner.index]}" for owner in owners)
+        each = (
+            f"{names.get(owner.role, 'writer')} {owner.pid} holds {held[owner.index]}"
+            f"{' and is stopped: let it go on, or end it' if suspended(owner.pid) else ''}"
+            for owner in owners
+        )
         text = f"{writing} being written, {ready} unread, {reading} being read"
         return f"{text} ({', '.join(each)})" if owners else text
 

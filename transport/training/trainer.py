@@ -150,6 +150,7 @@ class Trainer:
                 undo.callback(rings.close)
             undo.callback(rings.disconnect, self._client)
             self.rings = rings.connect(thread, self._client, schemas)
+            self.rings.expected = self._expected
             self._most_deliveries = self.rings.max_deliveries
             self._heart = thread.submit(_live(self.rings, settings.claim_lease_s))
             undo.callback(self._heart.cancel)
