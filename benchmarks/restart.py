@@ -47,16 +47,15 @@ from typing import Any, Final, Literal, NamedTuple, cast
 import numpy as np
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo
-from transport.claims.open import open_queue
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import TicketTrainer
 from transport.packer.options import RingOptions, ServerOptions
-from transport.packer.prefetch import FetchedBatch
 from transport.ring.attachment import remove_dead
 from transport.ring.buffer import Sync
 from transport.runtime.durable import write_whole
 from transport.snapshots import Saved, Snapshot, snapshot, steps
 from transport.snapshots.manifest import new_attempt
+from transport.training.batch import Batch
+from transport.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "harness"))
@@ -195,12 +194,11 @@ def ring_of(life: Life, index: int, file: Path | None) -> Iterator[SharedRingBuf
         return
     port = _FIRST_PORT + (int(file.stem) if file else index)
     with (
-        open_queue(f"rings:{life.prefix}") as queue,
         Rollout(
             SCHEMA,
+            f"rings:{life.prefix}",
             slots=SLOTS,
             file=file,
-            rings=queue,
             mode="thread",
             drain_s=0.0,
             ring=RingOptions(sync=sync),
@@ -266,13 +264,27 @@ def learn(job: Job, payloads: Sequence[Any], ledger: Counter[int]) -> None:
         ledger[number] += 1
 
 
-def claim_next(trainer: TicketTrainer) -> tuple[FetchedBatch | None, bool]:
-    """The batch that was fetched, and whether another one is on its way now."""
-    batch = trainer.collect_prefetch()
-    claims = trainer.claim_tickets(BATCH, timeout_s=0.05 if batch is None else 0.0)
-    if claims:
-        trainer.start_prefetch(claims)  # held and on its way while the step ends: also at a cut
-    return batch, bool(claims)
+class Ahead:
+    """A trainer's batches; the next one is held while a step ends, also at a cut."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._next: Batch | None = None
+
+    def take(self) -> tuple[Batch | None, bool]:
+        """The batch that was held, and whether another one is now."""
+        batch = self._next
+        self._next = self._trainer.take(BATCH, 0.05 if batch is None else 0.0)
+        return batch, self._next is not None
+
+
+def consumed(batch: Batch) -> list[dict[str, Any]]:
+    """Consume a batch: copies of the payloads that were this trainer's."""
+    payloads = [{"id": int(each["id"]), "values": np.array(each["values"])} for each in batch]
+    batch.consume()
+    accepted = batch.accepted.tolist()
+    batch.release()
+    return [each for each, ours in zip(payloads, accepted, strict=True) if ours]
 
 
 def train(life: Life) -> None:
@@ -280,59 +292,52 @@ def train(life: Life) -> None:
     job = life.job
     found = newest(job)
     step, ledger, record, _, before = found or Checkpoint(0, Counter(), ConsumedRecord(), "", frozenset())
-    with (
-        open_queue(life.queue) as queue,
-        TicketTrainer(
-            schemas=[SCHEMA], queue=queue, consumed=record, wire=("tcp",) if job.hosts else ("mapped",)
-        ) as trainer,
-    ):
+    with Trainer(SCHEMA, life.queue, record=record, wire=("tcp",) if job.hosts else ("mapped",)) as trainer:
         if job.way == "files":
             beside_files(life, trainer, step, ledger)
         else:
-            with_snapshots(life, trainer, queue, step, ledger, before)
+            with_snapshots(life, trainer, step, ledger, before)
     write_whole(job.final, [json.dumps(ledger).encode()])
 
 
-def beside_files(life: Life, trainer: TicketTrainer, step: int, ledger: Counter[int]) -> None:
+def beside_files(life: Life, trainer: Trainer, step: int, ledger: Counter[int]) -> None:
     """Accept, learn, checkpoint, consume: several batches in a checkpoint, or what there is."""
-    job = life.job
-    learned: list[FetchedBatch] = []
+    job, ahead = life.job, Ahead(trainer)
+    learned: list[Batch] = []
     while len(ledger) < job.payloads or learned:
-        batch, more = claim_next(trainer)
+        batch, more = ahead.take()
         if batch is not None:
-            learn(job, trainer.accept(batch), ledger)
+            batch.accept()
+            learn(job, batch.payloads, ledger)
             learned.append(batch)
             step += 1
         if len(learned) == EVERY - 2 or (learned and not more):
-            store(job, step, ledger, trainer.consumed_record().to_bytes(), "", [])
+            store(job, step, ledger, trainer.record.to_bytes(), "", [])
             life.say(f"taken {step}")
             for each in learned:
-                trainer.consume(each)
+                each.consume()
                 each.release()
             learned.clear()
             life.say(f"complete {step}")
 
 
-def with_snapshots(
-    life: Life, trainer: TicketTrainer, queue: Any, step: int, ledger: Counter[int], before: frozenset[int]
-) -> None:
+def with_snapshots(life: Life, trainer: Trainer, step: int, ledger: Counter[int], before: frozenset[int]) -> None:
     """Learn, consume, and now and then a snapshot; none before every share of the last one is restored."""
-    job = life.job
+    job, ahead = life.job, Ahead(trainer)
     taken: Snapshot | Parts | None = None
     while len(ledger) < job.payloads:
-        batch, _ = claim_next(trainer)
+        batch, _ = ahead.take()
         if batch is None:
             continue
-        learn(job, trainer.consume(batch), ledger)
-        batch.release()
+        learn(job, consumed(batch), ledger)
         step += 1
         if step % EVERY == 0 and all(job.restored[: life.rings]):
             if taken is not None:
                 taken.wait()
                 life.say(f"complete {taken.step}")
-            record = trainer.consumed_record().to_bytes()
+            record = trainer.record.to_bytes()
             published = sorted(before | {number for number, is_there in enumerate(job.journal[:]) if is_there})
-            taken = Parts(life, step) if job.hosts else snapshot(queue, job.destination, step, run=RUN)
+            taken = Parts(life, step) if job.hosts else snapshot(trainer.rings, job.destination, step, run=RUN)
             life.say(f"taken {step}")
             store(job, step, ledger, record, taken.attempt, published)
     if taken is not None:

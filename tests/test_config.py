@@ -91,11 +91,11 @@ def test_settings_that_contradict_each_other_are_named_without_the_others(tmp_pa
             tmp_path,
             "watchdog_s = 20\n",
             TRANSPORT_RUN="seven",
-            TRANSPORT_CLAIM_LEASE_S="5",
-            TRANSPORT_CLAIM_RENEW_S="4",
+            TRANSPORT_BACKOFF_FIRST_S="5",
+            TRANSPORT_BACKOFF_MOST_S="4",
         )
     where, _, _ = str(caught.value).partition(": ")
-    assert where == "TRANSPORT_CLAIM_LEASE_S, TRANSPORT_CLAIM_RENEW_S"
+    assert where == "TRANSPORT_BACKOFF_FIRST_S, TRANSPORT_BACKOFF_MOST_S"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.300", "10.0.0", "host:7450", "::1", "two words", "-x", "rings://host"])

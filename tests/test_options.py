@@ -22,13 +22,11 @@ from helpers import dead_port, noise, serving, settings_with
 from packers import Packer, Worker, collected
 
 import transport
-from transport import BlockingClient, Schema, SharedRingBuffer, config
-from transport.claims.places import OnThisHost
+from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, config
 from transport.cli import run as command
 from transport.client.reading import grouped
 from transport.errors import RetriesExhaustedError, TransportError
 from transport.observe.metrics import configured_exporter
-from transport.queue import FoundRings
 from transport.queue.group import GroupQueue
 from transport.runtime.logs import set_up_logging
 from transport.storage.urls import SQLiteURL
@@ -204,16 +202,15 @@ def test_the_operators_settings_reach_client_server_claims_and_record(monkeypatc
     monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "45")
     expected = settings_with(linger_s=250.0, consumed_rings=2, claim_lease_s=45.0)
     worker, packer = Worker(), Packer()
-    with FoundRings(OnThisHost(f"options-{os.getpid()}-")) as queue:
+    with Trainer(SCHEMA, f"rings:options-{os.getpid()}-") as trainer:
         try:
-            worker.setup_ucxx(SCHEMA, slots=2, mode="thread", rings=queue)
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
+            worker.setup_ucxx(SCHEMA, slots=2, mode="thread", rings=trainer.rings)
+            packer.setup_ucxx_packer(schemas=[SCHEMA])
             assert server_of(worker).settings == expected
             assert packer._packer.client._settings == packer._packer.settings == expected
             assert packer.consumed_record()._most_rings == 2
-            assert packer._packer.claims._renew_s == 15.0  # a third of the queue's lease
         finally:
             packer.cleanup_ucxx_packer()
             worker.cleanup_ucxx()
-        assert queue.lease_s == 45.0
-        assert GroupQueue(queue, MemoryStore(), "group", 0, 2)._patience_s == 45.0
+        assert trainer.rings.lease_s == 45.0
+        assert GroupQueue(trainer.rings, MemoryStore(), "group", 0, 2)._patience_s == 45.0

@@ -26,7 +26,7 @@ def test_the_defaults_are_those_of_the_protocol() -> None:
     assert DEFAULTS.listener_idle_eviction_s == 120
     assert (DEFAULTS.ack_delay_s, DEFAULTS.ack_timeout_s) == (0.005, 30)
     assert DEFAULTS.batch_deadline_s == 300
-    assert (DEFAULTS.claim_lease_s, DEFAULTS.claim_renew_s) == (60, 20)
+    assert DEFAULTS.claim_lease_s == 60
     assert DEFAULTS.linger_s == 300
     assert (DEFAULTS.handshake_timeout_s, DEFAULTS.connections_per_listener) == (5, 1024)
 
@@ -39,7 +39,6 @@ def test_the_defaults_are_those_of_the_protocol() -> None:
         ({"port_quarantine_s": 250.0}, "port_quarantine_s <= port_quarantine_most_s"),
         ({"pool_endpoints_per_port": 300}, "pool_endpoints_per_port <= pool_endpoints_idle"),
         ({"ack_delay_s": 1.0}, "ack_delay_s * 100 <= ack_timeout_s"),
-        ({"claim_renew_s": 30.0}, "claim_renew_s * 2 < claim_lease_s"),
         ({"heartbeat_s": 4.0}, "heartbeat_s * 3 <= watchdog_s"),
         ({"backoff_first_s": 5.0}, "backoff_first_s <= backoff_most_s"),
         ({"records_per_message": 64}, "2 <= records_per_message <= 63"),

@@ -131,7 +131,6 @@ MEANINGS: Final[Mapping[str, str]] = {
     "watchdog_s": "age of a heartbeat at which a listener is killed",
     "heartbeat_s": "a listener's sweep and heartbeat",
     "claim_lease_s": "how long a claim on the queue is its claimant's without renewal; each queue when it is opened",
-    "claim_renew_s": "renewal of claims; the packer takes a third of its queue's lease",
     "consumed_rings": "rings that a `ConsumedRecord` remembers",
     "staging_bytes": "pinned memory for payloads on their way to a device",
     "inline_limit": "bytes up to which a payload is joined to its answer",

@@ -53,7 +53,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     heartbeat_s: float = 1.0
 
     claim_lease_s: float = 60.0
-    claim_renew_s: float = 20.0
 
     consumed_rings: int = 4096
 
@@ -100,7 +99,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 "pool_endpoints_per_port <= pool_endpoints_idle",
             ),
             (self.ack_delay_s * 100 <= self.ack_timeout_s, "ack_delay_s * 100 <= ack_timeout_s"),
-            (self.claim_renew_s * 2 < self.claim_lease_s, "claim_renew_s * 2 < claim_lease_s"),
             (self.heartbeat_s * 3 <= self.watchdog_s, "heartbeat_s * 3 <= watchdog_s"),
             (self.backoff_first_s <= self.backoff_most_s, "backoff_first_s <= backoff_most_s"),
             (2 <= self.records_per_message <= 63, "2 <= records_per_message <= 63"),

@@ -39,7 +39,6 @@ SETTINGS = msgspec.structs.replace(
     heartbeat_s=1.0,
     linger_s=60.0,
     claim_lease_s=5.0,
-    claim_renew_s=1.5,
 )
 LOST_AFTER_S = DIRECTORY_LEASE_S * 5 / 3  # the lease and its grace: payloads of who is out of reach for longer are lost
 FIRST_PORT = 7001

@@ -12,7 +12,7 @@ import msgspec
 from transport._ring import MAX_ATTEMPTS
 from transport.claims.places import AtAddresses, InDirectory, OnThisHost
 from transport.errors import StoreError
-from transport.queue import Claim, FoundRings
+from transport.queue import FoundRings
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory
 from transport.store.open import open_store
@@ -34,7 +34,6 @@ SETTINGS = msgspec.structs.replace(
     heartbeat_s=0.5,
     linger_s=120.0,
     claim_lease_s=3.0,
-    claim_renew_s=1.0,
 )
 DIRECTORY_LEASE_S = 5.0
 _MAX_DELIVERIES = 1000  # a payload is not given up because its trainers were killed
@@ -94,21 +93,6 @@ class TrainerPart(Part, frozen=True, kw_only=True):
     rank: int = 0
     wire: list[str] = []
     batch: int = 128
-
-
-def tell_discards(
-    queue: FoundRings, ending: Callable[[Claim, str], object], ended: Callable[[Claim, bool], object]
-) -> None:
-    """Have the queue say which claims it is about to discard and why, and whether it did: a killed trainer cannot."""
-    discard = queue.discard
-
-    def told(claim: Claim, reason: str) -> bool:
-        ending(claim, reason)
-        good = discard(claim, reason)
-        ended(claim, good)
-        return good
-
-    queue.discard = told  # type: ignore[method-assign]
 
 
 def opened(part: Part) -> FoundRings:

@@ -1,4 +1,4 @@
-"""A trainer: claims, fetches, compares every byte, consumes; killed and started again at any moment."""
+"""A trainer: takes, compares every byte, consumes; killed and started again at any moment."""
 
 from __future__ import annotations
 
@@ -8,43 +8,59 @@ import select
 import signal
 import sys
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
 import msgspec
 import payloads
 from ledger import Journal
-from plan import TrainerPart, opened, patiently, tell_discards, words_of
+from plan import TrainerPart, opened, patiently, words_of
 
-from transport import UCXXDataPackerMixin
-from transport.packer.mixin import FetchedBatch
-from transport.queue import Claim, DeliveryState
-from transport.ticket import Ticket
+from transport import Trainer
+from transport.training.batch import Batch
 
 _ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
-_DROP_EVERY = 16  # the claims of one batch in so many are dropped without a word
+_DROP_EVERY = 16  # one batch in so many is dropped without a word
 _ASK_AGAIN_S = 2.0
+_IN_HAND = 2  # batches
 
 
-def _named(claim: Claim) -> tuple[int, int]:
-    metadata: Any = Ticket.decode(claim.data).metadata
-    return metadata["w"], metadata["n"]
+class Held:
+    """A batch, the names of its payloads, and which of them were consumed."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        metadata: Any = batch.metadata
+        self.names = [(each["w"], each["n"]) for each in metadata]
+        self._consumed: set[int] = set()
+
+    def consumed(self) -> list[tuple[int, int]]:
+        """Consume what is not consumed; the names of what was."""
+        self.batch.consume()
+        fresh = [at for at, ours in enumerate(self.batch.accepted.tolist()) if ours and at not in self._consumed]
+        self._consumed.update(fresh)
+        return [self.names[at] for at in fresh]
+
+    def unsure(self) -> list[tuple[int, int]]:
+        """The names of what is in question."""
+        return [name for name, asked in zip(self.names, self.batch.in_question.tolist(), strict=True) if asked]
 
 
-class Trainer(UCXXDataPackerMixin):
+class Training:
     """Trains on nothing, but says in its journal what it would have trained on."""
 
     def __init__(self, part: TrainerPart) -> None:
         self.rank = part.rank
         self.journal = Journal(part.journal)
-        self._questions: list[FetchedBatch] = []
+        self._questions: list[Held] = []
         self._ask_at = 0.0
-        queue = patiently(partial(opened, part), self.complain)
-        tell_discards(queue, self._ending, self._ended)
-        self.setup_ucxx_packer(
-            queue=queue,
+        self.rings = patiently(partial(opened, part), self.complain)
+        self.trainer = Trainer(
+            None,
+            self.rings,
             rank=part.rank,
-            consumer=part.name,
+            name=part.name,
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
             settings=part.settings,
         )
@@ -53,44 +69,35 @@ class Trainer(UCXXDataPackerMixin):
         """Into its log."""
         print(f"{time.strftime('%X')} trainer: {what}", file=sys.stderr)
 
-    def _ending(self, claim: Claim, reason: str) -> None:
-        why = f"{DeliveryState.DISCARDED}: {reason}".split()
-        self.journal.say("D", self.rank, *words_of([_named(claim)]), "because", *why)
-
-    def _ended(self, claim: Claim, good: bool) -> None:
-        self.journal.say("K" if good else "R", self.rank, *words_of([_named(claim)]))
-
-    def train(self, batch: FetchedBatch) -> None:
+    def train(self, held: Held) -> None:
         """Compare, and consume what came."""
-        asked = []
-        for item in batch.items:
-            if item.payload is None or item.claim is None:
-                continue
-            writer, number = _named(item.claim)
-            if not payloads.is_right(writer, number, item.payload.data):
-                self.journal.say("X", self.rank, *words_of([(writer, number)]), item.payload.wire)
-            asked.append((writer, number))
-        self.journal.say("A", self.rank, *words_of(asked))
-        self._consume(batch)
+        for (writer, number), payload in zip(held.names, held.batch, strict=True):
+            if not payloads.is_right(writer, number, payload.data):
+                wires = ",".join(held.batch.bytes_by_wire)
+                self.journal.say("X", self.rank, *words_of([(writer, number)]), wires)
+        self.journal.say("A", self.rank, *words_of(held.names))
+        self._consume(held)
 
-    def _consume(self, batch: FetchedBatch) -> None:
-        trained = patiently(lambda: self.consume(batch), self.complain)
-        if batch.in_question:
-            self._questions.append(batch)
+    def _consume(self, held: Held) -> None:
+        trained = held.consumed()
+        if held.unsure():
+            self._questions.append(held)
             self._ask_at = time.monotonic() + _ASK_AGAIN_S
-        unsure = [_named(item.claim) for each in self._questions for item in each.in_question if item.claim is not None]
-        self.journal.say("Q", self.rank, *words_of(unsure))
-        self.journal.say(
-            "C", self.rank, *words_of([(each.ticket.metadata["w"], each.ticket.metadata["n"]) for each in trained])
-        )
+        self.journal.say("Q", self.rank, *words_of([name for each in self._questions for name in each.unsure()]))
+        self.journal.say("C", self.rank, *words_of(trained))
 
     def ask_again(self) -> bool:
         """Consume what is in question once more, every few seconds; whether anything is."""
         if self._questions and time.monotonic() >= self._ask_at:
-            for batch in list(self._questions):
-                self._questions.remove(batch)
-                self._consume(batch)
+            for held in list(self._questions):
+                self._questions.remove(held)
+                self._consume(held)
         return bool(self._questions)
+
+    def close(self) -> None:
+        """Give back what was not consumed."""
+        self.trainer.close()
+        self.rings.close()
 
 
 def main() -> None:
@@ -98,29 +105,25 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level="INFO", format="%(asctime)s trainer %(process)d %(levelname)s %(message)s")
     part = msgspec.json.decode(sys.argv[1], type=TrainerPart)
-    trainer = Trainer(part)
-    fetching = collected = claimed = 0
+    training = Training(part)
+    in_hand: deque[Held] = deque()
+    taken = trained = 0
     while True:
-        claims = patiently(partial(trainer.claim_tickets, part.batch, 0.0 if fetching else 0.3), trainer.complain)
-        claimed += bool(claims)
-        if claims and claimed % _DROP_EVERY == 0:
+        batch = training.trainer.take(part.batch, 0.0 if in_hand else 0.3)
+        taken += batch is not None
+        if batch is not None and taken % _DROP_EVERY == 0:
             continue
-        if claims:
-            trainer.defer_prefetch(claims)
-            fetching += 1
-        if fetching == 2 or (fetching and not claims):
-            batch: FetchedBatch | None = trainer.collect_prefetch()
-            assert batch is not None
-            fetching -= 1
-            collected += 1
-            if collected % _ABANDON_EVERY == 1:
-                patiently(partial(trainer.abandon, batch), trainer.complain)
+        if batch is not None:
+            in_hand.append(Held(batch))
+        if in_hand and (batch is None or len(in_hand) == _IN_HAND):
+            trained += 1
+            if trained % _ABANDON_EVERY == 1:
+                in_hand.popleft().batch.give_back()
             else:
-                trainer.train(batch)
-            batch = None  # its views would keep slots of a mapped ring
-        elif not claims and not trainer.ask_again() and select.select([sys.stdin], [], [], 0)[0]:
+                training.train(in_hand.popleft())
+        elif batch is None and not training.ask_again() and select.select([sys.stdin], [], [], 0)[0]:
             break
-    trainer.cleanup_ucxx_packer()
+    training.close()
 
 
 if __name__ == "__main__":

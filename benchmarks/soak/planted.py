@@ -23,32 +23,28 @@ Change = Callable[[ModuleType], None]
 
 # --- the queue ----------------------------------------------------------------------------------------
 def unfenced(module: ModuleType) -> None:
-    queue: Any = module.FoundRings
-    original = queue.ack_many
+    batch: Any = module.Batch
+    original = batch.accepted.fget
 
-    def ack_many(self: Any, claims: Any, **named: Any) -> Any:
-        original(self, claims, **named)
-        return list(claims)
+    def accepted(self: Any) -> Any:
+        return original(self) | True
 
-    queue.ack_many = ack_many
+    batch.accepted = property(accepted)
 
 
 def claims_are_dropped(module: ModuleType) -> None:
-    book: Any = module.ClaimBook
-    original = book.claim
+    trainer: Any = module.Trainer
+    original = trainer._batch
     turns = itertools.count()
 
-    def claim(self: Any, *arguments: Any) -> Any:
-        kept = []
-        for each in original(self, *arguments):
-            if next(turns) % 97 == 50:
-                self._let_go([each])
-                self._queue.discard(each, "StaleSlotError: as if its deadline had passed")
-            else:
-                kept.append(each)
-        return kept
+    def batch(self: Any, parts: Any, *arguments: Any) -> Any:
+        for part in parts:
+            for at in reversed(range(len(part))):
+                if next(turns) % 97 == 50:
+                    part.drop(at, "StaleSlotError: as if its deadline had passed", True, self._name)
+        return original(self, parts, *arguments)
 
-    book.claim = claim
+    trainer._batch = batch
 
 
 # --- the rings as the queue ---------------------------------------------------------------------------
@@ -125,17 +121,13 @@ def nothing_is_given_back(module: ModuleType) -> None:
 
 
 def nothing_is_given_back_here(module: ModuleType) -> None:
-    source: Any = module.RingsOfHost
-    original = source.end
+    batch: Any = module.Batch
     kept: list[Any] = []  # a claim that nothing refers to goes back by itself
 
-    def end(self: Any, claims: Any, how: Any) -> Any:
-        if how.verdict is not module.Verdict.GIVEN_BACK:
-            return original(self, claims, how)
-        kept.extend(claims)
-        return list(claims)
+    def give_back(self: Any, delay_s: float = 0.0) -> None:
+        kept.append(self.parts)
 
-    source.end = end
+    batch.give_back = give_back
 
 
 def no_ring_lingers(module: ModuleType) -> None:
@@ -217,15 +209,15 @@ def bytes_are_flipped(module: ModuleType) -> None:
 
 def only_over(*wires: str) -> dict[str, Change]:
     def change(module: ModuleType) -> None:
-        packer: Any = module.UCXXDataPackerMixin
-        original = packer.setup_ucxx_packer
+        trainer: Any = module.Trainer
+        original = trainer.__init__
 
-        def setup_ucxx_packer(self: Any, *, wire: Any, **named: Any) -> None:
-            original(self, wire=frozenset(wires), **named)
+        def init(self: Any, *arguments: Any, wire: Any, **named: Any) -> None:
+            original(self, *arguments, wire=frozenset(wires), **named)
 
-        packer.setup_ucxx_packer = setup_ucxx_packer
+        trainer.__init__ = init
 
-    return {"transport.packer.mixin": change}
+    return {"transport.training.trainer": change}
 
 
 def nothing_is_verified(module: ModuleType) -> None:
@@ -254,16 +246,16 @@ def segments_stay(module: ModuleType) -> None:
 
 
 def trainers_fail(module: ModuleType) -> None:
-    packer: Any = module.UCXXDataPackerMixin
-    original = packer.consume
+    batch: Any = module.Batch
+    original = batch.consume
     turns = itertools.count()
 
-    def consume(self: Any, batch: Any) -> Any:
+    def consume(self: Any) -> None:
         if next(turns) == 4:
             os._exit(3)
-        return original(self, batch)
+        original(self)
 
-    packer.consume = consume
+    batch.consume = consume
 
 
 # --- all of them ------------------------------------------------------------------------------------
@@ -282,7 +274,7 @@ PLANTS = {
     "unfenced": Plant(
         "acknowledgements are accepted of claims that are another trainer's by now",
         "duplicated",
-        {"transport.claims.rings": unfenced},
+        {"transport.training.batch": unfenced},
     ),
     "finished-twice": Plant(
         "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
@@ -323,7 +315,7 @@ PLANTS = {
         "what is given back is not, in a mapped ring",
         "lost",
         {
-            "transport.claims.mapped": nothing_is_given_back_here,
+            "transport.training.batch": nothing_is_given_back_here,
             **only_over("mapped"),
         },
         calm=True,
@@ -339,7 +331,7 @@ PLANTS = {
     "dropped": Plant(
         "payloads without a deadline are discarded as if it had passed",
         "lost",
-        {"transport.packer.claims": claims_are_dropped},
+        {"transport.training.trainer": claims_are_dropped},
     ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
@@ -380,6 +372,6 @@ PLANTS = {
     "trainers-fail": Plant(
         "a trainer ends by itself",
         "crashes",
-        {"transport.packer.mixin": trainers_fail},
+        {"transport.training.batch": trainers_fail},
     ),
 }

@@ -1,6 +1,6 @@
 """One member of a whole job: ``python member.py rollout|trainer PLAN``, PLAN as JSON. It ends at SIGTERM.
 
-A rollout writes without an end, found through Redis. A trainer claims, reads and consumes. Both say "ready" on
+A rollout writes without an end, found through Redis. A trainer takes and consumes. Both say "ready" on
 standard output when they have carried something. At the end they do what programs do: they leave the `with`.
 """
 
@@ -16,10 +16,8 @@ import time
 import msgspec
 import numpy as np
 
-from transport import Rollout, Schema, ServerOptions, UpTo
+from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
 from transport.errors import TransportError
-from transport.packer.mixin import TicketTrainer
-from transport.queue import open_queue
 from transport.runtime.signals import Stopped, until_stopped
 
 SCHEMA = Schema.of(values=("float32", UpTo(16384)), number=("int64",))
@@ -39,12 +37,8 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
 def rollout(plan: JobPlan, stopped: Stopped) -> None:
     """Write until told to end."""
     server = ServerOptions(addresses=("127.0.0.1",))
-    with (
-        open_queue(plan.queue) as queue,
-        Rollout(
-            SCHEMA, slots=32, name=f"{plan.prefix}-{plan.number}", rings=queue, server=server, drain_s=DRAIN_S
-        ) as worker,
-    ):
+    name = f"{plan.prefix}-{plan.number}"
+    with Rollout(SCHEMA, plan.queue, slots=32, name=name, server=server, drain_s=DRAIN_S) as worker:
         for number in range(1 << 40):
             if stopped.wait(_PAUSE_S):
                 return
@@ -57,28 +51,23 @@ def rollout(plan: JobPlan, stopped: Stopped) -> None:
 
 def trainer(plan: JobPlan, stopped: Stopped) -> None:
     """Consume until told to end."""
-    with open_queue(plan.queue) as queue, TicketTrainer(schemas=[SCHEMA], queue=queue, wire={"tcp"}) as worker:
-        ready = False
+    ready = False
+    with Trainer(SCHEMA, plan.queue, wire={"tcp"}) as worker:
         while not stopped.wait(0.0):
             try:
-                worker.start_prefetch(worker.claim_tickets(BATCH, 0.5))
-                while not worker.wait_prefetch(0.1):
-                    if stopped.wait(0.0):
-                        return
-                batch = worker.collect_prefetch(0.0)
-            except (TransportError, TimeoutError):
+                batch = worker.take(BATCH, 0.1)
+            except TransportError:
                 time.sleep(_PAUSE_S)
                 continue
             if batch is None:
                 continue
             with contextlib.suppress(TransportError):
-                consumed = worker.consume(batch)
-                for payload in consumed:
+                for payload in batch:
                     assert (payload["values"] == payload["number"]).all()
-                if consumed and not ready:
+                batch.consume()
+                if not ready and batch.accepted.any():
                     ready = True
                     print("ready", flush=True)
-            batch.release()
 
 
 def main() -> None:

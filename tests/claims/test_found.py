@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from found_rings import LONG_S, ring_of, some
 from helpers import NETWORK, NETWORK_WIRE, Child, eventually, free
-from packers import SCHEMA, Packer, Worker, collected, fetch, write
+from packers import SCHEMA, Worker, write
 
-from transport import ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import ClientOptions, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport._ring import MAX_OWNERS, ROLE_READER
 from transport.claims.mapped import RingsOfHost
 from transport.claims.places import AtAddresses, OnThisHost, default_prefix
@@ -196,72 +196,33 @@ def test_a_text_without_a_name_is_what_the_mixins_do_without_a_queue() -> None:
         assert queue.places.prefix == default.places.prefix == "rollout-"
 
 
-# --- the mixins ----------------------------------------------------------------------------------------
-@both
-def test_rings_of_another_schema_are_left_alone(wire: str) -> None:
-    other = Schema.of(weights=("float32", UpTo(10)))
-    stranger, worker, packer = Worker(), Worker(), Packer()
-    try:
-        theirs = stranger.setup_ucxx(other, slots=4, mode="thread")
-        worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
-        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
-        stranger.write_to_buffer({"weights": np.ones(3, np.float32)})
-        write(worker, 1)
-        assert [each["step"].item() for each in packer.consume(fetch(packer, 1))] == [1]
-        assert packer.claim_tickets(1, 0.3) == []
-        assert theirs.native.depth(0)["ready"] == 1
-    finally:
-        packer.cleanup_ucxx_packer()
-        worker.cleanup_ucxx()
-        stranger.cleanup_ucxx()
-
-
-def test_payloads_of_different_schemas_in_one_take(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, packer = Worker(), Packer()
-    with ring_of(prefix) as ring, open_queue(f"rings:{prefix}") as queue:
-        try:
-            packer.setup_ucxx_packer(queue=queue, wire=NETWORK)
-            ring.write({"a": np.arange(3)})
-            ring.write({"b": np.ones((2, 2)), "c": np.zeros(1, np.int8)})
-            claims = some(queue, 2)
-            batch = collected(packer, claims)
-            assert [sorted(payload) for payload in batch.payloads] == [["a"], ["b", "c"]]
-            assert queue.ack_many(claims) == claims
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
-
-
+# --- trainers ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("of", ["a run", "the default"])
 def test_a_ring_with_a_name_is_found_by_the_trainers_of_its_run(
     prefix: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRANSPORT_RUN", prefix)
-    url = f"rings:{prefix}" if of == "a run" else ""
+    url = f"rings:{prefix}" if of == "a run" else None
     beginning = prefix if url else default_prefix()
-    worker, packer = Worker(), Packer()
-    with open_queue(url or "rings:") as queue:
-        for name in ("mine", f"{beginning}mine", f"/transport-{beginning}mine"):
-            ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", rings=queue if url else None, name=name)
-            assert ring.name == f"/transport-{beginning}mine"
-        try:
-            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue if url else None)
+    worker = Worker()
+    for name in ("mine", f"{beginning}mine", f"/transport-{beginning}mine"):
+        ring = worker.setup_ucxx(SCHEMA, slots=4, mode="thread", rings=url, name=name)
+        assert ring.name == f"/transport-{beginning}mine"
+    try:
+        with Trainer(SCHEMA, url) as trainer:
             write(worker, 0)
-            assert len(packer.claim_tickets(1, LONG_S)) == 1
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
+            assert trainer.take(1, LONG_S) is not None
+    finally:
+        worker.cleanup_ucxx()
 
 
 def test_why_no_place_can_be_reached_is_raised() -> None:
-    packer = Packer()
     with ring_of("elsewhere-") as ring, FoundRings(AtAddresses(f"127.0.0.1:{ring.native.ports()[0]}")) as queue:
-        try:
-            packer.setup_ucxx_packer(queue=queue, client=ClientOptions(secret=b"no listener has it"))
-            with pytest.raises(AuthenticationError):
-                packer.claim_tickets(1, 1.0)
-        finally:
-            packer.cleanup_ucxx_packer()
+        with (
+            Trainer(None, queue, client=ClientOptions(secret=b"no listener has it")) as trainer,
+            pytest.raises(AuthenticationError),
+        ):
+            trainer.take(1, 1.0)
 
 
 # --- notices of one host -----------------------------------------------------------------------------

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from helpers import NETWORK, NETWORK_WIRE, eventually
-from packers import collected, fetch
 
-from transport import RingOptions, Rollout, Schema, SharedRingBuffer, UCXXServer
+from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport.claims.open import given_rings
 from transport.claims.places import AtAddresses, OnThisHost
 from transport.errors import RankError, UsageError
-from transport.packer.mixin import TicketTrainer
-from transport.queue import FoundRings, RingQueue
+from transport.queue import FoundRings
 
 SCHEMA = Schema.of(x="int64")
 CONSUMERS = {"reference": 1, "train": 2}
@@ -33,7 +32,7 @@ def found(name: str) -> FoundRings:
 
 
 def test_each_named_stage_claims_every_payload_once(ring: SharedRingBuffer) -> None:
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         for rank, number in (("reference", 0), ("train:0", 1), ("train:1", 2)):
             claims = queue.claim(8, rank=rank, consumer="c")
             assert [claim.rank for claim in claims] == [number] * 3
@@ -44,19 +43,22 @@ def test_each_named_stage_claims_every_payload_once(ring: SharedRingBuffer) -> N
 
 @pytest.mark.parametrize("rank", ["rewards", "train", "train:2", "train:x", "reference:1", "", ":", "0"])
 def test_names_that_the_ring_does_not_have_are_named(ring: SharedRingBuffer, rank: str) -> None:
-    with RingQueue([ring]) as queue, pytest.raises(RankError):
+    with given_rings(ring) as queue, pytest.raises(RankError):
         queue.claim(8, rank=rank, consumer="c")
 
 
 def test_a_ring_that_has_no_such_name_is_left_out_and_told(ring: SharedRingBuffer) -> None:
-    with SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second, RingQueue([ring, second]) as queue:
+    with SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second, given_rings(ring, second) as queue:
         assert len(queue.claim(8, rank="reference", consumer="c")) == 3
         why = queue.why_nothing("reference")
         assert why is not None
         assert second.ring_id[:8] in why.text
-        queue.remove(ring)
-        with pytest.raises(RankError, match="no consumer 'reference': it has reward"):
-            queue.claim(8, rank="reference", consumer="c")
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second,
+        given_rings(second) as queue,
+        pytest.raises(RankError, match="no consumer 'reference': it has reward"),
+    ):
+        queue.claim(8, rank="reference", consumer="c")
 
 
 @pytest.mark.ucx
@@ -86,31 +88,12 @@ def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path:
         for number in range(4):
             rollout.write_to_buffer({"x": number})
         for rank in ("reference", "train"):
-            with (
-                found(name) as own,
-                TicketTrainer(schemas=[SCHEMA], queue=own, rank=rank, wire={wire}) as trainer,
-            ):
-                seen: list[int] = []
-                while len(seen) < 4:
-                    batch = fetch(trainer, 4)
-                    seen += [int(payload["x"]) for payload in trainer.consume(batch)]
-                    batch.release()
-                assert sorted(seen) == [0, 1, 2, 3]
-
-
-@pytest.mark.ucx
-def test_a_named_trainer_takes_claims_and_no_tickets(ring: SharedRingBuffer) -> None:
-    ticket = ring.write({"x": 9})
-    with RingQueue([ring]) as queue, TicketTrainer(schemas=[SCHEMA], queue=queue, rank="train:1") as trainer:
-        [first, *_] = trainer.claim_tickets(4)
-        with pytest.raises(RankError, match="came as a ticket, and this trainer's rank is 'train:1'"):
-            trainer.start_prefetch([first, ticket])
-        with pytest.raises(RankError, match="came as a ticket"):
-            trainer.get_policy_input(ticket)
-        batch = collected(trainer, [first])
-        assert [int(payload["x"]) for payload in trainer.consume(batch)] == [0]
-        assert int(trainer.get_policy_input(first)["x"]) == 0
-        batch.release()
+            with Trainer(SCHEMA, f"rings:{name}", rank=rank, wire={wire}) as trainer:
+                batch = trainer.take(4, 30.0, fill_s=30.0)
+                assert batch is not None
+                assert sorted(int(payload["x"]) for payload in batch) == [0, 1, 2, 3]
+                batch.consume()
+                assert batch.accepted.all()
 
 
 def test_a_rollout_writes_for_its_named_consumers() -> None:

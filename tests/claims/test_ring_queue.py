@@ -1,4 +1,4 @@
-"""RingQueue: the queue's model over rings that it is given, where a claim has no lease but a holder."""
+"""The queue's model over rings that a process hands out, where a claim ends with its holder."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from queue_waits import in_thread
 from ring_queues import RingHarness
 
 from transport import SharedRingBuffer, _ring
+from transport.claims.open import given_rings
 from transport.errors import UsageError
-from transport.queue import Claim, DeliveryState, QueueDepth, RingQueue
+from transport.queue import Claim, DeliveryState, FoundRings, QueueDepth
 
 
 class RingMachine(QueueMachine):
@@ -75,21 +76,21 @@ class RingMachine(QueueMachine):
 
 
 def test_what_cannot_be_handed_out_is_refused() -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, RingQueue([ring]) as queue:
+    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, given_rings(ring) as queue:
         with pytest.raises(UsageError, match="max_deliveries=0"):
-            RingQueue(max_deliveries=0)
+            given_rings(max_deliveries=0)
         with (
             SharedRingBuffer.attach(ring.name, role="observer") as observer,
             pytest.raises(UsageError, match="observer"),
         ):
-            queue.add(observer)
+            queue.hand_out(observer)
 
 
 def test_several_rings_take_turns_and_wake_who_waits() -> None:
     with (
         SharedRingBuffer.create(slots=8, slot_bytes=64) as one,
         SharedRingBuffer.create(slots=8, slot_bytes=64) as two,
-        RingQueue([one, two]) as queue,
+        given_rings(one, two) as queue,
     ):
         one.write_many([{"a": np.zeros(1)}] * 4)
         two.write_many([{"a": np.zeros(1)}] * 4)
@@ -107,16 +108,16 @@ def test_several_rings_take_turns_and_wake_who_waits() -> None:
 
 
 def test_rings_that_were_closed_take_no_place_of_a_queue() -> None:
-    with RingQueue() as queue:
+    with given_rings() as queue:
         for _ in range(_ring.MAX_WAITED + 1):
             with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring:
-                queue.add(ring)
+                queue.hand_out(ring)
 
 
-def test_a_ring_that_is_closed_or_removed_is_left_out() -> None:
-    with SharedRingBuffer.create(slots=8, slot_bytes=64) as stays, RingQueue([stays]) as queue:
+def test_a_ring_that_is_closed_is_left_out() -> None:
+    with SharedRingBuffer.create(slots=8, slot_bytes=64) as stays, given_rings(stays) as queue:
         goes = SharedRingBuffer.create(slots=8, slot_bytes=64)
-        queue.add(goes)
+        queue.hand_out(goes)
         goes.write_many([{"a": np.zeros(1)}] * 2)
         [claim] = queue.claim(1, consumer="a")
         goes.close()
@@ -126,18 +127,16 @@ def test_a_ring_that_is_closed_or_removed_is_left_out() -> None:
         assert queue.depth() == QueueDepth()
         stays.write_many([{"a": np.zeros(1)}])
         assert len(queue.claim(9, consumer="a")) == 1
-        queue.remove(stays)
-        assert queue.claim(1, 0.01, consumer="a") == []
 
 
 def test_with_a_lease_a_stopped_processes_claims_are_anothers_and_its_own_acks_refused() -> None:
-    with SharedRingBuffer.create(slots=64, slot_bytes=64) as ring, RingQueue([ring], lease_s=0.2) as queue:
+    with SharedRingBuffer.create(slots=64, slot_bytes=64) as ring, given_rings(ring, lease_s=0.2) as queue:
         ring.write_many([{"a": np.zeros(1)}] * 3)
         program = f"""
 import os, signal
 from transport import SharedRingBuffer
-from transport.queue import RingQueue
-with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, RingQueue([ring], lease_s=0.2) as queue:
+from transport.claims.open import given_rings
+with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, given_rings(ring, lease_s=0.2) as queue:
     claims = queue.claim(9, consumer="child")
     print(len(claims), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -158,18 +157,16 @@ with SharedRingBuffer.attach({ring.name!r}, role="reader") as ring, RingQueue([r
         assert queue.ack_many(mine) == mine
         assert queue.depth() == QueueDepth(done=3, expired=3)
         assert ring.native.state_counts() == (64, 0, 0, 0)
-        with pytest.raises(UsageError, match="lease_s=0"):
-            RingQueue(lease_s=0)
 
 
 TestModel = RingMachine.TestCase
 TestModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def two_rings_with_a_claim_each(stack: contextlib.ExitStack) -> tuple[RingQueue, SharedRingBuffer, list[Claim]]:
+def two_rings_with_a_claim_each(stack: contextlib.ExitStack) -> tuple[FoundRings, SharedRingBuffer, list[Claim]]:
     """The queue of two rings, the second one, and one claim of each, in this order."""
     rings = [stack.enter_context(SharedRingBuffer.create(slots=8, slot_bytes=64)) for _ in range(2)]
-    queue = RingQueue(rings)
+    queue = given_rings(*rings)
     for ring in rings:
         ring.write_raw(b"one")
     claims = sorted(some(queue, 2), key=lambda claim: not claim.ticket_id.startswith(rings[0].ring_id))
@@ -192,7 +189,7 @@ def test_a_claim_of_another_queue_is_not_owned_and_costs_the_others_nothing(end:
 
 
 def test_a_claim_that_nothing_refers_to_goes_back_without_counting_as_a_delivery_in_vain() -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, RingQueue([ring], max_deliveries=2) as queue:
+    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, given_rings(ring, max_deliveries=2) as queue:
         ring.write_raw(b"one")
         for _ in range(5):
             assert len(queue.claim(1, consumer="a")) == 1

@@ -110,7 +110,7 @@ async def test_bytes_that_are_not_those_written_are_given_back(ring: SharedRingB
 @asynchronous
 async def test_a_connection_that_is_lost_while_nothing_is_asked_leaves_no_link(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"one")
-    async with remote(settings=settings_with(claim_lease_s=0.5, claim_renew_s=0.1)) as client:
+    async with remote(settings=settings_with(claim_lease_s=0.5)) as client:
         with UCXXServer(ring, mode="thread"):
             batch = await take(client, addresses(ring)[0], 1, wait_s=LONG_S)
             assert (await consume(batch)).tolist() == [True]
@@ -301,7 +301,7 @@ async def test_a_connection_that_is_spent_keeps_its_claims_until_they_end(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transport.claims.connection._SPENT", 1)
-    settings = settings_with(claim_lease_s=0.5, claim_renew_s=0.1)
+    settings = settings_with(claim_lease_s=0.5)
     async with Stage(ring) as stage, remote(settings=settings) as client:
         batches = []
         for number in range(3):
@@ -342,7 +342,7 @@ async def test_a_holder_that_lives_is_not_reported_as_late(
     ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     ring.write_raw(b"for long")
-    settings = settings_with(claim_lease_s=0.5, claim_renew_s=0.1)
+    settings = settings_with(claim_lease_s=0.5)
     async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, remote(settings=settings) as client:
         batch = await take(client, f"127.0.0.1:{stage.port}", 1)
         with caplog.at_level(logging.WARNING, logger="transport.server"):

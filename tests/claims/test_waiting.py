@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from found_rings import TRAINER, fill, opened, ring_of, some
 from helpers import NETWORK, NETWORK_WIRE, Child, dead_port, eventually
-from packers import Packer
 
-from transport import Schema, SharedRingBuffer, UCXXServer, UpTo, _ring
+from transport import Schema, SharedRingBuffer, Trainer, UCXXServer, UpTo, _ring
 from transport.claims import places, waiting
 from transport.claims.waiting import Known, Reason, Why, reason
 from transport.cli import run
@@ -100,12 +99,11 @@ def test_a_trainer_of_another_run_hears_which_runs_are_there(
 def test_a_trainer_with_another_schema_hears_ring_field_and_fingerprints(
     prefix: str, wire: str, over: None, said: Any
 ) -> None:
-    with ring_of(prefix, schema=ROLLOUTS) as ring, open_queue(f"rings:{prefix}") as queue, Packer() as trainer:
-        trainer.setup_ucxx_packer(queue=queue, schemas=[TRAINERS])
+    with ring_of(prefix, schema=ROLLOUTS) as ring, Trainer(TRAINERS, f"rings:{prefix}") as trainer:
         ring.write({"tokens": [1], "reward": 1.0})
 
         def heard() -> bool:
-            assert trainer.claim_tickets(1, 0.05) == []
+            assert trainer.take(1, 0.05) is None
             return bool(said())
 
         eventually(heard, "it is said")
@@ -120,11 +118,10 @@ def test_a_trainer_with_another_schema_at_an_address_hears_the_same_and_top_show
 ) -> None:
     with ring_of("rings-", schema=ROLLOUTS) as ring:
         [port] = ring.native.ports()
-        with open_queue(f"rings://127.0.0.1:{port}") as queue, Packer() as trainer:
-            trainer.setup_ucxx_packer(queue=queue, schemas=[TRAINERS], wire=NETWORK)
+        with Trainer(TRAINERS, f"rings://127.0.0.1:{port}", wire=NETWORK) as trainer:
 
             def heard() -> bool:
-                assert trainer.claim_tickets(1, 0.05) == []
+                assert trainer.take(1, 0.05) is None
                 return bool(said())
 
             eventually(heard, "it is said")
@@ -138,13 +135,11 @@ def test_a_trainer_with_another_schema_at_an_address_hears_the_same_and_top_show
 
 @both
 def test_a_trainer_whose_rank_no_payload_is_for_hears_so(prefix: str, wire: str, over: None) -> None:
-    with ring_of(prefix, schema=ROLLOUTS) as ring, open_queue(f"rings:{prefix}") as queue, Packer() as trainer:
-        trainer.setup_ucxx_packer(queue=queue, schemas=[ROLLOUTS], rank=2)
-        own = trainer._packer.queue
-        assert isinstance(own, FoundRings)
+    with ring_of(prefix, schema=ROLLOUTS) as ring, Trainer(ROLLOUTS, f"rings:{prefix}", rank=2) as trainer:
+        own = trainer.rings
 
         def heard() -> bool:
-            assert trainer.claim_tickets(1, 0.05) == []
+            assert trainer.take(1, 0.05) is None
             return bool(own.reasons().get(Why.OTHER_RANK))
 
         assert not heard()
@@ -155,7 +150,7 @@ def test_a_trainer_whose_rank_no_payload_is_for_hears_so(prefix: str, wire: str,
         assert "readers=2" in found.text
         assert own.why_nothing(1) is None
         ring.write({"tokens": [1], "reward": 1.0}, readers=3)
-        assert len(trainer.claim_tickets(1, 30.0)) == 1
+        assert trainer.take(1, 30.0) is not None
 
 
 def test_a_place_that_does_not_answer_is_named() -> None:

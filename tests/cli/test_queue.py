@@ -12,8 +12,8 @@ import pytest
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims import places
+from transport.claims.open import given_rings
 from transport.cli import run
-from transport.queue import RingQueue
 from transport.store.directory import Announcement, Directory
 from transport.store.sqlite import SQLiteStore
 
@@ -21,7 +21,7 @@ from transport.store.sqlite import SQLiteStore
 def test_depth_failures_and_reasons_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         SharedRingBuffer.create(slots=4, slot_bytes=64, prefix="shown-") as ring,
-        RingQueue([ring], max_deliveries=1) as queue,
+        given_rings(ring, max_deliveries=1) as queue,
     ):
         tickets = [ring.write_raw(b"any") for _ in range(4)]
         dead, discarded, held = queue.claim(3, consumer="trainer 0")
@@ -82,7 +82,7 @@ def test_addresses_are_refused_because_a_ring_is_counted_by_its_host(capsys: pyt
 def test_who_holds_claims_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         SharedRingBuffer.create(slots=2, slot_bytes=8, prefix="held-") as ring,
-        RingQueue([ring], lease_s=60.0) as held,
+        given_rings(ring, lease_s=60.0) as held,
     ):
         ring.write_raw(b"x")
         [claim] = held.claim(1, consumer="trainer 0")

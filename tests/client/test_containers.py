@@ -28,28 +28,23 @@ with Rollout(Schema.of(data=("int64", UpTo(1 << 16))), slots=8, server=server) a
     sys.stdin.readline()
 """
 
-# The first by its ticket, the others as the queue brings them.
+# The first by its ticket, the others as they are taken.
 READER = """
 import sys
-from transport import BlockingClient, Schema, Ticket, UpTo
-from transport.packer.mixin import TicketTrainer
-from transport.queue import open_queue
+from transport import BlockingClient, Schema, Ticket, Trainer, UpTo
 
-schemas = [Schema.of(data=("int64", UpTo(1 << 16)))]
+schema = Schema.of(data=("int64", UpTo(1 << 16)))
 address, ticket, payloads = sys.argv[1], Ticket.parse(sys.argv[2]), int(sys.argv[3])
-with BlockingClient(schemas=schemas, wire={"shm", "tcp"}) as client:
+with BlockingClient(schemas=[schema], wire={"shm", "tcp"}) as client:
     payload = client.read(ticket, timeout=10.0)
     seen, wires = [int(payload["data"][0])], {payload.wire}
-wire = {"shm", "tcp"}
-with open_queue(f"rings://{address}") as queue, TicketTrainer(schemas=schemas, queue=queue, wire=wire) as trainer:
+with Trainer(schema, f"rings://{address}", wire={"shm", "tcp"}) as trainer:
     while len(seen) < payloads:
-        tickets = trainer.claim_tickets(payloads, timeout_s=10.0)
-        assert tickets, f"nothing came after {seen}"
-        trainer.start_prefetch(tickets)
-        for payload in trainer.consume(trainer.collect_prefetch()):
-            seen.append(int(payload["data"][0]))
-            wires.add(payload.wire)
-            payload.release()
+        batch = trainer.take(payloads, 10.0)
+        assert batch is not None, f"nothing came after {seen}"
+        seen += [int(payload["data"][0]) for payload in batch]
+        wires |= set(batch.bytes_by_wire)
+        batch.consume()
 print(sorted(seen), sorted(wires), flush=True)
 """
 

@@ -31,7 +31,6 @@ WRITER = """
 import json, sys
 import numpy as np
 from transport import Schema, ServerOptions, UCXXRolloutMixin, UpTo
-from transport.claims.open import open_queue
 
 url, payloads, addresses, mode = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 
@@ -39,55 +38,47 @@ class Worker(UCXXRolloutMixin):
     pass
 
 worker = Worker()
-with open_queue(url) as queue:
-    worker.setup_ucxx(
-        Schema.of(data=("int64", UpTo(1 << 18))), slots=8, rings=queue, mode=mode,
-        server=ServerOptions(addresses=addresses),
-    )
-    for number in range(payloads):
-        ticket = worker.write_to_buffer({"data": np.arange(number, number + 100_000 + number)})
-    said = {"addresses": ticket.addresses, "ports": ticket.ports, "host": ticket.host, "ticket": ticket.to_text()}
-    print(json.dumps(said), flush=True)
-    sys.stdin.readline()
-    print(json.dumps({"unread": worker.ring_statistics().ready}), flush=True)
-    worker.cleanup_ucxx()
+worker.setup_ucxx(
+    Schema.of(data=("int64", UpTo(1 << 18))), slots=8, rings=url, mode=mode,
+    server=ServerOptions(addresses=addresses),
+)
+for number in range(payloads):
+    ticket = worker.write_to_buffer({"data": np.arange(number, number + 100_000 + number)})
+said = {"addresses": ticket.addresses, "ports": ticket.ports, "host": ticket.host, "ticket": ticket.to_text()}
+print(json.dumps(said), flush=True)
+sys.stdin.readline()
+print(json.dumps({"unread": worker.ring_statistics().ready}), flush=True)
+worker.cleanup_ucxx()
 """
 
-# Claims, fetches and compares everything.
+# Takes and compares everything.
 READER = """
 import json, os, sys
 import numpy as np
-from transport import Schema, UCXXDataPackerMixin, UpTo
-from transport.claims.open import open_queue
+from transport import Schema, Trainer, UpTo
 from transport.settings import Settings
 from transport.ticket import host_identity
 
 url, payloads = sys.argv[1], int(sys.argv[2])
-
-class Packer(UCXXDataPackerMixin):
-    pass
-
-packer = Packer()
-with open_queue(url) as queue:
-    schema = Schema.of(data=("int64", UpTo(1 << 18)))
-    packer.setup_ucxx_packer(schemas=[schema], queue=queue, settings=Settings(connect_timeout_s=1.0))
-    seen, wires, segments = [], set(), os.listdir("/dev/shm")
+schema = Schema.of(data=("int64", UpTo(1 << 18)))
+seen, wires, segments = [], {}, os.listdir("/dev/shm")
+with Trainer(schema, url, settings=Settings(connect_timeout_s=1.0)) as trainer:
     while len(seen) < payloads:
-        packer.start_prefetch(packer.claim_tickets(payloads, timeout_s=20.0))
-        for payload in packer.consume(packer.collect_prefetch()):
+        batch = trainer.take(payloads, 20.0)
+        for payload in batch:
             data = payload["data"]
             number = len(data) - 100_000
             assert np.array_equal(data, np.arange(number, number + len(data))), number
             seen.append(number)
-            wires.add(payload.wire)
-            payload.release()
-    statistics = packer.ucxx_statistics().client
-    avoided = list(statistics.quarantined_ports)
-    packer.cleanup_ucxx_packer()
-    depth = queue.depth()
+        for wire, nbytes in batch.bytes_by_wire.items():
+            wires[wire] = wires.get(wire, 0) + nbytes
+        batch.consume()
+        assert batch.accepted.all()
+    avoided = list(trainer.statistics().client.quarantined_ports)
+    depth = trainer.rings.depth()
 print(json.dumps({
     "seen": sorted(seen), "wires": sorted(wires), "avoided": avoided, "segments": segments,
-    "host": host_identity(), "done": depth.done, "bytes": statistics.bytes_by_wire,
+    "host": host_identity(), "done": depth.done, "bytes": wires,
 }), flush=True)
 """
 
@@ -203,13 +194,11 @@ ROLLOUT = """
 import sys
 from transport import Rollout, Schema
 from transport.errors import ConfigurationError
-from transport.queue import open_queue
-with open_queue(sys.argv[1]) as queue:
-    try:
-        with Rollout(Schema.of(x="int64"), rings=queue, mode="thread"):
-            print("published", flush=True)
-    except ConfigurationError as error:
-        print(error, flush=True)
+try:
+    with Rollout(Schema.of(x="int64"), rings=sys.argv[1], mode="thread"):
+        print("published", flush=True)
+except ConfigurationError as error:
+    print(error, flush=True)
 """
 
 

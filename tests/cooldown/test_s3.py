@@ -18,7 +18,7 @@ from helpers import Child, asynchronous, until
 from silent_server import silent_server
 
 from transport import SharedRingBuffer
-from transport.claims.rings import RingQueue
+from transport.claims.open import given_rings
 from transport.cooldown import (
     CooldownHost,
     EpochRecord,
@@ -302,7 +302,7 @@ def test_a_snapshot_of_several_parts_and_blocks_goes_there_and_back() -> None:
     with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring:
         for number, data in enumerate(given):
             ring.write_raw(data, metadata={"number": number})
-        with RingQueue([ring]) as queue:
+        with given_rings(ring) as queue:
             manifest = snapshot(queue, "s3://checkpoints/snapshots", 3).wait(60)
         ring.consume(ring.claim(4))
     [part] = manifest.rings
@@ -323,7 +323,7 @@ def test_a_server_that_is_killed_during_a_snapshot_is_an_error_and_the_ring_is_f
     with SharedRingBuffer.create(slots=4, slot_bytes=9 << 20) as ring:
         for _ in range(4):
             ring.write_raw(bytes(9 << 20))
-        with RingQueue([ring]) as queue:
+        with given_rings(ring) as queue:
             taken = snapshot(queue, "s3://checkpoints", 3, progress=lambda *_: server.kill())
             with pytest.raises(DestinationError):
                 taken.wait(90)

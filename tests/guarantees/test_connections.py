@@ -65,9 +65,9 @@ def test_a_connection_that_breaks_before_the_payload(
         run.publish(3)
     else:
         run.publish(3)
-        trainer.ask("claim", 3)
+        trainer.ask("choose", 3)
         way.arm("cut", direction)
-        trainer.ask("collect")
+        trainer.ask("fetch")
         accepted += trainer.ask("consume")
     accepted += trainer.ask("train", 4 - len(accepted))
     way.wait()
@@ -79,8 +79,7 @@ def test_a_connection_that_breaks_between_payload_and_acknowledgement(
     run: Run, way: Detour, trainer: Told, direction: Direction
 ) -> None:
     run.publish(6)
-    trainer.ask("claim", 4)
-    trainer.ask("collect")
+    trainer.ask("take", 4)
     # the acknowledgement, or what answers it; where none comes, what is asked or answered next
     way.arm("cut", direction)
     accepted = trainer.ask("consume")
@@ -130,8 +129,7 @@ def test_bytes_of_an_acknowledgement_that_change_on_the_way_end_the_connection_a
     run: Run, way: Detour, trainer: Told, direction: Direction, marks: list[bytes]
 ) -> None:
     run.publish(4)
-    trainer.ask("claim", 4)
-    trainer.ask("collect")
+    trainer.ask("take", 4)
     way.arm("flip", direction, marks)
     accepted = trainer.ask("consume")
     way.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ def test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group(
             ranks = [leader, follower]
             accepted = train(ranks, 2)
             both(ranks, "claim", 2)
-            both(ranks, "collect")
             ranks[victim].kill()
             ranks[1 - victim].kill()  # a group that has lost a rank starts again as a whole
         with rank(0, "second") as leader, rank(1, "second") as follower:
@@ -58,39 +56,5 @@ def test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group(
             compare(range(6), accepted)
             leader.end()
             follower.end()
-        writer.ask("write", 6, 16)  # every slot of the ring is free for the writer
-        writer.end()
-
-
-@pytest.mark.parametrize("place", ["mapped"], indirect=True)
-def test_what_a_group_accepted_and_its_checkpoints_have_is_dropped_by_the_next_group(
-    place: Place, tmp_path: Path
-) -> None:
-    store = f"sqlite://{tmp_path}/store.sqlite3"
-
-    def ranks_of(group: str, records: list[str]) -> list[Told]:
-        return [
-            stack.enter_context(Told("trainer", place, store=store, group=group, rank=number, consumed=records[number]))
-            for number in (0, 1)
-        ]
-
-    with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(Told("writer", place, group=True))
-        writer.ask("write", 0, 6)
-        first = ranks_of("first", ["", ""])
-        for abandoned in (True, False):
-            both(first, "claim", 2)
-            both(first, "collect")
-            learned = both(first, "accept")
-            assert len(learned) == 2
-            if abandoned:
-                both(first, "abandon")
-        records = [each.ask("record") for each in first]
-        for each in first:
-            each.kill()
-        second = ranks_of("second", records)
-        compare(range(6), learned + train(second, 4))
-        for each in second:
-            each.end()
         writer.ask("write", 6, 16)  # every slot of the ring is free for the writer
         writer.end()

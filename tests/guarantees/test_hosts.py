@@ -37,7 +37,8 @@ def test_the_payloads_of_a_host_that_dies_are_lost_and_reported(directory: bool,
     place = place_of("tcp")
     store = f"sqlite://{tmp_path}/store.sqlite3" if directory else ""
     settings = place.environment(**IMPATIENT)
-    with Told("writer", place, store=store) as writer, Told("trainer", place, settings, store=store) as trainer:
+    reader = {"url": f"tickets:{place.prefix}", "store": store}
+    with Told("writer", place, store=store) as writer, Told("trainer", place, settings, **reader) as trainer:
         writer.ask("write", 0, 4)
         tickets = writer.ask("tickets")
         accepted, errors = trainer.ask("read", tickets[:2])
@@ -66,7 +67,7 @@ def test_a_host_that_dies_takes_its_ring_where_the_rings_are_the_queue(tmp_path:
         with Told("writer", place) as second:  # the run goes on with the rings that are left
             second.ask("write", 4, 2)
             accepted += trainer.ask("train", 2)
-            assert trainer.ask("claim", 1, 0.0) == []
+            assert trainer.ask("take", 1, 0.0) == []
             compare(range(6), accepted, lost={0, 1, 2, 3} - set(accepted))
             with place.open() as queue:
                 assert queue.depth() == QueueDepth(done=2)  # of the ring that is left

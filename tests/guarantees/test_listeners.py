@@ -48,9 +48,11 @@ def listener_of(run: Run) -> int:
 )
 def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Signals) -> None:
     run.publish(4)
-    run.other.ask("claim", 4)
+    by_ticket = run.place.kind == "tickets"
+    run.other.ask("choose" if by_ticket else "take", 4)
     os.kill(listener_of(run), how)  # a stopped one is killed after ``watchdog_s``
-    run.other.ask("collect")
+    if by_ticket:
+        run.other.ask("fetch")
     accepted = run.other.ask("consume")
     accepted += run.other.ask("train", 4 - len(accepted))
     run.account(accepted)
@@ -71,7 +73,7 @@ def test_a_listener_that_is_killed_in_the_middle_of_a_payload(run: Run, way: Det
 
 @pytest.mark.parametrize("run", ["tcp"], indirect=True)
 def test_a_listener_that_is_killed_while_a_demand_waits(run: Run) -> None:
-    assert run.other.ask("claim", 1, 0.2) == []  # its demand stays for a while
+    assert run.other.ask("take", 1, 0.2) == []  # its demand stays for a while
     os.kill(listener_of(run), signal.SIGKILL)
     run.publish(4)
     run.account(run.other.ask("train", 4))
@@ -82,7 +84,7 @@ def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(run:
     numbers = run.publish(4)
     with run.trainer(detour=way) as victim:
         way.arm("hold", "to the trainer", middle(numbers[1]))
-        victim.begin("claim", 4)
+        victim.begin("take", 4)
         way.wait()  # claimed by the listener, and unknown to the trainer
         victim.kill()
     way.cut()
@@ -94,8 +96,7 @@ def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(
     """What was accepted counts as consumed: its trainer has trained on nothing that another one gets as well."""
     run.publish(4)
     with run.trainer(detour=way) as victim:
-        victim.ask("claim", 4)
-        in_question = victim.ask("collect")
+        in_question = victim.ask("take", 4)
         way.arm("hold", "to the trainer")
         victim.begin("consume")
         way.wait()
@@ -109,8 +110,7 @@ def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(
 def test_a_listener_that_is_killed_behind_a_consume_that_it_accepted(run: Run, way: Detour) -> None:
     run.publish(4)
     with run.trainer(detour=way) as trainer:
-        trainer.ask("claim", 4)
-        trainer.ask("collect")
+        trainer.ask("take", 4)
         way.arm("hold", "to the trainer")
         trainer.begin("consume")
         way.wait()
@@ -143,8 +143,7 @@ def test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment(doome
     doomed.publish(4)
     segment = doomed.writer.ask("segment")
     with doomed.trainer(detour=way, **_SHORT) as trainer:
-        trainer.ask("claim", 4)
-        trainer.ask("collect")
+        trainer.ask("take", 4)
         way.arm("hold", "to the trainer")
         trainer.begin("consume")
         way.wait()
@@ -178,8 +177,7 @@ def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Ru
     with doomed.trainer(
         detour=way, url=url, **_SHORT, claim_lease_s=200.0
     ) as trainer:  # it renews seldom: the next bytes are its consume
-        trainer.ask("claim", 4)
-        collected = trainer.ask("collect")
+        collected = trainer.ask("take", 4)
         way.reach(False)
         try:
             if heard:
@@ -201,7 +199,7 @@ def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Ru
         assert accepted == (collected if heard else [])
         trainer.end()  # gives back what it has taken ahead, which may be what was not accepted
         if heard:
-            assert doomed.other.ask("claim", 1, 0.2) == []
+            assert doomed.other.ask("take", 1, 0.2) == []
         else:
             accepted += doomed.other.ask("train", 4)
         doomed.account(accepted)
@@ -214,8 +212,7 @@ def test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume_tells_once_anoth
     [port] = doomed.writer.ask("ports")
     segment = doomed.writer.ask("segment")
     with doomed.trainer(detour=way, url=f"rings://127.0.0.1:{port}", **_SHORT) as trainer:
-        trainer.ask("claim", 4)
-        collected = trainer.ask("collect")
+        collected = trainer.ask("take", 4)
         way.arm("hold", "to the trainer")
         trainer.begin("consume")
         way.wait()

@@ -67,7 +67,6 @@ TESTS: dict[str, dict[str, list[str]]] = {
     "a trainer that claims from a mapped ring is stopped": {
         "guarantees/test_trainers.py": [
             "test_what_a_stopped_trainer_held_passes_to_another_one_and_its_own_consume_is_refused",
-            "test_what_a_stopped_trainer_claimed_without_a_lease_stays_its_own",
         ],
     },
     "a trainer that takes from rings over the network is killed, or its connection breaks": {

@@ -16,9 +16,8 @@ from packers import Packer
 
 from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, UCXXClient, UCXXServer
 from transport.cooldown import open_destination
-from transport.errors import SchemaError, TransportError, UsageError
-from transport.packer.mixin import TicketTrainer
-from transport.queue import RingQueue
+from transport.errors import SchemaError, UsageError
+from transport.queue import FoundRings
 from transport.rendezvous import Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import run
@@ -43,20 +42,9 @@ def test_a_path_that_leaves_a_destination_or_is_all_of_it_is_refused(path: str, 
 
 @pytest.mark.ucx
 def test_a_refused_setup_of_a_packer_leaves_no_thread_and_no_client() -> None:
-    packer = Packer()
-    with pytest.raises(UsageError, match="max_policy_age"):
-        packer.setup_ucxx_packer(wire={"tcp"}, max_policy_age=-1)
+    with pytest.raises(UsageError, match="schemas is one Schema"):
+        Packer().setup_ucxx_packer(wire={"tcp"}, schemas=SCHEMA)  # type: ignore[arg-type]
     # leak_check looks for the rest
-
-
-@pytest.mark.ucx
-def test_a_queue_that_refuses_a_packer_leaves_no_thread_and_no_client() -> None:
-    class Refusing(RingQueue):
-        def connect(self, *_: Any) -> None:
-            raise TransportError("not now")
-
-    with pytest.raises(TransportError, match="not now"):
-        Packer().setup_ucxx_packer(wire={"tcp"}, queue=Refusing())
 
 
 def test_a_refused_attachment_keeps_no_owner_place() -> None:
@@ -75,20 +63,20 @@ def test_what_is_at_hand_in_place_of_what_is_meant_is_refused_by_name() -> None:
     for refused in (
         lambda: Rollout({"step": "int64"}, mode="thread"),  # type: ignore[arg-type]
         lambda: Rollout(SCHEMA, mode="thread", drain_s=-1.0),
-        lambda: TicketTrainer(schemas=one),
+        lambda: Packer().setup_ucxx_packer(schemas=one),
     ):
         with pytest.raises(UsageError):
             refused()
-    with Rollout(SCHEMA, slots=2, mode="thread", drain_s=0.0) as rollout, TicketTrainer(schemas=[SCHEMA]) as trainer:
+    with Rollout(SCHEMA, slots=2, mode="thread", drain_s=0.0) as rollout, Packer() as packer:
         array: Any = np.zeros(3)
         with pytest.raises(SchemaError, match="mapping"):
             rollout.write_to_buffer(array)
         with pytest.raises(SchemaError, match="mapping"):
             rollout.write_many_to_buffer([array])
-        claims: Any = []
-        for call in (trainer.accept, trainer.consume, trainer.abandon):
-            with pytest.raises(UsageError, match="collect_prefetch"):
-                call(claims)
+        packer.setup_ucxx_packer(schemas=[SCHEMA])
+        tickets: Any = []
+        with pytest.raises(UsageError, match="collect_prefetch"):
+            packer.consume(tickets)
 
 
 @pytest.mark.ucx
@@ -168,7 +156,7 @@ def test_a_rank_that_came_after_a_join_was_cancelled_is_returned_by_the_next() -
 def test_an_error_that_no_argument_explains_stays_what_it_is() -> None:
     """A callee's own defect is not blamed on its caller."""
 
-    class Broken(RingQueue):
+    class Broken(FoundRings):
         def claim(self, *_: Any, **__: Any) -> Any:
             raise KeyError("a defect")
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 import pytest
 from helpers import Child, dead_port, eventually, settings_with
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
+from transport import BlockingClient, Schema, SharedRingBuffer, Trainer, UCXXServer
+from transport.claims.open import given_rings
 from transport.errors import RetriesExhaustedError, RingFullError, StaleSlotError, TransportError
 from transport.observe.metrics import FAMILIES, client_samples, packer_samples, queue_samples, ring_samples
-from transport.packer.mixin import TicketTrainer
-from transport.packer.prefetch import FetchedBatch
-from transport.queue import Claim, RingQueue
-from transport.ticket import Ticket
+from transport.packer.consumed_record import ConsumedRecord
+from transport.training.batch import Batch
 
 pytestmark = pytest.mark.ucx
 
@@ -180,48 +179,43 @@ def of_a_client() -> None:
         )
 
 
-def of_a_packer_and_its_queue() -> None:
+def of_a_trainer_and_its_rings() -> None:
     schema = Schema.of(x=("int64", 4))
     one = {"x": np.arange(4)}
-    with SharedRingBuffer.create(schema, slots=32) as ring:
-        queue = RingQueue([ring], max_deliveries=2)
-        trainer = TicketTrainer(schemas=[schema], queue=queue)
-        try:
+    with SharedRingBuffer.create(schema, slots=32) as ring, given_rings(ring, max_deliveries=2) as rings:
+        record = ConsumedRecord()
+        for ticket in ring.write_many([one] * 5):
+            record.accept(*ticket.origin, 0)
+        with Trainer(schema, rings, wire={"mapped"}, record=record) as trainer:
 
-            def batch(count: int) -> list[Claim]:
+            def take(count: int) -> Batch:
                 ring.write_many([one] * count)
-                return trainer.claim_tickets(count)
+                batch = trainer.take(count)
+                assert batch is not None and len(batch) == count
+                return batch
 
-            def collected(items: Sequence[Claim | Ticket]) -> FetchedBatch:
-                trainer.start_prefetch(items)
-                made = trainer.collect_prefetch()
-                assert made is not None
-                return made
-
-            [once] = batch(1)
-            for payload in trainer.consume(collected([once])):
-                payload.release()
-            assert trainer.consume(collected([Ticket.decode(once.data)] * 5)) == []
+            assert trainer.take(5) is None  # all of them were consumed before
+            take(1).consume()
             ring.write_many([one] * 6)
             for _ in range(2):
-                queue.retry_many(queue.claim(6, consumer="another"))
-            given_back = collected(batch(2))
-            trainer.abandon(given_back)
-            lost = batch(3)
-            held = collected(lost)
-            for claim in lost:
-                assert queue.discard(claim, "by another")
-            assert trainer.consume(held) == []
-            gone = batch(4)
-            for claim in gone:
-                ring.discard(Ticket.decode(claim.data))
-            failed = collected(gone)
-            assert trainer.consume(failed) == []
-            statistics = trainer.ucxx_statistics()
+                assert [claim.release() for claim in ring.claim(6)] == [True] * 6
+            assert trainer.take(6) is None  # each was delivered twice in vain
+            take(2).give_back()
+            assert [claim.discard("by another") for claim in ring.claim(2)] == [True] * 2
+            lost = take(3)
+            for payload in lost:
+                assert ring.native.consume(payload.ticket.slot, payload.ticket.generation, 0)
+            lost.consume()
+            assert not lost.accepted.any()
+            lost.release()
+            for _ in range(4):
+                loan = ring.native.try_take()
+                assert loan is not None and loan.publish(32, 0, 1, 0, b"no ticket")
+            assert trainer.take(4) is None
             check(
-                seen(packer_samples("trainer", statistics), 1),
+                seen(packer_samples("trainer", trainer.statistics()), 1),
                 {
-                    "transport_packer_batches_total": 5,
+                    "transport_packer_batches_total": 3,
                     "transport_packer_payloads_total": {
                         "consumed": 1,
                         "duplicate": 5,
@@ -231,27 +225,27 @@ def of_a_packer_and_its_queue() -> None:
                     },
                 },
             )
-            with SharedRingBuffer.attach(ring.name, role="reader") as reader, RingQueue([reader]) as another:
-                held = another.claim(2, consumer="another")
+            ring.write_many([one] * 2)
+            with SharedRingBuffer.attach(ring.name, role="reader") as reader:
+                held = reader.claim(2)
                 assert len(held) == 2
-            waiting = queue.claim(1, consumer="a third")  # the claims of who has left are over
+            waiting = ring.claim(1)  # the claims of who has left are over
             assert len(waiting) == 1
             check(
-                seen(queue_samples("queue", queue.depth(), {"held": 1}), 1),
+                seen(queue_samples("queue", rings.depth(), {"held": 1}), 1),
                 {
                     "transport_queue_deliveries": {"ready": 1, "claimed": 1},
-                    "transport_queue_finished_total": {"done": 1, "discarded": 7, "dead": 6},
-                    "transport_queue_retried_total": 2 + 12,
+                    "transport_queue_finished_total": {"done": 9, "discarded": 2, "dead": 10},
+                    "transport_queue_retried_total": 2 + 12 + 4,
                     "transport_queue_expired_total": 2,
                     "transport_queue_nothing_total": {"held": 1},
                 },
             )
-        finally:
-            trainer.close()
+            del held
 
 
 def test_every_family_counts_what_was_done() -> None:
     of_a_ring()
     of_a_client()
-    of_a_packer_and_its_queue()
+    of_a_trainer_and_its_rings()
     assert FAMILIES.keys() == CHECKED

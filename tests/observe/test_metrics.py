@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -24,9 +25,11 @@ from transport import (
     Rollout,
     Schema,
     SharedRingBuffer,
+    Trainer,
     UCXXDataPackerMixin,
     UCXXRolloutMixin,
 )
+from transport.claims.open import given_rings
 from transport.config import Configuration
 from transport.errors import BusyPortError
 from transport.observe.metrics import (
@@ -35,7 +38,7 @@ from transport.observe.metrics import (
     configured_exporter,
     ring_samples,
 )
-from transport.queue import QueueDepth, RingQueue
+from transport.queue import FoundRings, QueueDepth
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +95,7 @@ def ready(port: int) -> dict[str, float]:
 def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
     with contextlib.ExitStack() as stack:
         rings = [stack.enter_context(SharedRingBuffer.create(slots=8, slot_bytes=8)) for _ in range(2)]
-        one, two = (stack.enter_context(RingQueue([ring])) for ring in rings)
+        one, two = (stack.enter_context(given_rings(ring)) for ring in rings)
         exporter = stack.enter_context(Exporter(0))
         for ring, count in zip(rings, (5, 3), strict=True):
             for _ in range(count):
@@ -108,7 +111,7 @@ def test_every_queue_of_a_process_is_shown_until_nobody_shows_it() -> None:
 def test_a_queue_whose_server_hangs_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None:
     answered = threading.Event()
 
-    class Hanging(RingQueue):
+    class Hanging(FoundRings):
         def depth(self, rank: int | None = None) -> QueueDepth:
             answered.wait()
             return super().depth(rank)
@@ -128,7 +131,7 @@ def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with RingQueue() as queue, Exporter(0) as exporter, ThreadPoolExecutor(4) as scrapers:
+        with given_rings() as queue, Exporter(0) as exporter, ThreadPoolExecutor(4) as scrapers:
             exporter.add_queue(queue.name, queue)
             assert all(scrapers.map(ready, [exporter.port] * 300))
     finally:
@@ -136,7 +139,7 @@ def test_every_one_of_scrapes_at_the_same_time_has_the_queue() -> None:
 
 
 def test_a_queue_whose_connection_ends_meanwhile_is_left_out_quietly() -> None:
-    class Ending(RingQueue):
+    class Ending(FoundRings):
         def depth(self, rank: int | None = None) -> QueueDepth:
             raise RuntimeError("Event loop is closed")
 
@@ -189,7 +192,7 @@ def test_a_launchers_number_of_the_process_is_added_to_the_port(monkeypatch: pyt
 
 
 @pytest.mark.ucx
-def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixins_and_trainers_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker(UCXXRolloutMixin): ...
 
     class Packer(UCXXDataPackerMixin): ...
@@ -197,25 +200,32 @@ def test_mixins_answer_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRANSPORT_METRICS_PORT", "0")
     worker, packer = Worker(), Packer()
     schema = Schema.of(tokens=("int32", 8))
-    with RingQueue() as queue:
-        try:
-            worker.setup_ucxx(schema, rings=queue, mode="thread")
-            packer.setup_ucxx_packer(schemas=[schema], queue=queue, consumer="trainer 0")
-            worker.write_to_buffer({"tokens": np.arange(8, dtype=np.int32)})
-            packer.start_prefetch(packer.claim_tickets(1, timeout_s=30.0))
-            batch = packer.collect_prefetch()
-            assert batch is not None
-            for payload in packer.consume(batch):
-                payload.release()
-            assert worker.metrics_port and packer.metrics_port
-            assert value(scrape(worker.metrics_port), "transport_ring_published_total") == 1
-            seen = scrape(packer.metrics_port)
+    values = {"tokens": np.arange(8, dtype=np.int32)}
+    run = f"rings:metrics-{secrets.token_hex(4)}-"
+    try:
+        worker.setup_ucxx(schema, rings=run, mode="thread")
+        packer.setup_ucxx_packer(schemas=[schema], name="packer 0")
+        packer.start_prefetch([worker.write_to_buffer(values)])
+        batch = packer.collect_prefetch()
+        assert batch is not None
+        for payload in packer.consume(batch):
+            payload.release()
+        assert worker.metrics_port and packer.metrics_port
+        assert value(scrape(worker.metrics_port), "transport_ring_published_total") == 1
+        seen = scrape(packer.metrics_port)
+        assert value(seen, "transport_packer_payloads_total", client="packer 0", outcome="consumed") == 1
+        assert value(seen, "transport_client_reads_total", client="packer 0") == 1
+        with Trainer(schema, run, name="trainer 0") as trainer:
+            worker.write_to_buffer(values)
+            taken = trainer.take(1, 30.0)
+            assert taken is not None and trainer.metrics_port
+            taken.consume()
+            seen = scrape(trainer.metrics_port)
             assert value(seen, "transport_packer_payloads_total", client="trainer 0", outcome="consumed") == 1
-            assert value(seen, "transport_queue_finished_total", outcome="done") == 1
-            assert value(seen, "transport_client_reads_total", client="trainer 0") == 1
-        finally:
-            packer.cleanup_ucxx_packer()
-            worker.cleanup_ucxx()
+            assert value(seen, "transport_queue_finished_total", outcome="done") == 2
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
     assert worker.metrics_port is None
 
 

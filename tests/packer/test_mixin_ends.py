@@ -1,4 +1,4 @@
-"""The packer on a cold start, cancelled, stopped: what it had claimed goes to others."""
+"""The packer on a cold start, cancelled, stopped: what it had read stays in its ring."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from helpers import eventually
-from packers import SCHEMA, Packer, Worker, fetch, write
+from packers import SCHEMA, Packer, Worker, collected, write
 
 from transport.client.payload import ReadOutcome
 from transport.errors import (
     ClosedError,
 )
-from transport.queue import RingQueue
 
 
 def test_before_setup_and_after_cleanup_every_call_says_what_to_do() -> None:
@@ -46,13 +45,12 @@ def test_setup_again_cleans_up_first() -> None:
 
 @pytest.mark.ucx
 @pytest.mark.parametrize(("wire", "how"), [("mapped", "cancel_prefetch"), ("tcp", "cleanup_ucxx_packer")])
-def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
-    worker: Worker, queue: RingQueue, wire: str, how: str
+def test_what_had_arrived_when_the_fetch_was_cancelled_is_read_by_another_one(
+    worker: Worker, wire: str, how: str
 ) -> None:
-    for step in range(2):
-        write(worker, step)
+    tickets = [write(worker, step) for step in range(2)]
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire})
+    packer.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
     session = packer._packer
     arrived = threading.Event()
 
@@ -65,43 +63,25 @@ def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session.client, "read_many", read_many)
-        packer.start_prefetch(packer.claim_tickets(2, 20))
+        packer.start_prefetch(tickets)
         assert arrived.wait(20)
         getattr(packer, how)()
-    assert (queue.depth().ready, queue.depth().claimed) == (2, 0)
     assert worker.ring_statistics().consumes == 0
     another = Packer()
-    another.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire})
-    assert sorted(int(payload["step"]) for payload in another.consume(fetch(another, 2))) == [0, 1]
+    another.setup_ucxx_packer(schemas=[SCHEMA], wire={wire})  # type: ignore[arg-type]
+    batch = collected(another, tickets)
+    assert sorted(int(payload["step"]) for payload in another.consume(batch)) == [0, 1]
     another.cleanup_ucxx_packer()
     packer.cleanup_ucxx_packer()
-    assert queue.depth().done == 2
 
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
-    worker: Worker, queue: RingQueue, how: str
-) -> None:
-    for step in range(2):
-        write(worker, step)
+def test_a_batch_that_arrived_and_was_not_collected_stays_in_its_ring(worker: Worker, how: str) -> None:
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"})
-    packer.start_prefetch(packer.claim_tickets(2, 20))
+    packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"})
+    packer.start_prefetch([write(worker, step) for step in range(2)])
     assert packer.wait_prefetch(20)
     getattr(packer, how)()
     packer.cleanup_ucxx_packer()
-    assert (queue.depth().ready, queue.depth().claimed) == (2, 0)
     eventually(lambda: worker.ring_statistics().ready == 2)  # its listener sees in its own time that the reader left
-
-
-@pytest.mark.ucx
-@pytest.mark.parametrize("reason", [3, "\ud800"])
-def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: RingQueue, reason: Any) -> None:
-    """The batch is still the caller's, who gives it back with another one."""
-    write(worker, 1)
-    batch = fetch(packer, 1)
-    with pytest.raises((AttributeError, ValueError)):
-        packer.abandon(batch, reason)
-    packer.abandon(batch)
-    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)

@@ -1,11 +1,11 @@
-"""Rollout and TicketTrainer need no subclass, and ``with`` cleans up: theirs, and the mixins' beside a base class."""
+"""Rollout needs no subclass, and ``with`` cleans up: its own, and the mixins' beside a base class."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,21 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import Child, eventually
-from packers import collected, fetch
 
 from transport import (
     RingOptions,
     Rollout,
     Schema,
     SharedRingBuffer,
+    Trainer,
     UCXXDataPackerMixin,
     UCXXRolloutMixin,
     UpTo,
 )
 from transport.errors import ClosedError, StopRequestedError, UsageError
-from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import TicketTrainer
-from transport.queue import RingQueue
 from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
@@ -66,105 +63,31 @@ print("written", written, flush=True)
 """
 
 
+@pytest.fixture
+def run() -> str:
+    return f"rings:ready-{secrets.token_hex(4)}-"
+
+
 @pytest.mark.ucx
-def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: RingQueue) -> None:
-    with (
-        Rollout(SCHEMA, slots=4, rings=queue, mode="thread") as rollout,
-        TicketTrainer(schemas=[SCHEMA], queue=queue) as trainer,
-    ):
+def test_a_rollout_and_a_trainer_end_with_their_block(run: str) -> None:
+    with Rollout(SCHEMA, run, slots=4, mode="thread") as rollout, Trainer(SCHEMA, run) as trainer:
         rollout.write_to_buffer(VALUES)
-        (payload,) = trainer.consume(fetch(trainer, 1))
-        assert np.array_equal(payload["obs"], VALUES["obs"])
-        payload.release()
+        batch = trainer.take(1, 20.0)
+        assert batch is not None and np.array_equal(batch[0]["obs"], VALUES["obs"])
+        batch.consume()
         segment = Path("/dev/shm") / rollout.ring.name.removeprefix("/")
         assert segment.exists()
     assert not segment.exists()
     assert repr(rollout) == "<Rollout closed>"
-    assert repr(trainer) == "<TicketTrainer closed>"
+    assert repr(trainer).endswith(" closed>")
     with pytest.raises(ClosedError):
-        trainer.claim_tickets(1)
+        trainer.take(1)
     with pytest.raises(ClosedError, match="Rollout"):
         rollout.write_to_buffer(VALUES)
 
 
 @pytest.mark.ucx
-def test_a_batch_that_a_checkpoint_has_is_dropped_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_RUN", f"accepted-{os.getpid()}")
-
-    with Rollout(SCHEMA, slots=4, mode="thread") as rollout:
-        rollout.write_many_to_buffer([VALUES, VALUES])
-        with TicketTrainer(schemas=[SCHEMA]) as trainer:
-            batch = fetch(trainer, 4)
-            accepted = trainer.accept(batch)
-            assert len(accepted) == 2
-            assert trainer.accept(batch) == accepted
-            stored = trainer.consumed_record().to_bytes()
-            del accepted
-            batch.release()
-        assert rollout.ring_statistics().ready == 2  # its end gave the claims back
-        with TicketTrainer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored)) as again:
-            rollout.write_to_buffer(VALUES)
-            batch = fetch(again, 4)
-            assert len(again.accept(batch)) == 1
-            assert len(again.consume(batch)) == 1
-            assert again.ucxx_statistics().duplicates == 2
-            with pytest.raises(UsageError, match="already consumed"):
-                again.accept(batch)
-            batch.release()
-        assert rollout.ring_statistics().free == 4
-
-
-@pytest.mark.ucx
-def test_an_accepted_batch_that_is_abandoned_is_learned_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_RUN", f"abandoned-{os.getpid()}")
-    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, TicketTrainer(schemas=[SCHEMA]) as trainer:
-        rollout.write_many_to_buffer([VALUES, VALUES])
-        for again in (False, True):
-            batch = fetch(trainer, 4)
-            assert len(trainer.accept(batch)) == 2
-            record = trainer.consumed_record()
-            assert len(record) == 2
-            if not again:
-                trainer.abandon(batch, "the step failed")
-                assert len(trainer.consumed_record()) == 0
-                assert len(record) == 2  # a checkpoint's own
-        assert len(trainer.consume(batch)) == 2
-        assert trainer.consumed_record().to_bytes() == record.to_bytes()
-        statistics = trainer.ucxx_statistics()
-        assert (statistics.consumed, statistics.duplicates) == (2, 0)
-        batch.release()
-        assert rollout.ring_statistics().free == 4
-
-
-@pytest.mark.ucx
-@pytest.mark.parametrize("end", ["abandoned", "dropped", "consumed"])
-def test_a_payload_that_comes_twice_is_ended_by_the_batch_that_accepted_it(end: str) -> None:
-    with Rollout(SCHEMA, slots=4, mode="thread") as rollout, TicketTrainer(schemas=[SCHEMA]) as trainer:
-        ticket = rollout.write_to_buffer(VALUES)
-        first = collected(trainer, [ticket])
-        assert len(trainer.accept(first)) == 1
-        second, third = collected(trainer, [ticket]), collected(trainer, [ticket])
-        assert trainer.accept(third) == []
-        assert trainer.consume(second) == []
-        assert rollout.ring_statistics().consumes == 0
-        assert len(trainer.consumed_record()) == 1
-        if end == "abandoned":
-            trainer.abandon(first)
-        elif end == "dropped":
-            del first
-            gc.collect()
-        else:
-            assert len(trainer.consume(first)) == 1
-        assert len(trainer.consumed_record()) == (end == "consumed")
-        assert len(trainer.consume(third)) == (end != "consumed")
-        assert len(trainer.consumed_record()) == 1
-        assert trainer.ucxx_statistics().consumed == 1
-        second.release()
-        third.release()
-
-
-@pytest.mark.ucx
-def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(queue: RingQueue) -> None:
+def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(run: str) -> None:
     waited = []
 
     class Watched(Rollout):
@@ -172,15 +95,15 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
             waited.append(drain_s)
             super().cleanup_ucxx()
 
-    with Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=7.0):
+    with Watched(SCHEMA, slots=4, rings=run, mode="thread", drain_s=7.0):
         waited.clear()
     assert waited[0] == 7.0
-    with pytest.raises(KeyboardInterrupt), Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=7.0):
+    with pytest.raises(KeyboardInterrupt), Watched(SCHEMA, slots=4, rings=run, mode="thread", drain_s=7.0):
         waited.clear()
         raise KeyboardInterrupt
     assert waited == [0.0]
     with pytest.raises(UsageError, match="drain_s"):
-        Rollout(SCHEMA, rings=queue, drain_s=float("nan"))
+        Rollout(SCHEMA, rings=run, drain_s=float("nan"))
 
 
 @pytest.mark.ucx
@@ -199,7 +122,7 @@ def test_a_rollout_warns_of_what_no_trainer_has_consumed_when_it_closes(
 
 
 @pytest.mark.parametrize("given", [None, 7.0])
-def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(queue: RingQueue, given: float | None) -> None:
+def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(run: str, given: float | None) -> None:
     waited = []
 
     class Watched(Rollout):
@@ -208,9 +131,9 @@ def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(queue: 
             super().close()
 
     with until_stopped() as stopped:
-        with Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=given):
+        with Watched(SCHEMA, slots=4, rings=run, mode="thread", drain_s=given):
             pass
-        with Watched(SCHEMA, slots=4, rings=queue, mode="thread", drain_s=given):
+        with Watched(SCHEMA, slots=4, rings=run, mode="thread", drain_s=given):
             os.kill(os.getpid(), signal.SIGTERM)
             assert stopped.wait()
     usual, told = waited
@@ -247,12 +170,10 @@ def test_a_request_to_stop_ends_a_write_that_waits_and_what_was_written_still_go
             child.process.send_signal(signal.SIGTERM)
             eventually(lambda: ring.native.ended, "the rollout ends, and no payload was consumed")
         trained = 0
-        with TicketTrainer(schemas=[SCHEMA]) as trainer:
-            while not trainer.finished():
-                trainer.start_prefetch(trainer.claim_tickets(4, timeout_s=0.2))
-                if batch := trainer.collect_prefetch():
-                    trained += len(trainer.consume(batch))
-                    batch.release()
+        with Trainer(SCHEMA) as trainer:
+            for batch in trainer.batches(4, fill_s=0.0):
+                batch.consume()
+                trained += int(batch.accepted.sum())
         assert child.line() == f"written {trained}"
         assert child.wait() == 0
 
@@ -314,16 +235,10 @@ def test_a_class_with_both_mixins_cleans_up_both() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("made", "setup", "more"),
-    [
-        (Rollout, UCXXRolloutMixin.setup_ucxx, {"drain_s"}),
-        (TicketTrainer, UCXXDataPackerMixin.setup_ucxx_packer, set()),
-    ],
-)
-def test_arguments_and_defaults_are_those_of_the_setup(made: Any, setup: Any, more: set[str]) -> None:
-    expected, given = inspect.signature(setup).parameters, inspect.signature(made).parameters
-    assert set(given) - set(expected) == more
+def test_arguments_and_defaults_are_those_of_the_setup() -> None:
+    expected = inspect.signature(UCXXRolloutMixin.setup_ucxx).parameters
+    given = inspect.signature(Rollout).parameters
+    assert set(given) - set(expected) == {"drain_s"}
     assert {name: given[name] for name in expected if name != "self"} == {
         name: each for name, each in expected.items() if name != "self"
     }

@@ -16,12 +16,10 @@ from packers import Worker
 
 from transport.errors import BusyPortError, ClosedError, RingFullError, SchemaError, UsageError
 from transport.packer.options import RingOptions, ServerOptions
-from transport.queue import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.overflow import Overflow
 from transport.schema import Schema, UpTo
 from transport.server.server import UCXXServer
-from transport.ticket import Ticket
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
 VALUES = {"obs": np.ones((3, 2), np.float32)}
@@ -30,29 +28,27 @@ pytestmark = pytest.mark.ucx
 
 
 @pytest.fixture
-def worker(queue: RingQueue) -> Iterator[Worker]:
+def worker() -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread", ring=RingOptions(overflow="error"))
+    worker.setup_ucxx(SCHEMA, slots=4, mode="thread", ring=RingOptions(overflow="error"))
     yield worker
     worker.cleanup_ucxx()
 
 
-def test_a_written_trajectory_is_claimed_by_its_ticket(worker: Worker, queue: RingQueue) -> None:
+def test_a_written_trajectory_is_in_the_ring_by_its_ticket(worker: Worker) -> None:
     ticket = worker.write_to_buffer(VALUES, metadata={"reward": 2.5}, policy_version=7)
-    (claim,) = queue.claim(1, 20, consumer="test")
-    assert Ticket.decode(claim.data) == ticket
-    assert claim.policy_version == 7
-    assert claim.ticket_id == ticket.id
+    (unread,) = worker.ring.unread()
+    assert (unread.ticket, unread.policy_version) == (ticket, 7)
     assert ticket.metadata == {"reward": 2.5}
     assert len(ticket.ports) == 1
     assert ticket.addresses
 
 
-def test_one_payload_that_does_not_fit_writes_none_of_its_call(worker: Worker, queue: RingQueue) -> None:
+def test_one_payload_that_does_not_fit_writes_none_of_its_call(worker: Worker) -> None:
     slots = worker.ring.slot_count
     with pytest.raises(SchemaError):
         worker.write_many_to_buffer([*[VALUES] * slots, {"obs": np.ones((17, 2), np.float32)}])
-    assert (queue.depth().ready, worker.ring_statistics().free) == (0, slots)
+    assert (worker.ring_statistics().ready, worker.ring_statistics().free) == (0, slots)
 
 
 def test_a_sample_names_its_group_in_its_ticket(worker: Worker) -> None:
@@ -98,9 +94,9 @@ def test_the_weights_of_a_group_are_as_many_as_its_samples(worker: Worker) -> No
     assert worker.ring.tickets() == []
 
 
-def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does(queue: RingQueue) -> None:
+def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does() -> None:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=1, rings=queue, mode="thread")
+    worker.setup_ucxx(SCHEMA, slots=1, mode="thread")
     try:
         worker.write_to_buffer(VALUES, group="p")
         with pytest.raises(RingFullError):
@@ -112,23 +108,21 @@ def test_the_end_of_a_group_waits_for_a_slot_as_a_write_does(queue: RingQueue) -
 
 
 @pytest.mark.parametrize("full", ["error", "block"])
-def test_what_a_groups_leader_has_ended_is_freed_where_a_rank_died_before_it_told_the_ring(
-    queue: RingQueue, full: Overflow
-) -> None:
+def test_what_a_groups_leader_has_ended_is_freed_where_a_rank_died_before_it_told_the_ring(full: Overflow) -> None:
     worker = Worker()
     ring = RingOptions(overflow=full)
-    worker.setup_ucxx(SCHEMA, slots=4, readers=2, grouped=True, rings=queue, mode="thread", ring=ring)
+    worker.setup_ucxx(SCHEMA, slots=4, readers=2, grouped=True, mode="thread", ring=ring)
     try:
         worker.write_many_to_buffer([VALUES] * 4)
-        claims = queue.claim(4, 20, consumer="the leader")
-        assert queue.ack_many(claims[:3]) == claims[:3]
+        claims = worker.ring.claim(4)
+        assert worker.ring.consume(claims[:3]) == claims[:3]
         worker.write_to_buffer(VALUES)
         assert (worker.ring_statistics().free, worker.ring_statistics().discards) == (2, 3)
     finally:
         worker.cleanup_ucxx()
 
 
-def test_before_setup_and_after_cleanup_writing_is_refused(queue: RingQueue) -> None:
+def test_before_setup_and_after_cleanup_writing_is_refused() -> None:
     worker = Worker()
     worker.cleanup_ucxx()
     with pytest.raises(ClosedError, match="setup_ucxx"):
@@ -179,10 +173,10 @@ def ring_of_a_killed_writer(name: str) -> str:
         return ring.ring_id
 
 
-def test_a_ring_taken_over_keeps_its_payloads(queue: RingQueue) -> None:
+def test_a_ring_taken_over_keeps_its_payloads() -> None:
     name = f"rollout-test-{secrets.token_hex(4)}"
     ring_id = ring_of_a_killed_writer(name)
     worker = Worker()
-    assert worker.setup_ucxx(SCHEMA, slots=4, name=name, rings=queue, mode="thread").ring_id == ring_id
-    assert queue.depth().ready == 2
+    assert worker.setup_ucxx(SCHEMA, slots=4, name=name, mode="thread").ring_id == ring_id
+    assert worker.ring_statistics().ready == 2
     worker.cleanup_ucxx()

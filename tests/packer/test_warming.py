@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from packers import SCHEMA, Packer, Worker, fetch, write
+from packers import SCHEMA, Packer, Worker, collected, write
 
 from transport.errors import StoreUnavailableError
 from transport.packer.options import ClientOptions, ServerOptions
-from transport.queue import RingQueue
 from transport.store.directory import Directory
 from transport.store.memory import MemoryStore
 
@@ -33,32 +32,30 @@ def warmed(packer: Packer) -> None:
     packer._ucxx.warming.result(20)
 
 
-def test_the_first_batch_finds_its_connections(queue: RingQueue) -> None:
+def test_the_first_batch_finds_its_connections() -> None:
     worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
     try:
         server = ServerOptions(ports=(0, 0), directory=directory)
-        worker.setup_ucxx(SCHEMA, slots=16, rings=queue, mode="thread", server=server)
+        worker.setup_ucxx(SCHEMA, slots=16, mode="thread", server=server)
         options = ClientOptions(directory=directory)
-        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, client=options)
         warmed(packer)
         stood = packer.ucxx_statistics().client.links_idle
         assert stood == 16
-        for step in range(1, 6):
-            write(worker, step)
-        packer.consume(fetch(packer, 5))
+        packer.consume(collected(packer, [write(worker, step) for step in range(1, 6)]))
         assert packer.ucxx_statistics().client.links_opened == stood
     finally:
         packer.cleanup_ucxx_packer()
         worker.cleanup_ucxx()
 
 
-def test_rings_that_come_later_are_found_by_looking_again(queue: RingQueue) -> None:
+def test_rings_that_come_later_are_found_by_looking_again() -> None:
     worker, packer, directory = Worker(), Packer(), Directory(MemoryStore())
     try:
         options = ClientOptions(directory=directory)
-        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, client=options)
         server = ServerOptions(directory=directory)
-        worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread", server=server)
+        worker.setup_ucxx(SCHEMA, slots=4, mode="thread", server=server)
         until(lambda: packer.ucxx_statistics().client.links_idle == 8)
     finally:
         packer.cleanup_ucxx_packer()
@@ -72,14 +69,14 @@ class Unreachable(MemoryStore):
         raise StoreUnavailableError("the store is away")
 
 
-def test_a_directory_that_cannot_be_asked_disturbs_nothing(queue: RingQueue) -> None:
+def test_a_directory_that_cannot_be_asked_disturbs_nothing() -> None:
     worker, packer = Worker(), Packer()
     try:
-        worker.setup_ucxx(SCHEMA, slots=4, rings=queue, mode="thread")
+        worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
         options = ClientOptions(directory=Directory(Unreachable()))
-        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=options)
-        write(worker, 3)
-        assert [int(payload["step"]) for payload in packer.consume(fetch(packer, 1))] == [3]
+        packer.setup_ucxx_packer(schemas=[SCHEMA], wire={"tcp"}, client=options)
+        batch = collected(packer, [write(worker, 3)])
+        assert [int(payload["step"]) for payload in packer.consume(batch)] == [3]
         warmed(packer)  # it ends with the first read
     finally:
         packer.cleanup_ucxx_packer()

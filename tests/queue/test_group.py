@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from queue_harness import ids, tickets
 from queue_waits import in_thread, ticket
 from ring_queues import RingHarness
 
+from transport.claims.places import Discovery
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreUnavailableError
-from transport.packer.mixin import UCXXDataPackerMixin
-from transport.packer.options import RingOptions
-from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import QueueDepth, RingQueue
+from transport.queue import FoundRings, QueueDepth
 from transport.queue.group import GroupQueue, _Vote, counted
 from transport.ring.buffer import SharedRingBuffer
 from transport.store import SQLiteStore, Store
@@ -192,48 +189,6 @@ def test_a_final_no_comes_before_others() -> None:
     assert counted([yes, None]).reason == "rank 1 of the group was silent"
 
 
-class Rollout(UCXXRolloutMixin):
-    """The mixin alone."""
-
-
-class Packer(UCXXDataPackerMixin):
-    """The mixin alone."""
-
-
-@pytest.mark.ucx
-@pytest.mark.slow
-def test_the_packers_of_a_group_train_on_the_same_payloads(tmp_path: Path) -> None:
-    rollout, packers = Rollout(), [Packer(), Packer()]
-    with RingQueue() as queue, SQLiteStore(tmp_path / "store.db") as store:
-        groups = [GroupQueue(queue, store, "a", rank, 2, patience_s=30) for rank in range(2)]
-        rollout.setup_ucxx(
-            slots=8, readers=2, grouped=True, rings=queue, mode="thread", ring=RingOptions(slot_bytes=4096)
-        )
-        try:
-            for rank, (packer, member) in enumerate(zip(packers, groups, strict=True)):
-                packer.setup_ucxx_packer(queue=member, rank=rank, wire={"mapped"})
-            tickets = [rollout.write_to_buffer({"step": np.int64(step)}) for step in range(6)]
-            rollout.ring.discard(tickets[2])  # nobody can read it
-
-            def train(packer: Packer) -> list[int]:
-                packer.start_prefetch(packer.claim_tickets(6, 30))
-                batch = packer.collect_prefetch()
-                assert batch is not None
-                payloads = packer.consume(batch)
-                steps = [int(payload["step"]) for payload in payloads]
-                for payload in payloads:
-                    payload.release()
-                return steps
-
-            assert at_once(*(lambda packer=packer: train(packer) for packer in packers)) == [[0, 1, 3, 4, 5]] * 2
-            assert queue.depth(0).done == 5
-            assert rollout.ring_statistics().ready == 0
-        finally:
-            for packer in packers:
-                packer.cleanup_ucxx_packer()
-            rollout.cleanup_ucxx()
-
-
 def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
     place.queue.publish(ticket(0), policy_version=1)
     place.queue.publish(ticket(1), policy_version=5)
@@ -244,7 +199,7 @@ def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
 
 
 def test_the_ranks_agree_on_the_end_also_where_another_rollout_comes_after_it(tmp_path: Path) -> None:
-    class Ending(RingQueue):
+    class Ending(FoundRings):
         over = True
 
         def finished(self, expected_rollouts: int | None = None) -> bool:
@@ -252,9 +207,10 @@ def test_the_ranks_agree_on_the_end_also_where_another_rollout_comes_after_it(tm
 
     with (
         SharedRingBuffer.create(slots=1, slot_bytes=8) as ring,
-        Ending([ring]) as queue,
+        Ending(Discovery()) as queue,
         SQLiteStore(tmp_path / "store.db") as store,
     ):
+        queue.hand_out(ring)
         ranks = [GroupQueue(queue, store, "a", rank, 2) for rank in range(2)]
         for over in (True, False, True):
             queue.over = over

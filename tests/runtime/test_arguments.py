@@ -120,7 +120,7 @@ def test_numpys_numbers_are_numbers(ring: SharedRingBuffer) -> None:
 @pytest.mark.parametrize(
     "setup",
     [
-        lambda: Packer().setup_ucxx_packer(queue="redis://h/0?run=x"),
+        lambda: Packer().setup_ucxx_packer(schemas=SCHEMA),
         lambda: Worker().setup_ucxx(SCHEMA, rings="x"),
         lambda: Worker().setup_ucxx(SCHEMA, server=ServerOptions(secret="text")),  # type: ignore[arg-type]
     ],

@@ -20,10 +20,9 @@ import pytest
 from helpers import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packers import collected
 
 from transport import Rollout, Schema, SharedRingBuffer, UpTo, _ring
-from transport.claims.rings import RingQueue
+from transport.claims.open import given_rings
 from transport.cooldown.destinations.folder import Folder
 from transport.errors import (
     CheckpointDamagedError,
@@ -39,12 +38,12 @@ from transport.errors import (
     UsageError,
 )
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import TicketTrainer
 from transport.packer.options import RingOptions
 from transport.queue import open_queue
 from transport.ring.buffer import attached_reader
 from transport.snapshots import Manifest, Saved, Snapshot, new_attempt, prune, restore, snapshot, steps, taking
 from transport.ticket import MAX_ENCODED_BYTES, Ticket
+from transport.training.trainer import Trainer
 
 SCHEMA = Schema.of(number=("int64",), values=("float32", UpTo(500)), name=("text", UpTo(40)))
 OTHER = Schema.of(number=("int64",), reward=("float32",))
@@ -97,7 +96,7 @@ def content(ring: SharedRingBuffer, rank: int = 0) -> list[int]:
 
 def saved_of(ring: SharedRingBuffer, place: Path, step: int = 1, **terms: Any) -> Manifest:
     """A complete snapshot of one ring."""
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         return snapshot(queue, str(place), step, **terms).wait(60)
 
 
@@ -211,18 +210,16 @@ def test_a_payload_keeps_its_id_through_restores_and_a_record_that_has_it_refuse
     with (
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as third,
         SharedRingBuffer.create(SCHEMA, slots=8, prefix=prefix) as fourth,
-        open_queue(f"rings:{prefix}") as queue,
-        TicketTrainer(schemas=[SCHEMA], queue=queue, consumed=record, wire=("mapped",)) as trainer,
+        Trainer(SCHEMA, f"rings:{prefix}", record=record, wire=("mapped",)) as trainer,
     ):
         left_out = restore(str(place), 2, third, consumed=[record])
         assert (left_out.known, len(left_out.tickets)) == (1, 2)
         again = restore(str(place), 2, fourth)
         assert len(again.tickets) == 3
         trained: list[int] = []
-        while claims := trainer.claim_tickets(10, timeout_s=0.1):
-            batch = collected(trainer, claims)
-            trained += [int(payload["number"]) for payload in trainer.consume(batch)]
-            batch.release()
+        while (batch := trainer.take(10, 0.1)) is not None:
+            trained += [int(payload["number"]) for payload in batch]
+            batch.consume()
         assert sorted(trained) == [1, 2]  # each once, although a second ring has them again
 
 
@@ -254,7 +251,7 @@ def test_a_delivery_is_in_the_record_or_in_the_snapshot_never_in_both_or_neither
 ) -> None:
     place = tmp_path_factory.mktemp("destination")
     rings = [SharedRingBuffer.create(OTHER, slots=4, overflow="error") for _ in range(2)]
-    with RingQueue(rings) as queue:
+    with given_rings(*rings) as queue:
         published: set[tuple[str, int]] = set()
         held: dict[int, list[Any]] = {0: [], 1: []}
         record = ConsumedRecord()
@@ -318,7 +315,7 @@ def test_training_goes_on_while_a_slow_destination_takes_a_snapshot(
     ring: SharedRingBuffer, prefix: str, slow: Held, place: Path
 ) -> None:
     written(ring, range(8))
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         taken = snapshot(queue, str(place), 1)
         assert slow.asked.wait(60) and not taken.done()
         with pytest.raises(TimeoutError):
@@ -349,7 +346,7 @@ def test_a_ring_that_is_closed_meanwhile_is_in_the_snapshot_as_it_was_at_the_cut
     ring: SharedRingBuffer, prefix: str, slow: Held, place: Path
 ) -> None:
     written(ring, range(8))
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         taken = snapshot(queue, str(place), 1)
     assert slow.asked.wait(60)
     ring.close()
@@ -364,7 +361,7 @@ def test_a_snapshot_that_is_cancelled_leaves_nothing_and_holds_nothing(
     ring: SharedRingBuffer, slow: Held, place: Path
 ) -> None:
     written(ring, range(8))
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         taken = snapshot(queue, str(place), 1)
         assert slow.asked.wait(60)
         taken.cancel()
@@ -383,7 +380,7 @@ def test_parts_of_several_hosts_become_one_snapshot(place: Path) -> None:
     taken = []
     for number, ring in enumerate(rings):
         written(ring, [number])
-        with RingQueue([ring]) as queue:
+        with given_rings(ring) as queue:
             taken.append(snapshot(queue, str(place), 4, part=(number, 3), attempt=attempt))
             if number < 2:
                 assert not taken[0].done() and steps(str(place)) == {}
@@ -400,7 +397,7 @@ def test_a_part_that_does_not_come_or_comes_twice_makes_no_snapshot(
 ) -> None:
     written(ring, [1])
     monkeypatch.setattr(taking, "PARTS_S", 0.1)
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         with pytest.raises(SnapshotError, match="did not come"):
             snapshot(queue, str(place), 4, part=(0, 2), attempt="0" * 16).wait(60)
         snapshot(queue, str(place), 4, part=(1, 2), attempt="1" * 16).wait(60)
@@ -461,7 +458,7 @@ def test_a_part_that_failed_is_taken_with_a_new_attempt_on_every_host(
     with SharedRingBuffer.create(SCHEMA, slots=4) as mine, SharedRingBuffer.create(SCHEMA, slots=4) as theirs:
         written(mine, [0])
         written(theirs, [1])
-        with RingQueue([theirs]) as other, RingQueue([mine]) as queue:
+        with given_rings(theirs) as other, given_rings(mine) as queue:
             snapshot(other, str(place), 4, part=(1, 2), attempt=attempt).wait(60)
             with monkeypatch.context() as broken:
                 broken.setattr(taking, "open_destination", lambda url: Failing(place))
@@ -646,14 +643,14 @@ def test_of_a_ring_in_a_file_there_is_no_snapshot(prefix: str, place: Path, tmp_
     ],
 )
 def test_wrong_arguments_are_refused(ring: SharedRingBuffer, place: Path, wrong: Any) -> None:
-    with RingQueue([ring]) as queue, pytest.raises(UsageError):
+    with given_rings(ring) as queue, pytest.raises(UsageError):
         wrong(queue, str(place))
 
 
 # --- a destination that fails -------------------------------------------------------------------------
 def test_a_destination_that_is_away_makes_no_snapshot_and_holds_nothing(ring: SharedRingBuffer, tmp_path: Path) -> None:
     written(ring, range(8))
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         taken = snapshot(queue, str(tmp_path / "away"), 1)
         with pytest.raises(DestinationError, match="No such file"):
             taken.wait(60)
@@ -671,7 +668,7 @@ def test_a_full_destination_makes_no_snapshot_and_keeps_nothing(prefix: str, tmp
         with SharedRingBuffer.create(slots=4, slot_bytes=1 << 20, prefix=prefix) as ring:
             for _ in range(4):
                 ring.write_raw(bytes(1 << 20))
-            with RingQueue([ring]) as queue, pytest.raises(DestinationError, match="no space left"):
+            with given_rings(ring) as queue, pytest.raises(DestinationError, match="no space left"):
                 snapshot(queue, str(path), 1).wait(60)
             assert list(path.rglob("step-*/*/*")) == []
             assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 4
@@ -757,12 +754,12 @@ def test_a_part_of_a_snapshot_that_is_under_way_is_not_removed(
 ) -> None:
     written(ring, [1])
     saved_of(ring, place, 300)
-    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as other, RingQueue([other]) as theirs:
+    with SharedRingBuffer.create(SCHEMA, slots=4, prefix=prefix) as other, given_rings(other) as theirs:
         written(other, [2])
         attempt = new_attempt()
         snapshot(theirs, str(place), 50, part=(1, 2), attempt=attempt).wait(60)
         assert prune(str(place), 1) == []
-        with RingQueue([ring]) as queue:
+        with given_rings(ring) as queue:
             assert snapshot(queue, str(place), 50, part=(0, 2), attempt=attempt).wait(60).payloads == 2
             snapshot(queue, str(place), 60, part=(1, 2), attempt=new_attempt()).wait(60)  # whose first part never comes
     assert [(each.step, each.complete) for each in prune(str(place), 1)] == [(300, True)]
@@ -788,15 +785,11 @@ def test_a_rollout_restores_and_a_trainer_elsewhere_takes_what_it_restored(prefi
     with open_queue(f"rings:{prefix}") as queue, Rollout(SCHEMA, slots=8, rings=queue, mode="thread") as rollout:
         restore(str(place), 1, rollout)
         address = f"rings://127.0.0.1:{rollout.ports[0]}"
-        with (
-            open_queue(address) as elsewhere,
-            TicketTrainer(schemas=[SCHEMA], queue=elsewhere, wire=("tcp",)) as trainer,
-        ):
-            found: list[int] = []
-            while len(found) < 5 and (claims := trainer.claim_tickets(5, timeout_s=30)):
-                batch = collected(trainer, claims)
-                found += [int(payload["number"]) for payload in trainer.consume(batch)]
-                batch.release()
+        with Trainer(SCHEMA, address, wire=("tcp",)) as trainer:
+            batch = trainer.take(5, 30.0, fill_s=30.0)
+            assert batch is not None
+            found = [int(payload["number"]) for payload in batch]
+            batch.consume()
             assert sorted(found) == list(range(5))
 
 
@@ -851,7 +844,7 @@ def test_two_snapshots_at_once_and_a_third_by_the_same_process_are_each_complete
     ring: SharedRingBuffer, place: Path
 ) -> None:
     written(ring, range(4))
-    with RingQueue([ring]) as queue:
+    with given_rings(ring) as queue:
         taken: list[Snapshot] = [snapshot(queue, str(place), step) for step in (1, 2, 3)]
         assert [each.wait(60).payloads for each in taken] == [4, 4, 4]
     assert len(ring.consume(ring.claim(4))) == 4 and ring.statistics().free == 8

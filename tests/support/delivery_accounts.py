@@ -25,7 +25,7 @@ QUICK = {
     "watchdog_s": 1.5 * PATIENCE, "heartbeat_s": 0.3, "read_timeout_s": 1.0 * PATIENCE, "attempts_per_read": 10,
     "port_quarantine_s": 0.2, "port_quarantine_most_s": 0.4, "linger_s": 60.0, "backoff_most_s": 0.5,
 }  # fmt: skip
-SHORT_LEASE = {"claim_lease_s": 1.5, "claim_renew_s": 0.3}  # of a trainer that is to fail
+SHORT_LEASE = {"claim_lease_s": 1.5}  # of a trainer that is to fail
 
 
 class Place:
@@ -245,6 +245,6 @@ def consumed(place: Place, count: int) -> list[int]:
     """What a trainer consumes: so many, and then there is nothing left."""
     with Told("trainer", place) as trainer:
         accepted: list[int] = trainer.ask("train", count)
-        assert trainer.ask("claim", 1, 0.0) == []
+        assert trainer.ask("take", 1, 0.0) == []
         trainer.end()
     return accepted

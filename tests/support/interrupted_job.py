@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 
 from interrupted_plants import plant
 
-from transport import RingOptions, Rollout
+from transport import RingOptions, Rollout, Trainer
 from transport.errors import UsageError
-from transport.packer.mixin import TicketTrainer
-from transport.queue import Claim, open_queue
+from transport.training.batch import Batch
 from transport.wires import Wire
 
 T = TypeVar("T")
@@ -81,15 +80,14 @@ class Job:
         self.next = 0
         self.wire = wire
         self.run = run
-        self.rollout_queue, self.queue = open_queue(f"rings:{run}-"), open_queue(f"rings:{run}-")
         self.rings = 0
         self.rollout = self.a_rollout()
-        self.trainer = TicketTrainer(queue=self.queue, wire={wire})
+        self.trainer = self.a_trainer()
 
     def a_rollout(self) -> Rollout:
         self.rings += 1  # what an interrupted start has made ends by itself, and its name is not used again
         ring = RingOptions(slot_bytes=10_000)
-        return Rollout(slots=SLOTS, name=f"{self.run}-{self.rings}", rings=self.rollout_queue, ring=ring)
+        return Rollout(slots=SLOTS, name=f"{self.run}-{self.rings}", rings=f"rings:{self.run}-", ring=ring)
 
     # --- the rollout ------------------------------------------------------------------------------------
     def write(self) -> None:
@@ -111,51 +109,31 @@ class Job:
             self.rollout = self.interrupts.repeated(self.a_rollout)
 
     # --- the trainer ------------------------------------------------------------------------------------
-    def claim(self) -> list[Claim]:
-        return self.interrupts.repeated(lambda: self.trainer.claim_tickets(5, timeout_s=0.05))
+    def a_trainer(self) -> Trainer:
+        return Trainer(None, f"rings:{self.run}-", wire={self.wire})
 
     def step(self) -> None:
         """One batch, consumed in most cases."""
-        claims = self.claim()
-        if not claims:
-            return
-        how = self.chance.choice(["consume"] * 6 + ["input", "abandon", "cancel", "drop", "close", "defer"])
-        if how == "input":
-            for claim in claims:
-                given = self.interrupts.repeated(lambda claim=claim: self.trainer.get_policy_input(claim))
-                self.trained.append(int(given["number"]))
-            return
-        if how == "drop":
-            return
-        self.start(self.trainer.start_prefetch, claims)
-        if how == "defer":
-            self.start(self.trainer.defer_prefetch, self.claim())
-        if how == "cancel":
-            self.interrupts.repeated(self.trainer.cancel_prefetch)
-        elif how == "close":
-            self.interrupts.repeated(self.trainer.close)
-            self.trainer = self.interrupts.repeated(lambda: TicketTrainer(queue=self.queue, wire={self.wire}))
-        else:
-            self.collect(how)
-            if how == "defer":
-                self.collect(how)
-
-    def start(self, call: Callable[[list[Claim]], None], claims: list[Claim]) -> None:
-        with contextlib.suppress(UsageError):  # the interrupted call had done it
-            self.interrupts.repeated(lambda: call(claims))
-
-    def collect(self, how: str) -> None:
-        self.interrupts.once(lambda: self.trainer.wait_prefetch(10.0))
-        batch = self.interrupts.repeated(lambda: self.trainer.collect_prefetch(10.0))
+        batch = self.interrupts.repeated(lambda: self.trainer.take(5, 0.05))
         if batch is None:
             return
-        if how == "abandon":
-            self.interrupts.repeated(lambda: self.trainer.abandon(batch))
-        else:
-            with contextlib.suppress(UsageError):  # the interrupted call had consumed it
-                self.interrupts.repeated(lambda: self.trainer.consume(batch))
-            self.trained += [int(payload["number"]) for payload in batch.trainable]
-            batch.release()
+        how = self.chance.choice(["consume"] * 6 + ["accept", "give back", "drop", "close"])
+        if how == "close":
+            self.interrupts.repeated(self.trainer.close)
+            self.trainer = self.interrupts.repeated(self.a_trainer)
+        elif how == "give back":
+            with contextlib.suppress(UsageError):  # the interrupted call had done it
+                self.interrupts.repeated(batch.give_back)
+        elif how != "drop":
+            if how == "accept":
+                self.interrupts.repeated(batch.accept)
+            self.consume(batch)
+
+    def consume(self, batch: Batch) -> None:
+        numbers = [int(payload["number"]) for payload in batch]
+        self.interrupts.repeated(batch.consume)
+        accepted = self.interrupts.repeated(lambda: batch.accepted.tolist())
+        self.trained += [number for number, ours in zip(numbers, accepted, strict=True) if ours]
 
     # --- from beginning to end --------------------------------------------------------------------------
     def play(self) -> None:
@@ -168,20 +146,16 @@ class Job:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("enough", flush=True)
         give_up = time.monotonic() + QUIET_S
-        while self.queue.depth().unfinished and time.monotonic() < give_up:
-            claims = self.trainer.claim_tickets(8, timeout_s=0.2)
-            if claims:
-                self.trainer.start_prefetch(claims)
-                self.collect("consume")
+        while self.trainer.rings.depth().unfinished and time.monotonic() < give_up:
+            if (batch := self.trainer.take(8, 0.2)) is not None:
+                self.consume(batch)
                 give_up = time.monotonic() + QUIET_S
-        depth, ring = self.queue.depth(), self.rollout.ring_statistics()
+        depth, ring = self.trainer.rings.depth(), self.rollout.ring_statistics()
         report = {"written": self.written, "perhaps": self.perhaps, "trained": self.trained}
         held = {"claimed": depth.claimed, "ready": depth.ready, "writing": ring.writing, "free": ring.free}
         print(json.dumps({**report, **held, "interrupts": self.interrupts.count}), flush=True)
         self.trainer.close()
-        self.queue.close()
         self.rollout.close()
-        self.rollout_queue.close()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transport.errors import UsageError
-from transport.packer.mixin import UCXXDataPackerMixin
+from transport import Trainer
 
 
 def plant(name: str) -> None:
@@ -14,13 +13,13 @@ def plant(name: str) -> None:
 
 
 def _consumed_too_early() -> None:
-    """A batch counts as consumed before its payloads are returned."""
-    consume = UCXXDataPackerMixin.consume
+    """A batch is consumed before it is returned."""
+    take = Trainer.take
 
-    def early(self: Any, batch: Any) -> Any:
-        if getattr(self, "_begun", None) is batch:
-            raise UsageError("this batch was already consumed")
-        self._begun = batch
-        return consume(self, batch)
+    def early(self: Any, *arguments: Any, **named: Any) -> Any:
+        batch = take(self, *arguments, **named)
+        if batch is not None:
+            batch.consume()
+        return batch
 
-    UCXXDataPackerMixin.consume = early  # type: ignore[method-assign]
+    Trainer.take = early  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The two sides of the queue as tests of the packer have them."""
+"""A rollout worker and a data packer as tests of the mixins have them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from helpers import PATIENCE_S
 
 from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import Claim
 from transport.schema import Schema, UpTo
 from transport.settings import DEFAULTS
 from transport.ticket import Ticket, host_identity
@@ -34,15 +33,11 @@ def write(worker: Worker, step: int) -> Ticket:
     )
 
 
-def collected(packer: UCXXDataPackerMixin, wanted: Sequence[Claim | Ticket]) -> FetchedBatch:
-    packer.start_prefetch(wanted)
+def collected(packer: UCXXDataPackerMixin, tickets: Sequence[Ticket]) -> FetchedBatch:
+    packer.start_prefetch(tickets)
     batch = packer.collect_prefetch(timeout=PATIENCE_S)
     assert batch is not None
     return batch
-
-
-def fetch(packer: UCXXDataPackerMixin, n: int) -> FetchedBatch:
-    return collected(packer, packer.claim_tickets(n, timeout_s=20))
 
 
 def ticket_of(slot: int) -> Ticket:

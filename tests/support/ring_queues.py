@@ -21,8 +21,8 @@ from queue_waits import QueuedTicket
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.claims.looks import known_of
-from transport.claims.places import OnThisHost
-from transport.queue import Claim, DeliveryState, Failure, FoundRings, RingQueue
+from transport.claims.places import Discovery, OnThisHost
+from transport.queue import Claim, DeliveryState, Failure, FoundRings
 from transport.settings import Settings
 from transport.ticket import Ticket
 
@@ -116,9 +116,10 @@ class Named(FoundRings):
         }
 
 
-class NamedRings(Named, RingQueue):
+class NamedRings(Named):
     def __init__(self, ring: SharedRingBuffer, names: Names, max_deliveries: int) -> None:
-        super().__init__([ring], max_deliveries=max_deliveries)
+        super().__init__(Discovery(), max_deliveries=max_deliveries)
+        self.hand_out(ring)
         self.ring = ring
         self.names = names
 

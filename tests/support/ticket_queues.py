@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from transport.queue import RingQueue
+from transport.claims.open import given_rings
+from transport.claims.rings import FoundRings
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def queue_url() -> str:
 
 
 @pytest.fixture
-def queue() -> Iterator[RingQueue]:
+def queue() -> Iterator[FoundRings]:
     """Of the rings of this test's own workers, whose payloads a client reads by ticket."""
-    with RingQueue() as opened:
+    with given_rings() as opened:
         yield opened

@@ -1,31 +1,38 @@
-"""A writer and a trainer of the packer as processes that do one step each time they are told to, and answer with it.
+"""A writer and a trainer as processes that do one step each time they are told to, and answer with it.
 
 A test so decides between which two steps a process is killed or stopped. Both sides are also usable in the test itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from transport import BlockingClient, Trainer, UCXXDataPackerMixin
 from transport.claims.places import OnThisHost
+from transport.config import configuration
+from transport.errors import RingNotFoundError
+from transport.observe.statistics import PackerStatistics
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.mixin import FetchedBatch, TicketTrainer
 from transport.packer.options import ClientOptions, ServerOptions
+from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import Rollout
-from transport.queue import Claim, FoundRings, RingQueue, open_queue
+from transport.queue import Claim, open_queue
 from transport.queue.group import GroupQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.store.directory import Directory
 from transport.store.open import open_store
 from transport.ticket import Ticket
+from transport.training.batch import Batch
 from transport.wire import frames
 
 SIZE = 200_000
@@ -56,162 +63,266 @@ def metadata(number: int) -> dict[str, object]:
     return {"number": number, "label": label(number)}
 
 
-class ByTicket(FoundRings):
-    """Rings of this host whose claims bring tickets alone: payloads are read by them, over the wires of the client."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__(OnThisHost(prefix))
-        self._maps, self._carries = True, False
-
-    def connect(self, *_: object) -> FoundRings:
-        """Whatever wires the client has, rings are claimed from here."""
-        return self
-
-    def payload_bytes(self, claim: Claim) -> None:
-        """None comes with a claim."""
+def rings_of(url: str) -> str:
+    """The rings of a place; those of ``tickets:PREFIX`` are read by ticket."""
+    return f"rings:{url.removeprefix('tickets:')}" if url.startswith("tickets:") else url
 
 
-def queue_of(url: str) -> FoundRings:
-    """As `open_queue`; and those of ``tickets:PREFIX``."""
-    kind, _, prefix = url.partition(":")
-    return ByTicket(prefix) if kind == "tickets" else open_queue(url)
+class Checked:
+    """What trainers and readers share: they compare every payload that they may train on, byte by byte."""
 
-
-class ToldTrainer:
-    """A trainer whose steps are calls. Payloads have numbers; what is consumed has been compared byte by byte."""
-
-    def __init__(
-        self,
-        url: str,
-        store: str = "",
-        segment: str = "",
-        group: str = "",
-        rank: int = 0,
-        consumed: str = "",
-    ) -> None:
-        """``segment``: claim from this ring alone. ``store``: of a directory, or of the ``group`` of two ranks.
-
-        ``consumed``: what `record` answered to a former trainer.
-        """
-        self.queue = RingQueue([SharedRingBuffer.attach(segment, role="reader")]) if segment else queue_of(url)
-        directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store and not group else None
-        if group:
-            self.queue = GroupQueue(self.queue, open_store(store), group, rank, 2, patience_s=LONG_S)
-        record = ConsumedRecord.from_bytes(bytes.fromhex(consumed)) if consumed else None
-        self.packer = TicketTrainer(
-            schemas=[SCHEMA], queue=self.queue, rank=rank, client=ClientOptions(directory=directory), consumed=record
-        )
-        self.claims: list[Claim] = []
-        self.batches: list[FetchedBatch] = []
+    def __init__(self) -> None:
         self.messages: list[str] = []
         self.changed = 0
 
-    def claim(self, n: int, timeout_s: float = LONG_S) -> list[int]:
-        """Claim so many, waiting for them; the numbers of the payloads."""
-        came: list[Claim] = []
-        while len(came) < n and (some := self.packer.claim_tickets(n - len(came), timeout_s)):
-            came += some
-        self.claims += came
-        return sorted(number_of(claim) for claim in came)
-
-    def collect(self) -> list[int]:
-        """Fetch what is claimed, and have it here; the numbers of what arrived."""
-        self.packer.start_prefetch(self.claims)
-        self.claims = []
-        batch = self.packer.collect_prefetch(LONG_S)
-        assert batch is not None
-        self.batches.append(batch)
-        return sorted(int(item.payload["number"]) for item in batch.items if item.payload is not None)
-
-    def errors(self) -> list[str]:
-        """What the reads of the last batch raised."""
-        return [type(item.error).__name__ for item in self.batches[-1].items if item.error is not None]
-
-    def accept(self) -> list[int]:
-        """Accept what was collected; the numbers of what is to be trained on."""
-        return sorted(int(each["number"]) for batch in self.batches for each in self.packer.accept(batch))
-
-    def abandon(self) -> None:
-        """Give up what was collected."""
-        while self.batches:
-            self.packer.abandon(self.batches.pop())
-
-    def record(self) -> str:
-        """For a checkpoint."""
-        return self.packer.consumed_record().to_bytes().hex()
-
-    def consume(self) -> list[int]:
-        """Consume what was collected, or is in question; the numbers of what was accepted."""
-        accepted = []
-        for batch in self.batches:
-            for payload in self.packer.consume(batch):
-                number = int(payload["number"])
-                assert payload["data"].tobytes() == content(number).tobytes(), f"other bytes than those of {number}"
-                self.changed += payload.metadata != metadata(number)
-                accepted.append(number)
-        self.batches = [batch for batch in self.batches if _in_question(batch)]
-        return sorted(accepted)
-
-    def in_question(self) -> list[int]:
-        """The numbers of what the ring may have accepted; `consume` asks again."""
-        return sorted(number_of(item.claim) for batch in self.batches for item in _in_question(batch))
-
-    def read(self, tickets: list[str]) -> tuple[list[int], list[str]]:
-        """Read by these tickets, as a framework hands them out, and consume: the numbers, and the errors' kinds."""
-        self.packer.start_prefetch(tickets)
-        batch = self.packer.collect_prefetch(LONG_S)
-        assert batch is not None
-        self.batches.append(batch)
-        return self.consume(), [type(each.error).__name__ for each in batch.failures]
-
-    def train(self, n: int) -> list[int]:
-        """Claim, collect and consume until so many were accepted; their numbers."""
-        accepted: list[int] = []
-        while len(accepted) < n:
-            self.claim(1)
-            self.claim(n - len(accepted) - 1, 0.0)
-            self.collect()
-            accepted += self.consume()
-        return sorted(accepted)
-
-    def train_once(self, most: int) -> list[int]:
-        """Consume what one claim brings: the same for all ranks of a group."""
-        self.claims += self.packer.claim_tickets(most, LONG_S)
-        self.collect()
-        return self.consume()
-
-    def drain(self) -> tuple[list[int], list[str]]:
-        """Train until nothing is unfinished: what was accepted, and the kinds of errors of the rest, once each."""
-        accepted: list[int] = []
-        errors: set[str] = set()
-        while self.queue.depth().unfinished:
-            if self.claim(1, 0.2):
-                self.claim(8, 0.0)
-                self.collect()
-                errors |= set(self.errors())
-                accepted += self.consume()
-        return sorted(accepted), sorted(errors)
+    def compare(self, number: int, payload: Any) -> None:
+        """Fail unless these are the bytes of this number."""
+        assert payload["data"].tobytes() == content(number).tobytes(), f"other bytes than those of {number}"
+        assert int(payload["number"]) == number
+        self.changed += payload.metadata != metadata(number)
 
     def changed_tickets(self) -> int:
         """How many consumed payloads had other metadata than was written, since this was last asked."""
         changed, self.changed = self.changed, 0
         return changed
 
-    def counted(self) -> dict[str, int]:
-        """Counters of the packer and of its client, those above 0."""
-        statistics = self.packer.ucxx_statistics()
-        both = [statistics, statistics.client]
-        found = {name: getattr(each, name) for each in both for name in each.__struct_fields__}
-        return {name: value for name, value in found.items() if isinstance(value, int) and value}
-
     def logged(self) -> list[str]:
         """What the package has logged in this process, in a process of its own."""
         return self.messages
 
+
+class Taken:
+    """A batch that was taken, the numbers of its payloads, and which of them were accepted."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.numbers = [int(payload["number"]) for payload in batch]
+        self.accepted: set[int] = set()
+
+
+class ToldTrainer(Checked):
+    """A trainer whose steps are calls. Payloads have numbers."""
+
+    def __init__(self, url: str, consumed: str = "") -> None:
+        """``consumed``: what `record` answered to a former trainer."""
+        super().__init__()
+        record = ConsumedRecord.from_bytes(bytes.fromhex(consumed)) if consumed else None
+        self.trainer = Trainer(SCHEMA, url, record=record)
+        self.batches: list[Taken] = []
+
+    def take(self, n: int, timeout_s: float = LONG_S) -> list[int]:
+        """Take so many, waiting for them; the numbers of the payloads."""
+        came: list[int] = []
+        while len(came) < n and (batch := self.trainer.take(n - len(came), timeout_s)) is not None:
+            self.batches.append(Taken(batch))
+            came += self.batches[-1].numbers
+        return sorted(came)
+
+    def accept(self) -> list[int]:
+        """Accept what was taken; the numbers of what is to be trained on."""
+        for each in self.batches:
+            each.batch.accept()
+        return sorted(number for each in self.batches for number in each.numbers)
+
+    def give_back(self) -> None:
+        """Give what was taken back."""
+        while self.batches:
+            self.batches.pop().batch.give_back()
+
+    def record(self) -> str:
+        """For a checkpoint."""
+        return self.trainer.record.to_bytes().hex()
+
+    def consume(self) -> list[int]:
+        """Consume what was taken, or is in question; the numbers of what was accepted."""
+        accepted = []
+        for each in self.batches:
+            each.batch.consume()
+            for at, (number, ours) in enumerate(zip(each.numbers, each.batch.accepted.tolist(), strict=True)):
+                if ours and number not in each.accepted:
+                    self.compare(number, each.batch[at])
+                    each.accepted.add(number)
+                    accepted.append(number)
+        self.batches = [each for each in self.batches if each.batch.in_question.any()]
+        return sorted(accepted)
+
+    def in_question(self) -> list[int]:
+        """The numbers of what the ring may have accepted; `consume` asks again."""
+        return sorted(
+            number
+            for each in self.batches
+            for number, unsure in zip(each.numbers, each.batch.in_question.tolist(), strict=True)
+            if unsure
+        )
+
+    def train(self, n: int) -> list[int]:
+        """Take and consume until so many were accepted; their numbers."""
+        accepted: list[int] = []
+        while len(accepted) < n:
+            self.take(1)
+            self.take(n - len(accepted) - 1, 0.0)
+            accepted += self.consume()
+        return sorted(accepted)
+
+    def drain(self) -> tuple[list[int], int]:
+        """Train until nothing is unfinished: what was accepted, and how many payloads failed."""
+        accepted: list[int] = []
+        while self.trainer.rings.depth().unfinished:
+            if self.take(1, 0.2):
+                self.take(8, 0.0)
+                accepted += self.consume()
+        return sorted(accepted), self.trainer.statistics().failed
+
+    def counted(self) -> dict[str, int]:
+        """Counters of the trainer and of its client, those above 0."""
+        return counted(self.trainer.statistics())
+
     def end(self) -> None:
         """Clean up."""
-        self.packer.close()
-        self.queue.close()
+        self.trainer.close()
+
+
+class Reader(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+class ToldReader(Checked):
+    """A data packer whose steps are calls. It reads by the tickets of what is unread, each once, over its wires."""
+
+    def __init__(self, url: str, store: str = "") -> None:
+        """``store``: of a directory."""
+        super().__init__()
+        self.places = OnThisHost(url.partition(":")[2])
+        directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
+        self.packer = Reader()
+        self.packer.setup_ucxx_packer(schemas=[SCHEMA], client=ClientOptions(directory=directory))
+        self.given: set[str] = set()
+        self.tickets: list[Ticket] = []
+        self.batches: list[FetchedBatch] = []
+
+    def choose(self, n: int, timeout_s: float = LONG_S) -> list[int]:
+        """Find the tickets of so many payloads that are unread, waiting for them; their numbers."""
+        chosen: list[Ticket] = []
+        give_up = time.monotonic() + timeout_s
+        while len(chosen) < n:
+            fresh = [ticket for ticket in self._unread() if ticket.id not in self.given][: n - len(chosen)]
+            chosen += fresh
+            self.given |= {ticket.id for ticket in fresh}
+            if len(chosen) < n and time.monotonic() >= give_up:
+                break
+        self.tickets += chosen
+        return sorted(int(ticket.metadata["number"]) for ticket in chosen)  # type: ignore[call-overload]
+
+    def _unread(self) -> list[Ticket]:
+        found: list[Ticket] = []
+        for segment in self.places.segments():
+            with contextlib.suppress(RingNotFoundError), SharedRingBuffer.attach(segment, role="observer") as ring:
+                found += ring.tickets()
+        return found
+
+    def fetch(self) -> list[int]:
+        """Read what was chosen; the numbers of what arrived."""
+        self.packer.start_prefetch(self.tickets)
+        self.tickets = []
+        batch = self.packer.collect_prefetch(LONG_S)
+        assert batch is not None
+        self.batches.append(batch)
+        return sorted(int(payload["number"]) for payload in batch.payloads)
+
+    def take(self, n: int, timeout_s: float = LONG_S) -> list[int]:
+        """Choose and read so many; the numbers of what arrived."""
+        return self.fetch() if self.choose(n, timeout_s) else []
+
+    def consume(self) -> list[int]:
+        """Consume what was read; the numbers. What was not read may be chosen again."""
+        accepted = []
+        for batch in self.batches:
+            for payload in self.packer.consume(batch):
+                number = int(payload["number"])
+                self.compare(number, payload)
+                accepted.append(number)
+            self.given -= {item.ticket.id for item in batch.failures}
+            batch.release()
+        self.batches = []
+        return sorted(accepted)
+
+    def train(self, n: int) -> list[int]:
+        """Read and consume until so many were consumed; their numbers."""
+        accepted: list[int] = []
+        while len(accepted) < n:
+            self.take(n - len(accepted))
+            accepted += self.consume()
+        return sorted(accepted)
+
+    def read(self, tickets: list[str]) -> tuple[list[int], list[str]]:
+        """Read by these tickets, as a framework hands them out, and consume: the numbers, and the errors' kinds."""
+        self.tickets = [Ticket.parse(each) for each in tickets]
+        self.fetch()
+        errors = [type(each.error).__name__ for each in self.batches[-1].failures]
+        return self.consume(), errors
+
+    def counted(self) -> dict[str, int]:
+        """Counters of the packer and of its client, those above 0."""
+        return counted(self.packer.ucxx_statistics())
+
+    def end(self) -> None:
+        """Clean up."""
+        self.packer.cleanup_ucxx_packer()
+        self.places.close()
+
+
+class ToldRank(Checked):
+    """A rank of a model-parallel group of two whose steps are calls."""
+
+    def __init__(self, url: str, store: str, group: str, rank: int) -> None:
+        super().__init__()
+        self.rings = open_queue(url)
+        self.queue = GroupQueue(self.rings, open_store(store), group, rank, 2, patience_s=LONG_S)
+        self.client = BlockingClient(schemas=[SCHEMA], ack="manual", wire=configuration().wire_policy)
+        self.rank = rank
+        self.claims: list[Claim] = []
+
+    def train_once(self, most: int) -> list[int]:
+        """Read and consume what one claim brings: the same for all ranks of a group."""
+        self.claim(most)
+        return self.consume()
+
+    def claim(self, n: int) -> list[int]:
+        """Claim and read; the numbers of the payloads."""
+        claims = self.queue.claim(n, LONG_S, rank=self.rank, consumer=f"rank {self.rank}")
+        self.claims += claims
+        return sorted(self._read(claim) for claim in claims)
+
+    def consume(self) -> list[int]:
+        """Consume what was claimed; the numbers."""
+        accepted = self.queue.ack_many(self.claims)
+        self.claims = []
+        for claim in accepted:
+            self.client.ack(claim.data, self.rank)
+        return sorted(self._number(claim) for claim in accepted)
+
+    def _read(self, claim: Claim) -> int:
+        payload = self.client.read(claim.data, rank=self.rank)
+        try:
+            number = int(payload["number"])
+            assert payload["data"].tobytes() == content(number).tobytes()
+            return number
+        finally:
+            payload.release()
+
+    def _number(self, claim: Claim) -> int:
+        return int(Ticket.decode(claim.data).metadata["number"])  # type: ignore[call-overload]
+
+    def end(self) -> None:
+        """Clean up."""
+        self.client.close()
+        self.rings.close()
+
+
+def counted(statistics: PackerStatistics) -> dict[str, int]:
+    """Counters of a trainer or packer and of its client, those above 0."""
+    found = {name: getattr(each, name) for each in (statistics, statistics.client) for name in each.__struct_fields__}
+    return {name: value for name, value in found.items() if isinstance(value, int) and value}
 
 
 class ToldWriter:
@@ -228,14 +339,13 @@ class ToldWriter:
         file: str = "",
         address: str = "127.0.0.1",
     ) -> None:
-        self.queue = queue_of(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
         self.rollout = Rollout(
             SCHEMA,
             slots=slots,
             name=name or None,
             file=file or None,
-            rings=self.queue,
+            rings=rings_of(url),
             readers=1 + group,
             grouped=group,
             server=ServerOptions(addresses=(address,), directory=directory, ports=(port,)),
@@ -279,19 +389,10 @@ class ToldWriter:
     def end(self) -> None:
         """Clean up."""
         self.rollout.close()
-        self.queue.close()
 
 
 def answer(what: object) -> None:
     print(MARKED + json.dumps(what), flush=True)
-
-
-def _in_question(batch: FetchedBatch) -> list[Any]:
-    return getattr(batch, "in_question", [])  # a former build has none
-
-
-def number_of(claim: Claim) -> int:
-    return int(Ticket.decode(claim.data).metadata["number"])
 
 
 class _Kept(logging.Handler):
@@ -309,8 +410,14 @@ def main() -> None:
     kind, arguments = sys.argv[1], json.loads(sys.argv[2])
     messages: list[str] = []
     logging.getLogger("transport").addHandler(_Kept(messages))
-    side = (ToldTrainer if kind == "trainer" else ToldWriter)(**arguments)
-    if isinstance(side, ToldTrainer):
+    url = arguments["url"]
+    side: Any = None
+    if kind == "writer":
+        side = ToldWriter(**arguments)
+    elif "group" in arguments:
+        side = ToldRank(**arguments)
+    else:
+        side = (ToldReader if url.startswith("tickets:") else ToldTrainer)(**arguments)
         side.messages = messages
     answer([os.getpid(), frames.VERSION])
     for line in sys.stdin:

@@ -12,25 +12,22 @@ from transport.testing import LocalTransport, a_ticket
 SCHEMA = Schema.of(tokens=("int32", UpTo(16)), reward="float32")
 
 
-def test_what_is_written_is_claimed_read_and_consumed() -> None:
+def test_what_is_written_is_read_and_consumed_by_its_ticket() -> None:
     with LocalTransport(SCHEMA) as local:
-        local.write({"tokens": np.arange(5, dtype=np.int32), "reward": 1.5}, metadata={"prompt": 7})
-        [claim] = local.queue.claim(1, consumer="test")
-        with local.client.read(claim.data) as payload:
+        ticket = local.write({"tokens": np.arange(5, dtype=np.int32), "reward": 1.5}, metadata={"prompt": 7})
+        with local.client.read(ticket) as payload:
             assert payload["tokens"].tolist() == [0, 1, 2, 3, 4]
             assert payload["reward"] == 1.5
             assert payload.metadata == {"prompt": 7}
-            assert local.queue.ack(claim)
-            payload.ack()
         with pytest.raises(StaleSlotError):
-            local.client.read(claim.data)
+            local.client.read(ticket)
 
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_a_trainer_takes_what_is_written_without_a_network(steps: int) -> None:
     with (
         LocalTransport(SCHEMA) as local,
-        Trainer(SCHEMA, local.queue, wire={"mapped"}) as trainer,
+        Trainer(SCHEMA, local.rings, wire={"mapped"}) as trainer,
     ):
         for step in range(steps):
             local.write({"tokens": np.arange(step, dtype=np.int32), "reward": float(step)})
@@ -50,10 +47,9 @@ def test_a_full_ring_raises_where_a_rollout_would_wait() -> None:
 
 def test_each_rank_reads_what_is_written_for_two() -> None:
     with LocalTransport(SCHEMA, readers=2) as local:
-        local.write({"tokens": np.ones(1, np.int32), "reward": 0.0})
+        ticket = local.write({"tokens": np.ones(1, np.int32), "reward": 0.0})
         for rank in range(2):
-            [claim] = local.queue.claim(1, rank=rank, consumer="test")
-            with local.client.read(claim.data, rank=rank) as payload:
+            with local.client.read(ticket, rank=rank) as payload:
                 assert payload["tokens"].tolist() == [1]
                 payload.ack()
 

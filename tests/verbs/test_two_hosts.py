@@ -102,8 +102,7 @@ def test_payloads_cross_over_the_best_wire(sides: Sides, wires: str) -> None:
 def test_what_a_trainer_was_reading_when_it_was_killed_is_read_by_another_one(sides: Sides) -> None:
     with job(sides) as run:
         victim = run.trainer()
-        victim.ask("claim", COUNT)
-        victim.begin("collect")
+        victim.begin("take", COUNT)
         after_packets(100)
         kill(sides.trainer, victim.pid)
         other = run.trainer()
@@ -115,8 +114,7 @@ def test_what_a_trainer_was_reading_when_it_was_killed_is_read_by_another_one(si
 def test_what_a_killed_listener_was_sending_is_read_from_its_successor(sides: Sides) -> None:
     with job(sides) as run:
         trainer = run.trainer()
-        trainer.ask("claim", COUNT)
-        trainer.begin("collect")
+        trainer.begin("take", COUNT)
         after_packets(100)
         kill(sides.rollout, *run.rollout.ask("listeners"))
         trainer.answer()

@@ -2,7 +2,7 @@
 
     handle = start_directory("job-7")                                   # the driver, or any other process, once
     worker.setup_ucxx(schema, rings=open_rings("job-7"))                # in each actor that writes
-    packer.setup_ucxx_packer(schemas=[schema], queue=open_rings("job-7"))   # in each actor that reads
+    trainer = Trainer(schema, open_rings("job-7"))                      # in each actor that trains
 
 The actor has small records: where each ring is served, and notices. Payloads go from ring to trainer and never
 through Ray. The directory lives on the node that starts it and ends with that node, or with the last handle.

@@ -7,5 +7,5 @@ connection  connections that take payloads and end their claims
 outcomes    what became of ends whose answer was lost
 batch       what one TAKE brought, its claims and their verdicts; taken_part: as a part of a trainer's batch
 mapped, network   the two sources of claims
-rings       the queues: `FoundRings`, `RingQueue`; open: what a queue's URL names
+rings       the rings of a run, `FoundRings`; open: what their text names
 """

@@ -167,6 +167,18 @@ class ClaimedRows:
                 return
         answered.set_result(self.verdicts[positions] == int(end.verdict))
 
+    def answered(self, positions: Positions) -> asyncio.Future[None]:
+        """Wait until no question about these claims is under way; asks none."""
+        answered: asyncio.Future[None] = self.connection.loop.create_future()
+        self._look(positions, answered)
+        return answered
+
+    def _look(self, positions: Positions, answered: asyncio.Future[None]) -> None:
+        if (self.verdicts[positions] == _ASKED).any():
+            _when_done(list(self.asking), partial(self._look, positions, answered))
+        elif not answered.done():
+            answered.set_result(None)
+
     def _ask(self, positions: Positions, end: End, *, again: bool = False) -> Iterator[asyncio.Future[Codes]]:
         rows = self.rows[positions]
         if len(rows):

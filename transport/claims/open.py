@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transport.claims.places import AtAddresses, InDirectory, OnThisHost
+from typing import Any
+
+from transport.claims.places import AtAddresses, Discovery, InDirectory, OnThisHost
 from transport.claims.rings import FoundRings
 from transport.errors import ConfigurationError, UsageError
+from transport.ring.buffer import SharedRingBuffer
 from transport.store.directory import Directory
 from transport.store.open import open_store
 
@@ -41,3 +44,14 @@ def open_queue(text: str) -> FoundRings:
         return FoundRings(OnThisHost(place or None))
     except UsageError as error:
         raise ConfigurationError(f"{text!r}: {error}") from None
+
+
+def given_rings(*rings: SharedRingBuffer, **options: Any) -> FoundRings:
+    """Return rings that this process is attached to, and no others. They stay the caller's.
+
+    ``options``: of `FoundRings`.
+    """
+    given = FoundRings(Discovery(), **options)
+    for ring in rings:
+        given.hand_out(ring)
+    return given

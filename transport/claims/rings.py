@@ -61,7 +61,6 @@ from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotice
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.logs import LOOK_S, SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import gone
-from transport.settings import DEFAULTS
 from transport.store.base import Store
 
 if TYPE_CHECKING:
@@ -587,55 +586,3 @@ class FoundRings(TicketQueue):
             raise ClosedError("a forked child does not have its parent's claims; open the queue in the child")
         if self._closed.is_set():
             raise ClosedError("the queue is closed")
-
-
-class RingQueue(FoundRings):
-    """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
-
-    A client reads these tickets with ``ack="manual"``: here the queue's ack is the slot's acknowledgement.
-
-    Args:
-        rings: may be changed later with `add` and `remove`.
-        max_deliveries: claims in vain after which a delivery is dead.
-        lease_s: after how much silence of this process its claims end; None: they last as long as it lives.
-    """
-
-    def __init__(
-        self,
-        rings: Iterable[SharedRingBuffer] = (),
-        *,
-        max_deliveries: int = MAX_DELIVERIES,
-        lease_s: float | None = None,
-    ) -> None:
-        if lease_s is not None and not lease_s > 0:
-            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
-        super().__init__(Discovery(), max_deliveries=max_deliveries)
-        self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
-        self._here = RingsOfHost(self.places, lease_s, max_deliveries)
-        self._maps, self._carries = True, False
-        for ring in rings:
-            self.add(ring)
-
-    def __repr__(self) -> str:
-        return (
-            f"<RingQueue of {len(self._here.rings(frozenset()))} rings {'closed' if self._closed.is_set() else 'open'}>"
-        )
-
-    def add(self, ring: SharedRingBuffer) -> None:
-        """Hand out this ring's payloads, too."""
-        self.hand_out(ring)
-
-    def remove(self, ring: SharedRingBuffer) -> None:
-        """Leave this ring alone from now on. What is claimed of it stays claimed until the ring is closed."""
-        self._here.remove(ring)
-
-    def payload_bytes(self, claim: Claim) -> PayloadBytes | None:
-        """None: a client reads it by its ticket."""
-        return None
-
-    def connect(
-        self, thread: LoopThread, client: Carrier, schemas: Sequence[Schema], *, contents: bool = True
-    ) -> FoundRings:
-        """The queue itself: its rings are at hand, whatever wires the client uses."""
-        client.why_nothing = self._waiting.text
-        return self

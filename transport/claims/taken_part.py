@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict
+from transport.claims.batch import CONSUME, ClaimedRows, End, Positions, TakenBatch, Verdict, Verdicts
 from transport.runtime.loop_thread import Job, LoopThread
 from transport.wires import Wire
 
@@ -44,6 +44,7 @@ class TakenPart:
         self.positions = np.arange(taken.first, taken.first + len(taken))
         self.dropped = taken.dropped  # before it was a part
         self._received = taken.received(verified=verified)
+        self._again: Job[Verdicts] | None = None  # the question about what is in question
 
     def __repr__(self) -> str:
         return f"<TakenPart of {len(self)} payloads>"
@@ -118,19 +119,28 @@ class TakenPart:
         self.positions = np.delete(self.positions, index)
 
     def ask_to_consume(self) -> None:
-        """Ask the ring to consume the claims, without waiting for the answer."""
-        self.claims.soon(self.claims.end, self.positions, CONSUME)
+        """Ask the ring to consume the claims, or again what is in question, without waiting for the answer."""
+        if self._thread is not None and self.in_question().any():
+            self._again = Job(self._thread, partial(self.claims.end, self.positions, CONSUME))
+            self._again.start()
+        else:
+            self.claims.soon(self.claims.end, self.positions, CONSUME)
 
     @property
     def answered(self) -> bool:
         """Whether the ring has answered, or is out of reach."""
+        if self._again is not None and not self._again.done():
+            return False
         return int(self.claims.verdicts[self.positions].min(initial=_IN_QUESTION)) >= _IN_QUESTION
 
     def consumption(self) -> npt.NDArray[np.bool_]:
         """Wait for the answer to `ask_to_consume`: which claims count as consumed. Asked again, it is the same."""
+        if self._again is not None:  # whose verdicts are the former ones until it has begun
+            self._again.wait(None)
+            self._again = None
         if not self.answered:
             assert self._thread is not None, "consumption() waits for the loop of a thread"
-            job: Job[npt.NDArray[np.bool_]] = Job(self._thread, partial(self.claims.end, self.positions, CONSUME))
+            job: Job[None] = Job(self._thread, partial(self.claims.answered, self.positions))
             job.start()
             job.result()
         if self.answered:

@@ -6,14 +6,12 @@ that an interrupt (Ctrl-C) ended can be repeated, and has what the first one wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, overload
 
 from transport.client.payload import ReceivedPayload
-from transport.errors import SchemaError, TicketError, TransportError, UsageError
-from transport.joined.payloads import Part
-from transport.queue.base import Claim
+from transport.errors import SchemaError, TransportError, UsageError
 from transport.runtime.loop_thread import Job
 from transport.ticket import Ticket
 
@@ -104,17 +102,14 @@ class Prefetch(Generic[B]):
 # --- what a batch becomes -----------------------------------------------------------------------------
 @dataclass(slots=True, weakref_slot=True)
 class FetchedItem:
-    """One ticket of a batch, with its payload or its error. It holds its claim: dropped, it gives the claim up."""
+    """One ticket of a batch, with its payload or its error."""
 
     ticket: Ticket
-    claim: Claim | None = None
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
-    parts: Sequence[Part] = field(default=(), init=False, repr=False)  # that end with it, of a joined payload
-    fresh: bool | None = field(default=None, init=False, repr=False)  # not consumed before; None: not decided yet
+    trainable: bool | None = field(default=None, init=False, repr=False)  # consumed for the first time; None: not yet
     handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
-    trainable: bool = field(default=False, init=False, repr=False)  # `consume` was accepted, and it was the first time
 
     def came(self, payload: ReceivedPayload) -> None:
         """Take the payload in; one that this trainer cannot describe is an error, since it cannot be trained on."""
@@ -123,35 +118,20 @@ class FetchedItem:
         else:
             self.payload, self.error = payload, None
 
-    @property
-    def over(self) -> bool:
-        """Whether it is not read again: it was consumed before, or cannot be read."""
-        return self.payload is None and (self.error is None or self.error.unreadable)
-
 
 @dataclass(slots=True)
-class FetchedBatch:
+class FetchedBatch(Sequence[FetchedItem]):
     """A batch, in the order of the request: a sequence of its items, failed ones included.
 
     `payloads` are those that arrived. `consume(batch)` returns the ones to train on; `trainable` keeps them.
-
-    Attributes:
-        undecodable: claims whose tickets are none that this version can decode, with the error; they have no item.
     """
 
     items: Sequence[FetchedItem]
-    undecodable: Sequence[tuple[Claim, TicketError]] = ()
     rounds: int = 0
     seconds: float = 0.0
-    reported: bool = field(default=False, repr=False)  # the queue knows what failed
-    consumed: bool = field(default=False, repr=False)
-    in_question: list[FetchedItem] = field(default_factory=list, repr=False)  # `consume(batch)` again asks for them
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def __iter__(self) -> Iterator[FetchedItem]:
-        return iter(self.items)
 
     @overload
     def __getitem__(self, at: int) -> FetchedItem: ...

@@ -17,12 +17,11 @@ from transport.queue.base import (
 
 if TYPE_CHECKING:
     from transport.claims.open import open_queue
-    from transport.claims.rings import FoundRings, RingQueue
+    from transport.claims.rings import FoundRings
 
 # Imported on first use: the rings are a room of their own, which builds on this one.
 _HOMES = {
     "FoundRings": "transport.claims.rings",
-    "RingQueue": "transport.claims.rings",
     "open_queue": "transport.claims.open",
 }
 
@@ -34,7 +33,6 @@ __all__ = [
     "FoundRings",
     "Notice",
     "QueueDepth",
-    "RingQueue",
     "TicketQueue",
     "open_queue",
 ]

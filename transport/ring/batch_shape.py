@@ -1,4 +1,4 @@
-"""How a batch is laid out: the arguments of `SharedRingBuffer.claim_batch` and `UCXXClient.take_batch`, checked."""
+"""How a batch is laid out: the arguments of `Trainer`, checked."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def snapshot(
 ) -> Snapshot:
     """Fix what the rings of this host hold and no trainer has consumed, and upload it in the background.
 
-    Call it between two steps, when the record is taken: no trainer consumes between its `consumed_record()` and the
-    return of this call. Of several trainers one calls it, and the others wait for it. Claims may be held meanwhile.
+    Call it between two steps, when the record is taken: no trainer consumes between its `record` and the return of
+    this call. Of several trainers one calls it, and the others wait for it. Claims may be held meanwhile.
 
     Args:
         queue: the run's rings, or the text by which `open_queue` finds them.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from transport.claims.rings import RingQueue
+from transport.claims.open import given_rings
 from transport.client.blocking import BlockingClient
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema
@@ -16,7 +16,7 @@ from transport.ticket import Ticket
 
 
 class LocalTransport:
-    """A ring, a client that maps it, and the queue of the ring. Closing it removes everything.
+    """A ring, a client that maps it, and what a trainer takes from. Closing it removes everything.
 
     The client is a real one, and so are checks of tickets and slots; only what needs a network is missing.
 
@@ -29,7 +29,7 @@ class LocalTransport:
     Attributes:
         ring: of the test; `SharedRingBuffer`.
         client: `BlockingClient`, with ``ack="manual"`` as the packer has it.
-        queue: what a `Trainer` claims the payloads from.
+        rings: what a `Trainer` takes the payloads from.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LocalTransport:
             self.ring = stack.enter_context(
                 SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, overflow="error")
             )
-            self.queue = stack.enter_context(RingQueue([self.ring]))
+            self.rings = stack.enter_context(given_rings(self.ring))
             schemas = [] if schema is None else [schema]
             self.client = stack.enter_context(BlockingClient(schemas=schemas, wire={"mapped"}, ack="manual"))
             self._opened = stack.pop_all()
@@ -58,7 +58,7 @@ class LocalTransport:
         return self.ring.write(arrays, metadata=metadata, readers=self._readers)
 
     def close(self) -> None:
-        """Close client, ring and queue. Idempotent."""
+        """Close client and ring. Idempotent."""
         self._opened.close()
 
     def __enter__(self) -> Self:

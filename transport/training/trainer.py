@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import msgspec
@@ -44,6 +45,7 @@ from transport.ring.batch import Gathered, columns_of
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
+from transport.runtime import hurry
 from transport.runtime.arguments import at_least, seconds
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import LoopThread
@@ -65,7 +67,7 @@ _FILL_S: Final = 1.0
 _UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
 _ORIGIN: Final = ORIGIN.encode()
 Delivery = tuple[str, int, int, int]  # ring, slot, generation, rank
-_HELD_S: Final = 1.0  # until what another batch of this trainer has accepted is claimed again
+_HELD_S: Final = 1.0  # until what another batch of this trainer has is claimed again
 
 
 class Trainer:
@@ -141,26 +143,28 @@ class Trainer:
             client = msgspec.structs.replace(client, secret=operator.secret())
         self._settings = settings = operator.settings if settings is None else settings
         wire = operator.wire_policy if wire is None else wire
+        self._closed = False
+        self._ends: list[Callable[[], object]] = []  # that may run again, the last one first
         with ExitStack() as undo:
+            undo.callback(self._end)
             self._thread = thread = LoopThread("transport trainer")
-            undo.callback(thread.close)
+            self._ends.append(thread.close)
             self._client = self._book.client = thread.run(_client(thread, [*schemas, *parents], wire, settings, client))
             if not isinstance(rings, FoundRings):
                 rings = open_queue("rings:" if rings is None else rings)
-                undo.callback(rings.close)
-            undo.callback(rings.disconnect, self._client)
+                self._ends.append(rings.close)
+            self._ends.append(partial(rings.disconnect, self._client))
             self.rings = rings.connect(thread, self._client, schemas)
             self.rings.expected = self._expected
             self._most_deliveries = self.rings.max_deliveries
-            self._heart = thread.submit(_live(self.rings, settings.claim_lease_s))
-            undo.callback(self._heart.cancel)
+            self._heart = thread.submit(_live(self.rings))
+            self._ends.append(self._heart.cancel)
             if (exporter := configured_exporter(operator)) is not None:
-                undo.callback(exporter.close)
+                self._ends.append(exporter.close)
                 exporter.add_packer(self._name, self.statistics)
                 exporter.add_queue(self.rings.name, self.rings)
             self.metrics_port = None if exporter is None else exporter.port
-            self._open = undo.pop_all()
-        self._closed = False
+            undo.pop_all()
 
     def __repr__(self) -> str:
         return f"<Trainer {self._name} rank {self._rank} of {self.rings!r}{' closed' if self._closed else ''}>"
@@ -213,7 +217,7 @@ class Trainer:
             if came and not parts:
                 full_by = time.monotonic() + fill_s if fill_s else 0.0
             if self._book.remembers:
-                came = self._book.left(came, self._end_parts if self._joined else None)
+                came = self._book.left(came, parts, self._end_parts if self._joined else None)
             for part in came:
                 if empty := part.empty():
                     _consume_markers(part, empty)
@@ -261,9 +265,9 @@ class Trainer:
         for at, each in reversed(list(zip(which, found, strict=True))):
             if each.error is not None:
                 part, index = places[at]
-                log.warning("payload %s was not joined: %s", batch.name(at), each.error)
-                self._book.failed += 1
                 if each.error.retryable:
+                    log.warning("payload %s was not joined: %s", batch.name(at), each.error)
+                    self._book.failed += 1
                     part.drop(index, str(each.error), False, self._name, self._settings.backoff_most_s)
                 else:
                     for parent in each.parts:
@@ -355,14 +359,20 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Give back what was not consumed, and end the connections. Idempotent."""
-        if not self._closed:
-            try:
+        """Give back what was not consumed, and end the connections. Idempotent; after an interrupt call it again."""
+        try:
+            if not self._closed:
                 self._book.settle(0)
                 self._book.let_go()
-            finally:
-                self._closed = True
-                self._open.close()
+        finally:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        """End everything that the trainer began; what has ended stays so."""
+        with hurry.while_ending(), ExitStack() as stack:
+            for end in self._ends:
+                stack.callback(end)
 
     def __enter__(self) -> Self:
         return self
@@ -422,11 +432,11 @@ class Record:
         self._ageless = LogLimit(SAY_AGAIN_S)
         self.batches = self.consumed_count = self.duplicates = self.returned = self.lost = 0
         self.failed = self.dropped = 0
-        self.remembers = record is not None and len(record) > 0  # whether a payload that comes may have come before
+        self.remembers = record is not None  # whether a payload that comes may have come before
 
     def taken(self, batch: Batch) -> None:
         """Note a batch that was taken."""
-        self.batches += 1
+        self.batches += len(batch) > 0
         self.dropped += batch.dropped
         self._open.add(batch)
 
@@ -435,12 +445,17 @@ class Record:
         for batch in list(self._open):
             batch.release()
 
-    def left(self, parts: Sequence[Claimed], end_parts: Callable[[Claimed, int], None] | None) -> list[Claimed]:
-        """Return the parts without payloads that were consumed before, or that a batch has accepted.
+    def left(
+        self, parts: Sequence[Claimed], before: Sequence[Claimed], end_parts: Callable[[Claimed, int], None] | None
+    ) -> list[Claimed]:
+        """Return the parts without payloads that were consumed, or are in hand: a restored one may be in two rings.
 
-        end_parts: called for each that was consumed before; None: payloads have no parts.
+        Args:
+            before: parts of the batch that is being taken.
+            end_parts: called for each that was consumed before; None: payloads have no parts.
         """
-        accepted = {each for batch in self._accepted for each in deliveries(batch)}
+        held = {each for batch in (*self._open, *self.unanswered) for each in deliveries(batch)}
+        held.update(each for part in before for each in deliveries_of(part))
         for part in parts:
             for at, delivery in reversed(list(enumerate(deliveries_of(part)))):
                 if self._consumed.contains(*delivery):
@@ -448,8 +463,10 @@ class Record:
                     if end_parts is not None:
                         end_parts(part, at)
                     consume_one(part, at)
-                elif delivery in accepted:  # its claim was lost; the batch may come to nothing
+                elif delivery in held:  # the batch that has it may come to nothing
                     part.drop(at, "", False, "", _HELD_S)
+                else:
+                    held.add(delivery)
         return [part for part in parts if len(part)]
 
     def accepted(self, batch: Batch) -> None:
@@ -548,9 +565,9 @@ def _consume_markers(part: Claimed, empty: Sequence[int]) -> None:
                 consume_one(part, at)
 
 
-async def _live(rings: FoundRings, lease_s: float) -> None:
+async def _live(rings: FoundRings) -> None:
     while True:
-        await asyncio.sleep(lease_s / 3)
+        await asyncio.sleep(rings.lease_s / 3)
         rings.heard()
 
 

@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 import numpy as np
 
-from transport.claims.rings import FoundRings, RingQueue
+from transport.claims.open import given_rings
+from transport.claims.rings import FoundRings
 from transport.client.blocking import BlockingClient
 from transport.client.payload import AckMode
 from transport.config import configuration
@@ -116,7 +117,7 @@ class Offers:
             schema,
             slots=max(_SLOTS, min(_MOST_SLOTS, _SMALL_BYTES // max(schema.max_bytes, 1))),
             name=name or _name_of(queue, topic),
-            rings=RingQueue(),  # no trainer is to find the ring
+            rings=given_rings(),  # no trainer is to find the ring
             ring=RingOptions(overflow="overwrite"),
             server=server,
             settings=msgspec.structs.replace(settings, ack_timeout_s=kept_s),

@@ -156,21 +156,14 @@ def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) ->
     return marked
 
 
-_CALLED = ("claim", "renew", "ack_many", "retry", "discard", "payload_bytes")
-
-
 def _mark(trap: _Trap, module: ModuleType) -> None:
-    queue: Any = module.FoundRings
-    for name in _CALLED:
-        setattr(queue, name, _around(trap, getattr(queue, name), "queue.asked", "queue.answered"))
+    rings: Any = module.FoundRings
+    rings.take_parts = _around(trap, rings.take_parts, "rings.asked", "claim.taken")  # no batch is made yet
 
 
-def _mark_session(trap: _Trap, module: ModuleType) -> None:
-    book = module.ClaimBook
-    book.claim = _around(trap, book.claim, "", "claim.taken")  # nothing is fetched yet
-    book.settle = _around(trap, book.settle, "settle.asked", "settle.accepted")  # the queue knows, no ring does
-    session = module.PackerSession
-    session.settle = _around(trap, session.settle, "", "settle.told")  # rings are told, or will be
+def _mark_batch(trap: _Trap, module: ModuleType) -> None:
+    batch: Any = module.Batch
+    batch.consume = _around(trap, batch.consume, "settle.asked", "settle.told")  # rings are told, or will be
 
 
 def _mark_ends(trap: _Trap, module: ModuleType) -> None:
@@ -196,7 +189,7 @@ CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
     **dict.fromkeys(_NATIVE, _Trap.arm),
     "transport.claims.rings": _mark,
     "transport.claims.connection": _mark_ends,
-    "transport.packer.session": _mark_session,
+    "transport.training.batch": _mark_batch,
 }
 
 

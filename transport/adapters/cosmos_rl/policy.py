@@ -89,8 +89,6 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         with self._lock:
             if used and self._ucxx is not None:
                 self.consume(batch)
-            elif self._ucxx is not None:  # fetched for a trainer that does not come
-                self.abandon(batch)
         batch.release()  # what has not been acknowledged can be read by another worker
 
     def sync_fetch(self, rollout_output: Any) -> dict[str, Any] | None:
@@ -130,7 +128,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         finally:
             with self._lock:
                 self._fetches.discard(fetch)
-        packer.batches += 1
+        packer.counts["batches"] += 1
         return batch
 
 

@@ -1,0 +1,69 @@
+"""How long a trainer's claims last, what it says of payloads without a version, and how it begins and ends."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from found_rings import LONG_S, ring_of
+from helpers import NETWORK_WIRE
+
+from transport import Schema, SharedRingBuffer, Trainer
+from transport.errors import TransportError
+from transport.packer.options import ClientOptions
+
+pytestmark = pytest.mark.ucx
+SCHEMA = Schema.of(x="int64")
+both = pytest.mark.parametrize("wire", ["mapped", NETWORK_WIRE])
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"lasting-{secrets.token_hex(4)}-"
+
+
+@pytest.fixture
+def ring(prefix: str) -> Iterator[SharedRingBuffer]:
+    with ring_of(prefix, schema=SCHEMA, slot_bytes=None) as made:
+        yield made
+
+
+@both
+def test_a_trainer_that_lives_keeps_what_it_holds_for_longer_than_its_lease(
+    ring: SharedRingBuffer, prefix: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_CLAIM_LEASE_S", "0.4")
+    ring.write({"x": np.int64(1)})
+    with (
+        Trainer(SCHEMA, f"rings:{prefix}", wire={wire}) as trainer,  # type: ignore[arg-type]
+        Trainer(SCHEMA, f"rings:{prefix}", wire={wire}) as other,  # type: ignore[arg-type]
+    ):
+        batch = trainer.take(1, LONG_S)
+        assert batch is not None
+        assert other.take(1, 1.5) is None  # the time that passes is what is tested
+        batch.consume()
+        assert batch.accepted.all()
+
+
+@both
+def test_payloads_without_a_version_pass_with_a_warning(
+    ring: SharedRingBuffer, prefix: str, wire: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Trainer(SCHEMA, f"rings:{prefix}", wire={wire}, max_age=0) as trainer:  # type: ignore[arg-type]
+        trainer.version = 5
+        for version, said in ((5, 0), (None, 1), (None, 1)):  # once
+            ring.write({"x": np.int64(1)}, policy_version=version)
+            batch = trainer.take(1, LONG_S)
+            assert batch is not None
+            batch.consume()
+            assert len([each for each in caplog.messages if "max_age" in each]) == said
+
+
+@pytest.mark.parametrize("wrong", [{"client": ClientOptions(device="nothing")}, {"rings": "redis://nowhere"}])
+def test_a_trainer_that_cannot_be_made_leaves_neither_loop_nor_client(wrong: dict[str, object]) -> None:
+    with pytest.raises(TransportError):
+        Trainer(**{"schema": SCHEMA, "rings": "rings:nobody-", **wrong})  # type: ignore[arg-type]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transport")]
