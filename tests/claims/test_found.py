@@ -217,12 +217,13 @@ def test_a_ring_with_a_name_is_found_by_the_trainers_of_its_run(
 
 
 def test_why_no_place_can_be_reached_is_raised() -> None:
-    with ring_of("elsewhere-") as ring, FoundRings(AtAddresses(f"127.0.0.1:{ring.native.ports()[0]}")) as queue:
-        with (
-            Trainer(None, queue, client=ClientOptions(secret=b"no listener has it")) as trainer,
-            pytest.raises(AuthenticationError),
-        ):
-            trainer.take(1, 1.0)
+    with (
+        ring_of("elsewhere-") as ring,
+        FoundRings(AtAddresses(f"127.0.0.1:{ring.native.ports()[0]}")) as queue,
+        Trainer(None, queue, client=ClientOptions(secret=b"no listener has it")) as trainer,
+        pytest.raises(AuthenticationError),
+    ):
+        trainer.take(1, 1.0)
 
 
 # --- notices of one host -----------------------------------------------------------------------------

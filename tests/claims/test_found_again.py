@@ -65,7 +65,7 @@ def test_a_ring_of_another_schema_is_refused_before_anything_is_claimed() -> Non
 
         async def connect(schemas: list[Schema]) -> int:
             async with UCXXClient(schemas=schemas, wire=NETWORK) as client:
-                taken = await (await client.claims.open(place)).take(1)
+                taken = await (await client.claims.open(place)).demand(1)[1]
                 return int(taken.rows["attempts"][0])
 
         with pytest.raises(SchemaError, match=other.fingerprint):

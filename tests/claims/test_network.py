@@ -18,6 +18,7 @@ from transport import SharedRingBuffer, UCXXServer
 from transport.claims.mapped import RingsOfHost
 from transport.claims.network import NetworkSource
 from transport.claims.places import OnThisHost
+from transport.claims.taken_part import TakenPart
 from transport.errors import AuthenticationError, ClosedError, RingBusyError, RingFullError
 from transport.queue import Claim, FoundRings
 from transport.runtime.loop_thread import LoopThread
@@ -78,7 +79,7 @@ def test_a_wrong_secret_is_the_callers_error_whether_it_claims_or_takes(
         with pytest.raises(AuthenticationError):
             queue.claim(1, 2.0, consumer="test")
         with pytest.raises(AuthenticationError):
-            queue.take(1, 2.0)
+            queue.take_parts(1, 2.0, consumer="test")
 
 
 def test_an_argument_that_cannot_be_sent_leaves_a_claim_as_it_was(ring: SharedRingBuffer, queue: FoundRings) -> None:
@@ -104,19 +105,6 @@ def test_claims_that_are_ended_in_another_order_have_their_own_answers(
     claims = some(queue, 3)
     assert ring.acknowledge(Ticket.decode(claims[0].data))  # consumed by its ticket
     assert queue.ack_many(claims[::-1]) == claims[:0:-1]
-
-
-def test_positions_of_a_batch_that_are_consumed_twice_end_no_other_claim(
-    ring: SharedRingBuffer, queue: FoundRings
-) -> None:
-    ring.write_many([{"data": np.zeros(4)} for _ in range(2)])
-    batch = queue.take(2, 15.0)
-    assert batch is not None
-    thread = queue._network._thread
-    assert thread is not None
-    assert thread.run(batch.consume([0, 0])).tolist() == [True, True]
-    assert ring.native.depth(0)["done"] == 1
-    assert queue.consume(batch).tolist() == [True, True]
 
 
 def test_threads_that_end_the_same_claim_at_once_end_it_once_and_have_the_same_answer(
@@ -166,12 +154,17 @@ def test_a_claim_that_is_dropped_goes_back_and_those_of_the_same_answer_stay(
     assert ring.native.depth(0)["done"] == 4
 
 
-def test_a_batch_that_is_dropped_goes_back(ring: SharedRingBuffer, queue: FoundRings) -> None:
+def test_a_part_that_is_dropped_goes_back_and_one_that_is_asked_again_has_the_same_answer(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
     ring.write_raw(b"one")
-    assert queue.take(1, 15.0) is not None
-    batch = queue.take(1, 15.0)
-    assert batch is not None
-    assert (batch[0].attempts, queue.consume(batch).tolist(), queue.consume(batch).tolist()) == (2, [True], [True])
+    assert len(queue.take_parts(1, 15.0, consumer="test")) == 1
+    [part] = queue.take_parts(1, 15.0, consumer="test")
+    assert isinstance(part, TakenPart)
+    assert part._rows["attempts"].tolist() == [2]
+    for _ in range(2):
+        part.ask_to_consume()
+        assert part.consumption().tolist() == [True]
 
 
 def test_claims_that_have_ended_leave_nothing_behind(ring: SharedRingBuffer, queue: FoundRings) -> None:
@@ -254,8 +247,8 @@ def test_what_a_ring_elsewhere_accepted_before_one_here_failed_has_its_answer_wh
             assert queue.ack_many(claims) == claims
 
 
-# --- a batch as it came -----------------------------------------------------------------------------------
-def test_a_batch_that_is_consumed_counts_as_used_while_older_claims_are_held(
+# --- parts ------------------------------------------------------------------------------------------------
+def test_a_part_that_is_consumed_counts_as_used_while_older_claims_are_held(
     ring: SharedRingBuffer, queue: FoundRings
 ) -> None:
     ring.write_raw(b"held for long")
@@ -264,10 +257,11 @@ def test_a_batch_that_is_consumed_counts_as_used_while_older_claims_are_held(
     assert demands is not None
     takers = demands._takers
     for _ in range(3):
-        ring.write_raw(b"in a batch")
-        batch = queue.take(1, 15.0)
-        assert batch is not None
-        assert queue.consume(batch).tolist() == [True]
+        ring.write_raw(b"in a part")
+        [part] = queue.take_parts(1, 15.0, consumer="test")
+        assert isinstance(part, TakenPart)
+        part.ask_to_consume()
+        assert part.consumption().tolist() == [True]
         assert (takers.in_hand, takers.unused) == (1, 0)
     assert queue.ack(held)
     assert (takers.in_hand, takers.unused) == (0, 0)

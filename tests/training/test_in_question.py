@@ -44,7 +44,7 @@ class Host:
 
     def ends_between(self, batch: Batch) -> None:
         """It consumes what is asked next, and is out of reach before it answers."""
-        [link] = {part._claims.connection for part in batch.parts if isinstance(part, TakenPart)}
+        [link] = {part.claims.connection for part in batch.parts if isinstance(part, TakenPart)}
         broken_between(link, lambda: eventually(lambda: free(self.ring), "the ring has consumed them"), self.end)  # type: ignore[arg-type]
 
 
