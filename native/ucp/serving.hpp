@@ -35,7 +35,7 @@ namespace transport::ucp {
 class Connection;
 
 // `status` of the classes in transport/errors.py.
-enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8, unknown = 10, ended = 11 };
+enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8, unknown = 10, ended = 11, written = 12 };
 
 // SlotFate of transport/wire/frames.py.
 enum class Fate : std::uint8_t { readable = 1, consumed = 2, gone = 3 };
@@ -191,7 +191,7 @@ class Service {
   Code end_untrained(Connection& connection, const Record& record, const std::byte* texts);
   bool end_claim(Attempt& attempt, const std::function<bool(const ClaimId&)>& how);
   Code outcome(const Record& record);
-  Code nothing() const;
+  Code nothing(const Connection& connection) const;
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;

@@ -58,7 +58,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
   if (draining || connection.waiting_ >= limits_.most_waiting) return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
   if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
-  if ((record.generation == 0 || ring_.drained()) && waiting_.empty()) return answer(demand, nothing());
+  if ((record.generation == 0 || ring_.drained()) && waiting_.empty()) return answer(demand, nothing(connection));
   waiting_.push_back(demand);
   ++connection.waiting_;
   FAULT_POINT("demand.waits");
@@ -229,8 +229,13 @@ void Service::look() {
   }
 }
 
-// What a demand is told that found nothing.
-Code Service::nothing() const { return ring_.drained() ? Code::ended : Code::accepted; }
+// What a demand is told that found nothing: nothing at the moment; nothing more is written, and its own connection holds
+// what is left; or nothing is left.
+Code Service::nothing(const Connection& connection) const {
+  if (!ring_.ended()) return Code::accepted;
+  if (ring_.drained()) return Code::ended;
+  return ring_.unread() <= connection.attempts_ ? Code::written : Code::accepted;
+}
 
 // One round. What found nothing for a rank finds nothing for the next one.
 void Service::serve_waiting() {
@@ -248,7 +253,7 @@ void Service::serve_waiting() {
       if (found == Served::nothing) empty |= 1U << demand.asked.rank;
     }
     if (!over && (drained || now >= demand.until_ns)) {
-      answer(demand, nothing());
+      answer(demand, nothing(connection));
       over = true;
     }
     if (over)

@@ -82,6 +82,7 @@ _LONGEST_DELAY_S: Final = 1e6  # 32 bits of milliseconds
 _RENEWALS: Final = 4  # in the time of a lease
 _SPENT: Final = frames.MESSAGE_NUMBERS // 2  # the others are for what is in hand, whose ends may be a message each
 _REFUSED: Final = 1
+_WRITTEN: Final = 12  # of an answer without payloads: no more are written, and others hold what is left
 # Before Python 3.12 each look at a member of an enumeration is a call.
 _CONSUMED, _GIVEN_BACK, _FINISH, _GIVE_BACK = Verdict.CONSUMED, Verdict.GIVEN_BACK, Kind.FINISH, Kind.GIVE_BACK
 _ENDINGS: Final = {Verdict.DISCARDED: Ended.DISCARDED, Verdict.DEAD: Ended.DEAD, Verdict.AGED: Ended.AGED}
@@ -97,12 +98,14 @@ class ClaimConnection:
     Attributes:
         ring: the id of the ring.
         served: where the ring is at the moment, for who follows it; its ports may change.
+        written: whether its writer has said that it writes nothing more, when a demand last found nothing.
     """
 
     def __init__(self, link: Link, client: ClaimConnections) -> None:
         self.link = link
         self.ring = link.ring
         self.served: Callable[[], Served] = Served
+        self.written = False
         self._client = client
         self._settings = client.settings
         self._closed = False
@@ -244,7 +247,8 @@ class ClaimConnection:
             self.abort()
             raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
         code, count, *wrong = outcome
-        if code:
+        self.written = code == _WRITTEN
+        if code and code != _WRITTEN:
             raise refusal(code, "a demand")
         rows, notes, offsets, whole = parsed(buffer, count)
         self.changed(len(wrong))

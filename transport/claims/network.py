@@ -325,6 +325,11 @@ class NetworkSource:
             living.update(batch.claims.connection.ring for batch in list(of.came))
         return ended, living
 
+    def written(self) -> set[str]:
+        """The rings of `ended` that are not done, and whose writers have said that they write nothing more."""
+        linked = [each for of in list(self._ranks.values()) for each in of.demands.connections]
+        return {each.ring for each in linked if each.written}
+
     def ring_at(self, place: RingAddress) -> str:
         """The ring that was met at an address; "": none."""
         return "" if self._claims is None else self._claims.routes.ring_at((place.addresses[0], place.ports[0]))

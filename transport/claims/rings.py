@@ -151,6 +151,11 @@ class FoundRings(TicketQueue):
         return f"<FoundRings {self.places!r}, {self._here!r}, {self._network!r}>"
 
     @property
+    def store(self) -> Store | None:
+        """Of the directory; None: there is none."""
+        return self._store
+
+    @property
     def max_deliveries(self) -> int:
         """Claims in vain after which a delivery is dead."""
         return self._max_deliveries
@@ -351,16 +356,40 @@ class FoundRings(TicketQueue):
         """
         self._check_open()
         ended, living = self._ends(mapped=self._maps)
-        at_addresses = [place for place in self._served().values() if not place.ring] if self._carries else []
-        if living:
+        if living or not self._are_all(ended, expected_rollouts):
             return False
-        if expected_rollouts is None and at_addresses:
-            return all(ended.get(self._network.ring_at(place)) for place in at_addresses)  # some may be one ring's
-        said = sum(ended.values())
-        over = said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
-        if over:
+        if expected_rollouts is not None or not self._at_addresses:
             self._say_missed(ended)
-        return over
+        return True
+
+    def all_written(self, held: Mapping[str, int]) -> bool:
+        """Whether every rollout has said that it writes nothing more, and the rings have only what this user holds.
+
+        Which rollouts these are: as for `finished`.
+
+        Args:
+            held: claims of this user, by ring.
+        """
+        self._check_open()
+        ended, living = self._ends(mapped=self._maps)
+        written = self._network.written() if self._carries else set()
+        if self._maps:
+            written |= self._here.written(self._schemas, held)
+        if living - written:
+            return False
+        return self._are_all({**ended, **dict.fromkeys(living, True)}, self.expected)
+
+    @property
+    def _at_addresses(self) -> list[RingAddress]:
+        """Places where whatever is served belongs to the run."""
+        return [place for place in self._served().values() if not place.ring] if self._carries else []
+
+    def _are_all(self, ended: Mapping[str, bool], expected_rollouts: int | None) -> bool:
+        """Whether those that have said their end are all rollouts of the run."""
+        if expected_rollouts is None and self._at_addresses:  # some may be one ring's
+            return all(ended.get(self._network.ring_at(place)) for place in self._at_addresses)
+        said = sum(ended.values())
+        return said >= expected_rollouts if expected_rollouts is not None else 0 < said == len(ended)
 
     def _say_missed(self, ended: Mapping[str, bool]) -> None:
         """Warn where every ring had ended before this queue first looked: the next start of a job looks the same."""

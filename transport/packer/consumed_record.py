@@ -21,11 +21,12 @@ _MOST = 1 << 63  # what a checkpoint can hold
 STORED_VERSION = 1
 
 
-class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rings in the order of their last use, each with (slot, rank, generation)."""
 
     version: int
     rings: list[tuple[str, list[tuple[int, int, int]]]]
+    steps: dict[str, int] = {}
 
 
 ready(_Stored)
@@ -37,6 +38,9 @@ class ConsumedRecord:
     Bounded: the ``consumed_rings`` rings used last are kept, each with at most slots x ranks entries; a ring is a
     rollout worker, so the bound is a number of workers. For a ring that was dropped, one duplicate is accepted.
 
+    Attributes:
+        steps: of each mesh, by the id of its records, the number of the last training step.
+
     Not thread-safe. Store it in the trainer's checkpoint (``to_bytes``): a restarted trainer then drops exactly the
     payloads on which its checkpoint was trained, and accepts the others.
     """
@@ -45,6 +49,7 @@ class ConsumedRecord:
         self._most_rings = settings.consumed_rings
         # Invariant: len() <= _most_rings; ordered by last use, the longest ago first.
         self._rings: OrderedDict[str, dict[tuple[int, int], int]] = OrderedDict()
+        self.steps: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<ConsumedRecord {len(self)} slots of {len(self._rings)} rings>"
@@ -84,6 +89,7 @@ class ConsumedRecord:
         copy = ConsumedRecord()
         copy._most_rings = self._most_rings
         copy._rings = OrderedDict((ring, dict(slots)) for ring, slots in self._rings.items())
+        copy.steps = dict(self.steps)
         return copy
 
     def to_bytes(self) -> bytes:
@@ -92,7 +98,7 @@ class ConsumedRecord:
             (ring, [(slot, rank, generation) for (slot, rank), generation in slots.items()])
             for ring, slots in self._rings.items()
         ]
-        return msgspec.msgpack.encode(_Stored(STORED_VERSION, rings))
+        return msgspec.msgpack.encode(_Stored(STORED_VERSION, rings, self.steps))
 
     @classmethod
     def from_bytes(cls, data: bytes, settings: Settings = DEFAULTS) -> ConsumedRecord:
@@ -107,6 +113,7 @@ class ConsumedRecord:
                 f"this build reads {STORED_VERSION}"
             )
         record = cls(settings)
+        record.steps = stored.steps
         for ring, slots in stored.rings[-record._most_rings :]:
             record._rings[ring] = {(slot, rank): generation for slot, rank, generation in slots}
         return record

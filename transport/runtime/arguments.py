@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from transport.errors import UsageError
+
+T = TypeVar("T")
 
 _FOR_EVER_S = 1e8  # three years; the standard library refuses to wait for centuries
 
@@ -17,6 +20,14 @@ def at_least(least: int, value: Any, what: str) -> int:
     if number < least:
         raise UsageError(f"{what}={number}; give a whole number of at least {least}")
     return number
+
+
+def one_of(choices: Sequence[T], value: object, what: str) -> T:
+    """Return ``value``, one of the choices. UsageError for anything else."""
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise UsageError(f"{what}={value!r:.80}; give one of {', '.join(map(repr, choices))}")
 
 
 def seconds(value: Any, what: str) -> None:

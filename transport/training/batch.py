@@ -161,12 +161,6 @@ class Batch(Payloads):
         if self._state == "consumed" and in_slots:
             self._let_go()
 
-    def _let_go(self) -> None:
-        self._ended = True
-        self.parts, self._places, self._gathered, self.joined, self._fields = (), None, None, {}, {}
-        if self._shape.layout == "list":
-            self._laid_out = None
-
     def _require(self, call: str) -> None:
         asked = self._state in ("asked", "in question")
         if self._state in ("consumed", "given back") or (call != "consume" and asked):

@@ -136,6 +136,11 @@ class Holding:
     def __contains__(self, delivery: Delivery) -> bool:
         return delivery in self._held
 
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """What is held, also where a ring was asked and has not answered."""
+        return list(self._held)
+
     def take(self, n: int, timeout_s: float = 0.0, oldest_version: int | None = None) -> list[Sample]:
         """Claim up to ``n`` payloads, of each ring the oldest first; waits ``timeout_s`` for the first.
 

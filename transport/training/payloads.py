@@ -317,3 +317,10 @@ class Payloads(Sequence[Payload]):
         memory, begin = memory_of(part, index)
         begin = int(self._offsets[at]) if begin is None else begin
         return memoryview(memory).cast("B").toreadonly()[begin : begin + int(self.sizes[at])]
+
+    def _let_go(self) -> None:
+        """Refer to no payload any more: slots of mapped rings are free when no array looks into them."""
+        self._ended = True
+        self.parts, self._places, self._gathered, self.joined, self._fields = (), None, None, {}, {}
+        if self._shape.layout == "list":
+            self._laid_out = None

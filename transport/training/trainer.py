@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack
 
 import msgspec
 import numpy as np
@@ -35,7 +35,14 @@ from transport.claims.rings import FoundRings
 from transport.claims.taken_part import TakenPart
 from transport.client.client import UCXXClient
 from transport.config import configuration
-from transport.errors import ClosedError, SchemaError, TicketError, TransportError, UsageError
+from transport.errors import (
+    ClosedError,
+    ConfigurationError,
+    SchemaError,
+    TicketError,
+    TransportError,
+    UsageError,
+)
 from transport.joined.payloads import names_parents
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
@@ -46,24 +53,34 @@ from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.claiming import check_claim
 from transport.ring.consumers import check_consumer
 from transport.runtime import hurry
-from transport.runtime.arguments import at_least, seconds
+from transport.runtime.arguments import at_least, one_of, seconds
 from transport.runtime.logs import SAY_AGAIN_S, LogLimit
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
+from transport.store.memory import MemoryStore
+from transport.store.open import open_store
 from transport.ticket import ORIGIN, Ticket
+from transport.training.assembling import Group
 from transport.training.batch import Batch, Claimed
+from transport.training.holding import Holding
 from transport.training.joining import Child, end_parts, join_all
+from transport.training.mesh import Mesh
 from transport.training.payloads import ring_of
+from transport.training.planner import Choose, Planner, StepTerms
+from transport.training.step_records import StepRecords
+from transport.training.steps import Learned, Steps
 
 if TYPE_CHECKING:
     from transport.client.client import WirePolicy
     from transport.settings import Settings
+    from transport.store.base import Store
 
 log = logging.getLogger(__name__)
 
 _CLIENT: Final = ClientOptions()
 _SLICE_S: Final = 0.25  # of a wait for payloads, after which the end of the data is looked for
 _FILL_S: Final = 1.0
+_CROWDED: Final = 0.75  # of a ring's slots, held by groups that wait: a warning says so
 _UNANSWERED: Final = 2  # batches whose `consume` has no answer yet, beside the one that is taken
 _ORIGIN: Final = ORIGIN.encode()
 Delivery = tuple[str, int, int, int]  # ring, slot, generation, rank
@@ -81,6 +98,7 @@ class Trainer:
         rank: this trainer's rank among the readers of each payload; or the name of a consumer ("reference", "train:2").
         max_age: how many versions a payload may be older than `version`; older ones are discarded and counted.
         record: `Trainer.record` from a checkpoint: payloads that it has are consumed and left out.
+        mesh: the ranks that train one model together, for `steps`; None: this process alone.
         joined: a payload that names its parents (docs/PAYLOADS.md) has the fields of all parts, and is consumed with
             them; ``parents`` are their schemas, of what is read and not taken.
         expected_rollouts: how many rollouts have to end before `finished`; None: those that this trainer has seen.
@@ -107,6 +125,7 @@ class Trainer:
         rank: int | str = 0,
         max_age: int | None = None,
         record: ConsumedRecord | None = None,
+        mesh: Mesh | None = None,
         joined: bool = False,
         parents: Sequence[Schema] = (),
         expected_rollouts: int | None = None,
@@ -143,6 +162,10 @@ class Trainer:
             client = msgspec.structs.replace(client, secret=operator.secret())
         self._settings = settings = operator.settings if settings is None else settings
         wire = operator.wire_policy if wire is None else wire
+        self._mesh = mesh
+        self._step_records: StepRecords | None = None
+        self._steps: Steps | None = None
+        self._learned = Learned(self._book.consumed_record)
         self._closed = False
         self._ends: list[Callable[[], object]] = []  # that may run again, the last one first
         with ExitStack() as undo:
@@ -156,6 +179,8 @@ class Trainer:
             self._ends.append(partial(rings.disconnect, self._client))
             self.rings = rings.connect(thread, self._client, schemas)
             self.rings.expected = self._expected
+            self._holds = rings.connect(thread, self._client, schemas, contents=False)
+            self._holds.expected = self._expected
             self._most_deliveries = self.rings.max_deliveries
             self._heart = thread.submit(_live(self.rings))
             self._ends.append(self._heart.cancel)
@@ -164,6 +189,7 @@ class Trainer:
                 exporter.add_packer(self._name, self.statistics)
                 exporter.add_queue(self.rings.name, self.rings)
             self.metrics_port = None if exporter is None else exporter.port
+            self._ends.append(self._close_steps)
             undo.pop_all()
 
     def __repr__(self) -> str:
@@ -193,6 +219,8 @@ class Trainer:
         try:
             if self._closed:
                 raise ClosedError("this trainer is closed; make a new one")
+            if self._steps is not None:
+                raise UsageError("this trainer gives out steps, which claim all that comes: give batches another one")
             if self._book.unanswered:
                 self._book.settle(_UNANSWERED)
             self._book.let_go_of_slots()
@@ -337,12 +365,139 @@ class Trainer:
         found = self.rings.why_nothing(self._rank)
         return "" if found is None else found.text
 
+    # --- steps --------------------------------------------------------------------------------------
+    def steps(
+        self,
+        groups: int,
+        *,
+        max_tokens: int | None = None,
+        choose: Choose | None = None,
+        incomplete: Literal["drop", "short"] = "drop",
+        group_timeout_s: float | None = 600.0,
+        stale: Literal["drop", "keep"] = "drop",
+        dropped: Callable[[Group, str], object] | None = None,
+        tail: Literal["drop", "short"] = "short",
+        ahead: bool = True,
+    ) -> Steps:
+        """Iterate over training steps, the same for every rank of the mesh, until the data of the rings has ended.
+
+        A step is complete groups (``Rollout.write(group=, of=)``; a payload without a group is one by itself), divided
+        over the replicas by size, the largest first. Every rank has as many micro-batches, and gets a step when all
+        ranks have read theirs. It is consumed when all ranks have called its ``consume``, or comes again whole.
+
+        Args:
+            groups: of a step.
+            max_tokens: of a micro-batch, by the ``tokens`` of `Rollout.write` (default: bytes); None: no limit. A
+                larger sample is alone in its micro-batch.
+            choose: called with each complete `Group`, before its payloads move: those that it refuses are consumed. As
+                for the other terms, those of the rank that plans count: give all ranks the same.
+            incomplete: what becomes of a group whose samples do not come: "drop" it, or train it "short".
+            group_timeout_s: after which a group that is not complete waits no longer; None: until the data ends.
+            stale: what becomes of a group with a sample that is older than ``max_age``: "drop" it, or "keep" it and
+                look at `Payloads.ages`.
+            dropped: called with each group that no step gets, and why, for example to have its prompt sampled again;
+                on the rank that plans, in a thread of its own.
+            tail: what becomes of the last groups, where they are fewer than ``groups``: a "short" step, or "drop".
+            ahead: read the next step while one is learned from.
+
+        Raises:
+            UsageError: an argument makes no sense.
+            ConfigurationError: a mesh has no store.
+            StoreError: the store does not answer.
+        """
+        seconds(group_timeout_s, "group_timeout_s")
+        terms = StepTerms(
+            groups=at_least(1, groups, "groups"),
+            max_tokens=None if max_tokens is None else at_least(1, max_tokens, "max_tokens"),
+            choose=choose,
+            incomplete=one_of(("drop", "short"), incomplete, "incomplete"),
+            group_timeout_s=group_timeout_s,
+            stale=one_of(("drop", "keep"), stale, "stale"),
+            dropped=dropped,
+            tail=one_of(("drop", "short"), tail, "tail"),
+        )
+        if self._closed:
+            raise ClosedError("this trainer is closed; make a new one")
+        if isinstance(self._rank, str) or self._joined:
+            raise UsageError("steps are of payloads for a numbered rank, without joined=True")
+        if self._shape.out is not None:
+            raise UsageError("out= is memory of one batch, and micro-batches are several: leave it out for steps")
+        if self._steps is not None:
+            self._steps.close()
+        mesh, lease_s = self._mesh or Mesh(), self._settings.claim_lease_s
+        if self._step_records is None:
+            self._step_records = StepRecords(self._store_of_steps(), mesh.name, mesh.rank, mesh.ranks, lease_s)
+        records = self._step_records
+        planner = Planner(
+            Holding(self._holds, self._rank, self._name),
+            records,
+            terms,
+            shape=(mesh.dp, mesh.tp),
+            rank=self._rank,
+            oldest=lambda: None if self._max_age is None else self._oldest(self._max_age),
+            fits=self._check_fit,
+            record=self._book.consumed_record.copy(),
+            ended=self._holds.all_written,
+            crowded=lambda: self._holds.crowded(_CROWDED),
+        )
+        self._holds.incomplete = planner.waiting
+        self._steps = Steps(
+            self._thread,
+            self._client,
+            records,
+            planner,
+            mesh=mesh,
+            lasting=self._lasting,
+            rank=self._rank,
+            schema=self._schema,
+            schemas=self._schemas,
+            shape=self._shape,
+            settings=self._settings,
+            version=lambda: self.version,
+            learned=self._learned,
+            ahead=ahead,
+        )
+        return self._steps
+
+    def _check_fit(self, ticket: Ticket) -> None:
+        """Raise SchemaError for a payload that this trainer cannot lay out."""
+        if self._schema is not None and ticket.schema_fingerprint != self._schema.fingerprint:
+            raise SchemaError(f"its schema is not {self._schema.fingerprint}, which this trainer wants")
+        ticket.layout(ticket.schema or self._schemas.get(ticket.schema_fingerprint))
+
+    def consume(self) -> None:
+        """Consume every step that was accepted: the checkpoint that has them is stored."""
+        if self._steps is not None:
+            self._steps.consume()
+
+    @property
+    def _lasting(self) -> bool:
+        """Whether the records of steps outlive this trainer: without a mesh they are its own."""
+        return self._mesh is not None
+
+    def _store_of_steps(self) -> Store:
+        if self._mesh is None:
+            return MemoryStore()
+        store = self.rings.store if self._mesh.store is None else self._mesh.store
+        if store is None:
+            raise ConfigurationError(
+                "a mesh needs a store: rings of a directory have one (rings+redis://…, rings+sqlite:///path), or give "
+                "Mesh(store=…)"
+            )
+        if isinstance(store, str):
+            store = open_store(store)
+            self._ends.insert(0, store.close)  # last
+        return store
+
     # --- looking ------------------------------------------------------------------------------------
     @property
     def record(self) -> ConsumedRecord:
         """A copy of what was consumed, and what batches have accepted: for a checkpoint, with the weights."""
         self._book.settle(0)
-        return self._book.with_accepted()
+        record = self._book.with_accepted()
+        if self._steps is not None:
+            self._steps.note_accepted(record)
+        return record
 
     def statistics(self) -> PackerStatistics:
         """Return the counters of this moment."""
@@ -352,7 +507,7 @@ class Trainer:
             consumed=book.consumed_count,
             duplicates=book.duplicates,
             failed=book.failed + book.dropped,
-            stale=0,
+            stale=0 if self._steps is None else self._steps.planner.counts.stale_samples,
             returned=book.returned,
             lost_claims=book.lost,
             client=self._thread.run(_statistics(self._client)),
@@ -367,6 +522,11 @@ class Trainer:
         finally:
             self._closed = True
             self._end()
+
+    def _close_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._learned.closed = True
 
     def _end(self) -> None:
         """End everything that the trainer began; what has ended stays so."""
@@ -422,7 +582,7 @@ class Record:
     client: UCXXClient
 
     def __init__(self, record: ConsumedRecord | None) -> None:
-        self._consumed = ConsumedRecord() if record is None else record
+        self.consumed_record = ConsumedRecord() if record is None else record
         self._open: weakref.WeakSet[Batch] = weakref.WeakSet()  # neither consumed nor given back
         self._looked_at: weakref.WeakSet[Batch] = (
             weakref.WeakSet()
@@ -458,7 +618,7 @@ class Record:
         held.update(each for part in before for each in deliveries_of(part))
         for part in parts:
             for at, delivery in reversed(list(enumerate(deliveries_of(part)))):
-                if self._consumed.contains(*delivery):
+                if self.consumed_record.contains(*delivery):
                     self.duplicates += 1
                     if end_parts is not None:
                         end_parts(part, at)
@@ -498,7 +658,7 @@ class Record:
         learned = batch in self._accepted
         self._accepted.discard(batch)
         for at, (delivery, ours) in enumerate(zip(deliveries(batch), verdicts.tolist(), strict=True)):
-            if (ours or learned) and self._consumed.accept(*delivery):
+            if (ours or learned) and self.consumed_record.accept(*delivery):
                 self.consumed_count += 1
             if ours and at in batch.joined:  # where another trainer has the claim, its parents are left to that one
                 for part in batch.joined[at].parts:
@@ -515,7 +675,7 @@ class Record:
 
     def with_accepted(self) -> ConsumedRecord:
         """Return a copy of the record with what accepted batches have."""
-        record = self._consumed.copy()
+        record = self.consumed_record.copy()
         for batch in list(self._accepted):
             for delivery in deliveries(batch):
                 record.accept(*delivery)

@@ -1,0 +1,135 @@
+"""Assembly: groups are whole, each sample is in one of them, and what does not complete is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.training.assembling import SETTLE_S, Arrival, Assembly
+
+
+def sample(number: int, group: str = "g", of: int | None = None, version: int | None = None) -> Arrival:
+    return Arrival((f"{number % 3:032x}", number, 1), group, of, 10, version, b"", (f"{number % 3:032x}", number, 1))
+
+
+def assembly(*, timeout_s: float | None = None, short: bool = False) -> Assembly:
+    return Assembly(timeout_s=timeout_s, short=short)
+
+
+def test_a_group_is_complete_when_as_many_samples_have_come_as_it_is_of() -> None:
+    made = assembly()
+    made.add(sample(1, of=2), 0.0)
+    assert not made.complete
+    made.add(sample(2, of=2), 1.0)
+    assert [len(group) for group in made.complete] == [2] and not made.open
+
+
+def test_a_name_that_comes_again_after_its_group_was_complete_is_another_group() -> None:
+    made = assembly()
+    for number in range(6):
+        made.add(sample(number, of=3), 0.0)
+    assert [len(group) for group in made.complete] == [3, 3]
+
+
+def test_a_sample_without_a_group_is_one_by_itself() -> None:
+    made = assembly()
+    made.add(sample(1, group=""), 0.0)
+    made.add(sample(2, group=""), 0.0)
+    assert [len(group) for group in made.complete] == [1, 1]
+
+
+def test_an_ended_group_is_complete_with_what_there_is_when_others_have_had_time_to_come() -> None:
+    made = assembly()
+    made.add(sample(1, of=8), 0.0)
+    made.end("g", ("e", 0, 1), 1.0)
+    made.turn(1.0 + SETTLE_S / 2, False, None)
+    made.add(sample(2, of=8), 1.0 + SETTLE_S / 2)  # of another ring, written before the end
+    made.turn(1.0 + SETTLE_S, False, None)
+    assert not made.complete
+    made.turn(1.0 + 2 * SETTLE_S, False, None)
+    assert [len(group) for group in made.complete] == [2]
+
+
+def test_an_end_of_a_group_without_samples_leaves_nothing() -> None:
+    made = assembly()
+    made.end("g", ("e", 0, 1), 0.0)
+    [given_up] = made.turn(10.0, False, None)
+    assert given_up.group.deliveries == [("e", 0, 1)] and not made.complete and not made.open
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_group_that_will_not_complete_is_given_up_or_short(short: bool, over: bool) -> None:
+    made = assembly(timeout_s=60.0, short=short)
+    made.add(sample(1, of=2), 0.0)
+    assert made.turn(59.0, False, None) == [] and len(made.open) == 1
+    given_up = made.turn(59.0 if over else 60.0, over, None)
+    assert not made.open
+    assert [len(group) for group in made.complete] == ([1] if short else [])
+    assert [each.group.name for each in given_up] == ([] if short else ["g"])
+
+
+def test_a_group_with_a_sample_that_is_too_old_is_stale() -> None:
+    made = assembly()
+    made.add(sample(1, "old", 2, version=3), 0.0)
+    made.add(sample(2, "old", 2, version=9), 0.0)
+    made.add(sample(3, "new", 1, version=9), 0.0)
+    made.add(sample(4, "ageless", 1), 0.0)
+    assert [(each.group.name, each.why) for each in made.turn(0.0, False, 5)] == [("old", "stale")]
+    assert [group.name for group in made.complete] == ["new", "ageless"]
+
+
+def test_a_sample_that_comes_again_is_one_sample() -> None:
+    made = assembly()
+    for _ in range(2):
+        made.add(sample(1, of=2), 0.0)
+    assert not made.complete and len(made) == 1
+
+
+def test_a_complete_group_that_has_lost_a_sample_waits_for_it() -> None:
+    made = assembly()
+    for number in (1, 2):
+        made.add(sample(number, of=2), 0.0)
+    made.lose([sample(1).delivery])
+    assert not made.complete
+    made.add(sample(1, of=2), 1.0)
+    assert [len(group) for group in made.complete] == [2]
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", ""]), st.sampled_from(["add", "end", "lose", "turn", "pick"]), st.integers(0, 9)
+    ),
+    max_size=60,
+)
+
+
+@given(events, st.integers(1, 4), st.booleans())
+def test_no_sample_is_in_two_groups_and_none_is_forgotten(
+    asked: list[tuple[str, str, int]], of: int, short: bool
+) -> None:
+    made = assembly(timeout_s=5.0, short=short)
+    inside: Counter[int] = Counter()
+    number, now = 0, 0.0
+    for name, what, amount in asked:
+        now += 0.5
+        if what == "add":
+            number += 1
+            made.add(sample(number, name, of), now)
+            inside[number] += 1
+        elif what == "end" and name:
+            made.end(name, (name, len(inside), int(2 * now)), now)
+        elif what == "lose":
+            made.lose([sample(amount).delivery])
+            inside.pop(amount, None)
+        else:
+            left = [each.group for each in made.turn(now, False, None)] if what == "turn" else made.pick(amount)
+            for group in left:
+                for each in group.samples:
+                    inside[each.delivery[1]] -= 1
+        there = Counter(each.delivery[1] for group in (*made.complete, *made.open) for each in group.samples)
+        assert there == +inside and all(count == 1 for count in there.values())
+        assert all(len(group) == group.of for group in made.complete if not short and group.ended_at is None)

@@ -1,0 +1,283 @@
+"""Training steps: complete groups, the same steps on every rank, consumed when all have learned, or whole again."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from found_rings import LONG_S, ring_of
+
+from transport import Schema, SharedRingBuffer, UpTo
+from transport.errors import ConfigurationError, UsageError
+from transport.group import GROUP_END, in_group
+from transport.packer.consumed_record import ConsumedRecord
+from transport.training.mesh import Mesh
+from transport.training.steps import Step
+from transport.training.trainer import Trainer
+
+pytestmark = pytest.mark.ucx
+SCHEMA = Schema.of(tokens=("int32", UpTo(4096)))
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def wire(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"steps-{secrets.token_hex(4)}-"
+
+
+@pytest.fixture
+def ring(prefix: str) -> Iterator[SharedRingBuffer]:
+    with ring_of(prefix, schema=SCHEMA, slot_bytes=None, slots=64) as made:
+        yield made
+
+
+def trainer_of(prefix: str, wire: str = "mapped", **arguments: Any) -> Trainer:
+    return Trainer(SCHEMA, f"rings:{prefix}", wire={wire}, **arguments)  # type: ignore[arg-type]
+
+
+def write(
+    ring: SharedRingBuffer, group: str, value: int, of: int = 4, count: int = 4, metadata: Any = None, **arguments: Any
+) -> None:
+    for _ in range(count):
+        ring.write(
+            {"tokens": np.full(8 + value, value, np.int32)},
+            metadata=in_group(metadata, group, of, 8 + value),
+            timeout_s=LONG_S,
+            **arguments,
+        )
+
+
+def values(step: Step) -> list[int]:
+    return [int(payload["tokens"][0]) for micro in step for payload in micro]
+
+
+def learned(trainer: Trainer, groups: int, **terms: Any) -> list[list[int]]:
+    found = []
+    for step in trainer.steps(groups, **terms):
+        found.append(values(step))
+        step.consume()
+    return found
+
+
+def test_every_step_has_whole_groups_and_the_loop_ends_with_the_data(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    for value in range(10):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        found = learned(trainer, 4, max_tokens=64)
+        assert [len(each) for each in found] == [16, 16, 8]
+        assert all(set(Counter(each).values()) == {4} for each in found)
+        assert len(trainer.record) == 40
+    assert ring.native.unread == 0
+
+
+def test_a_group_that_is_in_two_rings_is_one(prefix: str, wire: str) -> None:
+    with (
+        ring_of(f"{prefix}a", schema=SCHEMA, slot_bytes=None) as one,
+        ring_of(f"{prefix}b", schema=SCHEMA, slot_bytes=None) as other,
+    ):
+        write(one, "p", 1, count=3)
+        with trainer_of(prefix, wire) as trainer:
+            steps = iter(trainer.steps(1))
+            write(other, "p", 1, count=1)
+            step = next(steps)
+            assert step.groups == ["p"] and values(step) == [1, 1, 1, 1]
+            step.consume()
+
+
+def test_what_was_not_consumed_comes_again_whole(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    for value in range(4):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        first = next(iter(trainer.steps(2)))
+        before = values(first)
+    with trainer_of(prefix, wire) as trainer:
+        found = learned(trainer, 2)
+    assert sorted(before) in [sorted(each) for each in found]
+    assert sorted(value for each in found for value in each) == sorted([0, 1, 2, 3] * 4)
+
+
+@pytest.mark.parametrize("incomplete", ["drop", "short"])
+def test_a_group_that_will_not_complete_is_dropped_or_short(
+    ring: SharedRingBuffer, prefix: str, wire: str, incomplete: str
+) -> None:
+    write(ring, "whole", 1)
+    write(ring, "part", 2, count=3)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        found = []
+        for step in trainer.steps(1, incomplete=incomplete):  # type: ignore[arg-type]
+            found.append((step.groups, step.short))
+            step.consume()
+    assert found == [(["whole"], []), (["part"], ["part"])][: 1 if incomplete == "drop" else 2]
+    assert ring.native.unread == 0
+
+
+def test_an_ended_group_is_trained_as_it_is(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    write(ring, "p", 1, count=2)
+    ring.mark({GROUP_END: "p"})
+    with trainer_of(prefix, wire) as trainer:
+        step = next(iter(trainer.steps(1)))
+        assert values(step) == [1, 1]
+        step.consume()
+
+
+def test_a_group_that_is_too_old_is_dropped_and_counted_or_kept(ring: SharedRingBuffer, prefix: str) -> None:
+    write(ring, "old", 1, policy_version=3)
+    write(ring, "new", 2, policy_version=9)
+    ring.end_data()
+    dropped: list[tuple[str, str]] = []
+    with trainer_of(prefix, max_age=2) as trainer:
+        trainer.version = 10
+        assert learned(trainer, 1, dropped=lambda group, why: dropped.append((group.name, why))) == [[2] * 4]
+        assert trainer.statistics().stale == 4
+    assert dropped == [("old", "stale")]
+
+
+def test_stale_groups_that_are_kept_say_their_age(ring: SharedRingBuffer, prefix: str) -> None:
+    write(ring, "old", 1, policy_version=3)
+    with trainer_of(prefix, max_age=2) as trainer:
+        trainer.version = 10
+        step = next(iter(trainer.steps(1, stale="keep")))
+        assert [micro.ages.tolist() for micro in step] == [[7] * 4]
+        step.consume()
+
+
+def test_a_group_that_is_not_chosen_moves_no_bytes(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    for value, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]):
+        for reward in rewards:
+            write(ring, f"p{value}", value, of=2, count=1, metadata={"reward": reward})
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        found = learned(trainer, 1, choose=lambda group: len({each["reward"] for each in group.metadata}) > 1)
+        assert found == [[0, 0], [2, 2]]
+        assert trainer.statistics().client.reads == 4
+
+
+def test_the_last_groups_are_a_short_step_or_none(ring: SharedRingBuffer, prefix: str) -> None:
+    for value in range(3):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix) as trainer:
+        assert [len(each) for each in learned(trainer, 2, tail="drop")] == [8]
+    assert ring.native.unread == 0
+
+
+def test_a_record_leaves_out_what_a_checkpoint_has(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    for value in range(4):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        steps = iter(trainer.steps(1))
+        for _ in range(2):
+            next(steps).accept()
+        record = trainer.record.to_bytes()
+        next(steps).accept()  # behind the checkpoint
+    with trainer_of(prefix, wire, record=ConsumedRecord.from_bytes(record)) as trainer:
+        assert learned(trainer, 1) == [[2] * 4, [3] * 4]
+    assert ring.native.unread == 0
+
+
+def test_steps_that_are_asked_for_again_go_on_behind_what_was_accepted(ring: SharedRingBuffer, prefix: str) -> None:
+    for value in range(3):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix) as trainer:
+        first = next(iter(trainer.steps(1)))
+        first.accept()
+        assert learned(trainer, 1) == [[1] * 4, [2] * 4]
+        trainer.consume()
+        assert first.consumed
+    assert ring.native.unread == 0
+
+
+# --- a mesh ---------------------------------------------------------------------------------------------
+def ranks_run(
+    prefix: str, store: str, dp: int, tp: int, run: Callable[[Trainer], Any], wire: str = "mapped"
+) -> list[Any]:
+    """What ``run`` returns on each rank of a mesh, whose ranks are threads here."""
+    found: dict[int, Any] = {}
+
+    def rank_of(rank: int) -> None:
+        with trainer_of(prefix, wire, mesh=Mesh(dp, tp, rank, store=store)) as trainer:
+            found[rank] = run(trainer)
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(dp * tp)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(6 * LONG_S)
+    assert sorted(found) == list(range(dp * tp))
+    return [found[rank] for rank in range(dp * tp)]
+
+
+def test_replicas_divide_the_groups_and_ranks_of_a_replica_get_the_same(
+    ring: SharedRingBuffer, prefix: str, wire: str, tmp_path: Path
+) -> None:
+    for value in range(8):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+
+    def run(trainer: Trainer) -> list[Any]:
+        found = []
+        for step in trainer.steps(4, max_tokens=64):
+            found.append((step.number, step.groups, [[int(each["tokens"][0]) for each in micro] for micro in step]))
+            step.consume()
+        return found
+
+    ranks = ranks_run(prefix, f"sqlite:///{tmp_path}/steps.db", 2, 2, run, wire)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]  # of one replica
+    assert [step[:2] for step in ranks[0]] == [step[:2] for step in ranks[2]]
+    for one, other in zip(ranks[0], ranks[2], strict=True):
+        assert len(one[2]) == len(other[2])
+        both = Counter(value for micro in one[2] + other[2] for value in micro)
+        assert set(both.values()) == {4} and len(both) == 4
+    assert ring.native.unread == 0
+
+
+def test_a_step_is_not_consumed_before_every_rank_has_learned(
+    ring: SharedRingBuffer, prefix: str, tmp_path: Path
+) -> None:
+    for value in range(2):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    together = threading.Barrier(2)
+
+    def run(trainer: Trainer) -> bool:
+        step = next(iter(trainer.steps(2)))
+        together.wait(LONG_S)
+        if trainer._mesh.rank == 0:
+            step.consume()
+            before = step.consumed
+            together.wait(LONG_S)
+            together.wait(LONG_S)
+            return not before and step.consumed
+        together.wait(LONG_S)
+        step.consume()
+        together.wait(LONG_S)
+        return True
+
+    assert ranks_run(prefix, f"sqlite:///{tmp_path}/steps.db", 2, 1, run) == [True, True]
+
+
+def test_a_mesh_of_several_ranks_needs_a_store(prefix: str) -> None:
+    with trainer_of(prefix, mesh=Mesh(2)) as trainer, pytest.raises(ConfigurationError):
+        trainer.steps(1)
+
+
+def test_a_mesh_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(UsageError):
+        Mesh(2, 2, 4)

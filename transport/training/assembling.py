@@ -1,0 +1,238 @@
+"""Assembly: samples of several rings become complete groups. No I/O; the caller says what has come, and the time.
+
+open ──as many samples as `of`──────────────────────► complete ──pick──► a step
+  ├──end_group, and SETTLE_S without another one────► complete with what there is
+  ├──timeout, or the data is over──► short, or given up
+  └──a sample is too old──► stale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from transport.ticket import Ticket
+from transport.training.holding import Delivery
+
+SETTLE_S: Final = 1.0  # in which samples of other rings come that were written before `end_group`
+
+
+class Arrival(NamedTuple):
+    """A sample whose claim is held.
+
+    Attributes:
+        group: its name; "": the sample is a group of its own.
+        of: of how many samples the group is; None: not known.
+        tokens: its size, for balancing.
+        version: of the policy that made it; None: its writer gave none.
+        note: its ticket, encoded.
+        origin: the identity under which it was first written, which a record has.
+    """
+
+    delivery: Delivery
+    group: str
+    of: int | None
+    tokens: int
+    version: int | None
+    note: bytes
+    origin: Delivery
+
+
+class Group(Sequence[Ticket]):
+    """A group of samples, as `Trainer.steps` gives it to ``choose``: a sequence of tickets.
+
+    Attributes:
+        name: that its rollouts gave it.
+        of: of how many samples it should be; None: not known.
+        marks: deliveries that said its end.
+    """
+
+    def __init__(self, name: str, since: float) -> None:
+        self.name = name
+        self.of: int | None = None
+        self.since = since  # when its first sample came
+        self.ended_at: float | None = None
+        self.marks: list[Delivery] = []
+        self.chosen = False
+        self.samples: list[Arrival] = []
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r} {len(self)} of {self.of or '?'} samples>"
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return the ticket of a sample, decoded anew each time."""
+        if isinstance(at, slice):
+            return [Ticket.decode(each.note) for each in self.samples[at]]
+        return Ticket.decode(self.samples[at].note)
+
+    @property
+    def metadata(self) -> list[dict[str, Any]]:
+        """What the writer gave with each sample."""
+        return [ticket.users_metadata for ticket in self]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Size of each sample."""
+        return [each.tokens for each in self.samples]
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Version of the policy that made each sample."""
+        return [each.version for each in self.samples]
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """All that the rings have of it."""
+        return [*(each.delivery for each in self.samples), *self.marks]
+
+    def is_older_than(self, oldest: int) -> bool:
+        """Tell whether the policy of any of its samples is older."""
+        return any(each.version is not None and each.version < oldest for each in self.samples)
+
+
+class GivenUp(NamedTuple):
+    """A group that no step gets, and why."""
+
+    group: Group
+    why: str
+
+
+class Assembly:
+    """Groups that are open, and those that are complete.
+
+    Args:
+        timeout_s: after which an open group does not wait for more samples; None: for ever.
+        short: a group that will not complete is trained with the samples that it has; else it is given up.
+    """
+
+    def __init__(self, *, timeout_s: float | None, short: bool) -> None:
+        self._timeout_s = timeout_s
+        self._short = short
+        self._open: dict[str, Group] = {}
+        self._complete: list[Group] = []
+        self._known: set[Delivery] = set()
+
+    def __repr__(self) -> str:
+        return f"<Assembly {len(self._complete)} complete, {len(self._open)} open groups>"
+
+    @property
+    def complete(self) -> Sequence[Group]:
+        """Groups that a step can have, the oldest first."""
+        return self._complete
+
+    @property
+    def open(self) -> Sequence[Group]:
+        """Groups that wait for samples."""
+        return list(self._open.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values())) + sum(map(len, self._complete))
+
+    def add(self, sample: Arrival, now: float) -> None:
+        """Note a sample that has come; one that is there already came again, since its claim was lost for a moment."""
+        if sample.delivery in self._known:
+            return
+        self._known.add(sample.delivery)
+        if not sample.group:
+            alone = Group("", now)
+            alone.of, alone.samples = 1, [sample]
+            self._complete.append(alone)
+            return
+        group = self._open.setdefault(sample.group, Group(sample.group, now))
+        group.samples.append(sample)
+        group.of = sample.of if group.of is None else group.of
+        if group.ended_at is not None:
+            group.ended_at = now
+        self._settle(group)
+
+    def end(self, name: str, mark: Delivery, now: float) -> None:
+        """Note that no more samples of a group are written, as the payload without fields at ``mark`` says."""
+        if mark not in self._known:
+            self._known.add(mark)
+            group = self._open.setdefault(name, Group(name, now))
+            group.ended_at = now
+            group.marks.append(mark)
+
+    def _settle(self, group: Group) -> None:
+        if group.of is not None and len(group) >= group.of:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        del self._open[group.name]
+        self._complete.append(group)
+        self._complete.sort(key=lambda each: each.since)
+
+    def lose(self, deliveries: Iterable[Delivery]) -> None:
+        """Note samples whose claims are lost: they come again, or others have them. Their groups are open again."""
+        lost = self._known.intersection(deliveries)
+        self._known -= lost
+        for group in [*self._complete, *self._open.values()] if lost else []:
+            if lost.isdisjoint(group.deliveries):
+                continue
+            group.samples = [each for each in group.samples if each.delivery not in lost]
+            group.marks = [each for each in group.marks if each not in lost]
+            if not group.marks:
+                group.ended_at = None
+            if self._open.get(group.name) is group:
+                if not group.deliveries:
+                    del self._open[group.name]
+                continue
+            self._complete.remove(group)
+            if not group.deliveries:
+                continue
+            other = self._open.setdefault(group.name, group)
+            if other is not group:
+                other.samples += group.samples
+                other.marks += group.marks
+                other.since = min(other.since, group.since)
+                self._settle(other)
+
+    def turn(self, now: float, over: bool, oldest: int | None) -> list[GivenUp]:
+        """Close what waits no longer; returns the groups that no step gets.
+
+        Args:
+            over: no sample comes any more.
+            oldest: version of a policy; a group with a sample of an older one is stale. None: none is.
+        """
+        given_up: list[GivenUp] = []
+        for group in list(self._open.values()):
+            if group.ended_at is not None and (over or now >= group.ended_at + SETTLE_S):
+                if group.samples:
+                    self._close(group)
+                else:
+                    del self._open[group.name]
+                    given_up.append(self._left(group, "it has no samples"))
+                continue
+            late = self._timeout_s is not None and now >= group.since + self._timeout_s
+            if not (over or late):
+                continue
+            if self._short and group.samples:
+                self._close(group)
+                continue
+            del self._open[group.name]
+            why = "every rollout has ended" if over else f"none came for {now - group.since:.0f} s"
+            given_up.append(self._left(group, f"{len(group)} of {group.of or '?'} samples came, and {why}"))
+        if oldest is not None:
+            for group in [each for each in self._complete if each.is_older_than(oldest)]:
+                self._complete.remove(group)
+                given_up.append(self._left(group, "stale"))
+        return given_up
+
+    def _left(self, group: Group, why: str) -> GivenUp:
+        self._known.difference_update(group.deliveries)
+        return GivenUp(group, why)
+
+    def pick(self, most: int) -> list[Group]:
+        """Take the oldest complete groups, at most so many."""
+        picked = self._complete[:most]
+        for group in picked:
+            self.leave(group)
+        return picked
+
+    def leave(self, group: Group) -> None:
+        """Take a complete group out."""
+        self._complete.remove(group)
+        self._known.difference_update(group.deliveries)

@@ -1,0 +1,416 @@
+"""Planner: makes steps of what the rings have, while its rank leads the mesh; another rank follows it where it dies.
+
+    claims without bytes ──► groups (assembling.py) ──► layout (layout.py) ──► plan, in the records (step_records.py)
+    a step's state: consumed ──► its claims are consumed at the rings      void ──► they are given back
+
+`turn` is called again and again, from one thread at a time. The planner holds the claims of all that it has seen; who
+follows it claims them anew, and goes on with the steps that stand in the records: their payloads are in no other group.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from transport.errors import StoreError, TransportError
+from transport.packer.consumed_record import ConsumedRecord
+from transport.runtime.error_text import error_text
+from transport.runtime.logs import LOOK_S, LogLimit
+from transport.ticket import Ticket
+from transport.training.assembling import Arrival, Assembly, Group
+from transport.training.holding import Delivery, Holding, Sample
+from transport.training.layout import lay_out
+from transport.training.step_records import PlannedGroup, PlannedPart, PlannedStep, StepRecords
+
+log = logging.getLogger(__name__)
+
+MOST: Final = 1024  # claims in one turn
+_SLICE_S: Final = 0.05  # of a wait for claims, after which states are looked at
+_RENEW_S: Final = 1.0
+_KEEP: Final = 3  # steps that are consumed and stay in the records, for ranks that look at their state
+_ANSWERS_S: Final = 5.0  # for rings to answer what is consumed at a close
+_LAST_S: Final = 30.0  # for votes on the last steps
+_BACK_S: Final = 0.2  # until what a step could not have is claimed again
+
+Choose = Callable[[Group], bool]
+
+
+class StepTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What steps are like.
+
+    Attributes:
+        groups: of a step.
+        max_tokens: of a micro-batch; None: a replica has one micro-batch.
+        choose: tells of a complete group whether it is trained on; what it refuses is consumed, and not told.
+        incomplete: what becomes of a group that will not complete.
+        group_timeout_s: after which an open group does not wait for more samples; None: for ever.
+        dropped: is told of each group that no step gets, and why; called in the planner's thread.
+        stale: what becomes of a group with a sample that is older than the trainer's ``max_age``.
+        tail: what becomes of the last groups, where they are fewer than ``groups``.
+        expected_rollouts: how many rollouts have to end before the data has ended; None: those that were seen.
+    """
+
+    groups: int
+    max_tokens: int | None = None
+    choose: Choose | None = None
+    incomplete: Literal["drop", "short"] = "drop"
+    group_timeout_s: float | None = 600.0
+    dropped: Callable[[Group, str], object] | None = None
+    stale: Literal["drop", "keep"] = "drop"
+    tail: Literal["drop", "short"] = "short"
+    expected_rollouts: int | None = None
+
+
+class GroupCounts:
+    """What has become of groups, in numbers; ``stale_samples`` are those of stale groups."""
+
+    def __init__(self) -> None:
+        self.planned = self.incomplete = self.stale = self.stale_samples = self.not_chosen = self.void_steps = 0
+
+
+class Planner:
+    """Plans the steps of a mesh.
+
+    Args:
+        shape: replicas, and ranks of each.
+        rank: of the readers that the mesh is, among those of each payload.
+        oldest: gives the version below which a group is stale, at the moment; None: none is.
+        fits: raises for a ticket that the trainer cannot lay out.
+        record: of what the model has learned before.
+        crowded: gives sentences about rings whose slots are nearly all held.
+        ended: tells whether no rollout writes any more, and the rings have only what is held, so much of each.
+    """
+
+    def __init__(
+        self,
+        holding: Holding,
+        records: StepRecords,
+        terms: StepTerms,
+        *,
+        shape: tuple[int, int],
+        rank: int,
+        oldest: Callable[[], int | None],
+        fits: Callable[[Ticket], object],
+        record: ConsumedRecord,
+        ended: Callable[[Mapping[str, int]], bool],
+        crowded: Callable[[], Sequence[str]],
+    ) -> None:
+        self._holding = holding
+        self._records = records
+        self._terms = terms
+        self._shape = shape
+        self._rank = rank
+        self._oldest = oldest
+        self._fits = fits
+        self._learned = record
+        self._ended = ended
+        self._crowded = crowded
+        self._assembly = Assembly(timeout_s=terms.group_timeout_s, short=terms.incomplete == "short")
+        self._term = 0  # of this rank as the planner; 0: another one plans
+        self._renew_at = 0.0
+        self._steps: dict[int, PlannedStep] = {}  # neither consumed nor void
+        self._reserved: dict[Delivery, int] = {}  # what they have
+        self._consumed: dict[int, set[Delivery]] = {}  # steps whose rings have not answered for all
+        self._done: list[int] = []
+        self._next = 0
+        self._end: int | None = None
+        self._waits_since: float | None = None
+        self._said = LogLimit()
+        self._stale_said = LogLimit(float("inf"))
+        self.counts = GroupCounts()
+
+    def __repr__(self) -> str:
+        return f"<Planner {'leads, ' if self._term else ''}{self._assembly!r}, {len(self._steps)} steps>"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank plans."""
+        return self._term > 0
+
+    def turn(self) -> bool:
+        """Do what is due. False: another rank plans.
+
+        Raises StoreError, and what keeps this process from every ring.
+        """
+        now = time.monotonic()
+        if now >= self._renew_at or not self._term:
+            term = self._records.lead()
+            self._renew_at = now + _RENEW_S
+            if term != self._term:
+                self._stop()
+                self._begin(term)
+            if self._term and self._end is not None:
+                self._records.end(self._end)
+        if not self._term:
+            return False
+        try:
+            self._turn()
+        except StoreError:  # a write may stand whose answer was lost: the records say so
+            self._stop()
+            raise
+        return True
+
+    def _turn(self) -> None:
+        self._look_at_steps()
+        written = self._ended(Counter(ring for ring, *_ in self._holding.deliveries))  # before the look at what came
+        self._assembly.lose(self._holding.lost())
+        came = self._holding.take(MOST, 0.0 if self._may_plan() and self._enough() else _SLICE_S)
+        now = time.monotonic()
+        for sample in came:
+            self._came(sample, now)
+        self._look_at_claims()
+        over = written and not came
+        self._give_up(now, over)
+        if self._may_plan():
+            self._plan(now, over)
+
+    def close(self, learned: Collection[int] = ()) -> None:
+        """Consume what is learned, give the rest back, and let another rank plan.
+
+        At the end of the data wait first for what other ranks vote on the steps that this rank has learned.
+        """
+        try:
+            if self._term:
+                self._finish(set(learned))
+                if self._end is not None and self._records.everybody_has_seen(self._end):
+                    for number in [*self._done, self._end]:
+                        self._records.forget(number)
+            self._records.leave()
+        finally:
+            self._holding.close()
+
+    def _finish(self, learned: set[int]) -> None:
+        now = time.monotonic()
+        settled_by, voted_by = now + _ANSWERS_S, now + _LAST_S
+        self._look_at_steps()
+        while self._consumed and time.monotonic() < settled_by:
+            time.sleep(_SLICE_S / 10)
+            self._look_at_claims()
+        while self._end is not None and self._term and not self._steps.keys().isdisjoint(learned):
+            if time.monotonic() >= voted_by:
+                left = sorted(self._steps.keys() & learned)
+                log.warning("steps %s are not consumed by every rank yet: another rank plans on", left)
+                return
+            self.turn()
+            while self._consumed and time.monotonic() < voted_by:
+                self._look_at_claims()
+
+    # --- leading --------------------------------------------------------------------------------------
+    def _begin(self, term: int) -> None:
+        """Go on from the records, as the planner of this term; 0: another one plans."""
+        if not term:
+            return
+        self._next = self._records.next_number()
+        for step, state in self._records.standing():
+            if step.ends:
+                if step.said == self._records.end_before:
+                    self._records.forget(step.number)  # of an earlier start of the job
+                else:
+                    self._end = step.number
+            elif state == "consumed":
+                self._note_consumed(step)
+            elif state == "void":
+                self._done.append(step.number)
+            elif step.shape != self._shape:
+                self._records.make_void(step.number, "the mesh has another shape by now")
+                self._done.append(step.number)
+            else:
+                self._steps[step.number] = step
+                self._reserved.update(dict.fromkeys(step.deliveries(), step.number))
+        self._term = term
+
+    def _stop(self) -> None:
+        """Forget all: the planner that comes, perhaps this one again, begins from the records."""
+        if self._term:
+            log.warning("the steps of this mesh are planned anew from its records")
+        self._term, self._end, self._renew_at = 0, None, 0.0
+        self._holding.give_back(self._holding.deliveries, in_vain=False)
+        self._assembly = Assembly(timeout_s=self._terms.group_timeout_s, short=self._terms.incomplete == "short")
+        self._steps.clear()
+        self._reserved.clear()
+        self._consumed.clear()
+        self._done.clear()
+
+    # --- steps that are planned -----------------------------------------------------------------------
+    def _look_at_steps(self) -> None:
+        if not self._steps:
+            return
+        for step, state in zip(list(self._steps.values()), self._records.states(list(self._steps)), strict=True):
+            if state not in ("consumed", "void"):
+                continue
+            del self._steps[step.number]
+            for delivery in step.deliveries():
+                self._reserved.pop(delivery, None)
+            if state == "consumed":
+                self._note_consumed(step)
+            else:
+                self.counts.void_steps += 1
+                log.warning(
+                    "no rank trains on step %d: a rank could not read its part; its groups come again", step.number
+                )
+                self._holding.give_back([each for each in step.deliveries() if each in self._holding], _BACK_S)
+                self._done.append(step.number)
+
+    def _note_consumed(self, step: PlannedStep) -> None:
+        for identity in step.identities():
+            self._learned.accept(*identity)
+        held = [each for each in step.deliveries() if each in self._holding]
+        self._holding.consume(held)
+        self._consumed[step.number] = set(held)
+
+    def _look_at_claims(self) -> None:
+        answers = self._holding.settle()
+        for number, waiting in list(self._consumed.items()):
+            waiting.difference_update(answers)
+            if not waiting:
+                del self._consumed[number]
+                self._done.append(number)
+        if again := [each for each, answer in answers.items() if answer is None and each in self._holding]:
+            self._holding.consume(again)
+        self._done.sort()
+        while self._done and self._done[0] < self._next - _KEEP:
+            self._records.forget(self._done[0])
+            self._done.pop(0)
+
+    # --- samples that come ----------------------------------------------------------------------------
+    def _came(self, sample: Sample, now: float) -> None:
+        delivery = sample.delivery
+        if delivery in self._reserved:  # of a step that another planner made
+            return
+        try:
+            ticket = Ticket.decode(sample.note)
+            if self._learned.contains(*ticket.origin, sample.rank):
+                self._holding.consume([delivery])
+                return
+            if ticket.ends_group is not None:
+                self._assembly.end(ticket.ends_group, delivery, now)
+                return
+            self._fits(ticket)
+        except TransportError as error:
+            log.warning("a payload of ring %s was discarded: %s", delivery[0][:8], error_text(error))
+            self._holding.discard([delivery], error_text(error))
+            return
+        group = ticket.group
+        tokens = sample.size if group is None or group.tokens is None else group.tokens
+        name, of = ("", 1) if group is None else (group.name, group.of)
+        self._assembly.add(Arrival(delivery, name, of, tokens, sample.version, sample.note, ticket.origin), now)
+
+    def _give_up(self, now: float, over: bool) -> None:
+        oldest = self._oldest() if self._terms.stale == "drop" else None
+        for group, why in self._assembly.turn(now, over, oldest):
+            if not group.samples:
+                log.info("group %r is over: %s", group.name, why)
+            elif why == "stale":
+                self.counts.stale += 1
+                self.counts.stale_samples += len(group)
+                if self._stale_said.due() is not None:
+                    log.warning(
+                        "group %r is stale and is dropped: a sample's version is below %s (max_age). What waits is "
+                        "rings x slots / samples of a step versions old: give fewer slots, or a greater max_age. This "
+                        "is said once, and counted",
+                        group.name,
+                        oldest,
+                    )
+            else:
+                self.counts.incomplete += 1
+                log.warning("group %r is given up: %s", group.name, why)
+            self._holding.discard([each.delivery for each in group.samples], f"group {group.name!r}: {why}")
+            self._holding.consume(group.marks)
+            if group.samples:
+                self._tell(group, why)
+
+    def _tell(self, group: Group, why: str) -> None:
+        if self._terms.dropped is not None:
+            try:
+                self._terms.dropped(group, why)
+            except Exception as error:  # whatever it is, the steps of all ranks go on
+                log.warning("dropped= failed for group %r: %s", group.name, error_text(error))
+
+    # --- planning -------------------------------------------------------------------------------------
+    def _may_plan(self) -> bool:
+        """Whether every step that is planned has been read: the next one may be read ahead."""
+        if self._end is not None:
+            return False
+        return "planned" not in self._records.states(list(self._steps)) if self._steps else True
+
+    def _enough(self) -> bool:
+        return len(self._assembly.complete) >= self._terms.groups
+
+    def _plan(self, now: float, over: bool) -> None:
+        for group in [each for each in self._assembly.complete if not each.chosen]:
+            group.chosen = True
+            if self._terms.choose is not None and not self._terms.choose(group):
+                self._assembly.leave(group)
+                self.counts.not_chosen += 1
+                self._holding.consume(group.deliveries)
+        if self._enough():
+            self._write(self._assembly.pick(self._terms.groups))
+            self._waits_since = None
+        elif over and not self._assembly.open:
+            rest = self._assembly.pick(self._terms.groups)
+            if rest and self._terms.tail == "short":
+                self._write(rest)
+                return
+            for group in rest:
+                why = f"fewer than {self._terms.groups} groups are left"
+                log.info("group %r is left out: %s", group.name, why)
+                self._holding.consume(group.deliveries)
+                self._tell(group, why)
+            self._end = self._next
+            self._records.end(self._next)
+        else:
+            self._say_waiting(now)
+
+    def _say_waiting(self, now: float) -> None:
+        self._waits_since = self._waits_since or now
+        if now >= self._waits_since + LOOK_S and len(self._assembly) and self._said.due() is not None:
+            waits = sorted(self._assembly.open, key=lambda each: each.since)
+            named = ", ".join(f"{each.name!r} ({len(each)} of {each.of or '?'})" for each in waits[:5])
+            log.warning(
+                "the next step waits for %.0f s: %d of %d groups are complete; %d wait for samples%s%s%s",
+                now - self._waits_since,
+                len(self._assembly.complete),
+                self._terms.groups,
+                len(waits),
+                f": {named}" if named else "",
+                ", …" if len(waits) > 5 else "",
+                "".join(f"; {each}" for each in self._crowded()),
+            )
+
+    def waiting(self) -> Mapping[str, int]:
+        """Return by ring how many claims wait for their group, or for a step."""
+        groups = (*self._assembly.complete, *self._assembly.open)
+        return Counter(ring for group in groups for ring, *_ in group.deliveries)
+
+    def _write(self, groups: Sequence[Group]) -> None:
+        layout = lay_out([group.tokens for group in groups], self._shape[0], self._terms.max_tokens)
+        planned = [
+            PlannedGroup(
+                group.name,
+                group.tokens,
+                [each.delivery for each in group.samples],
+                [(*each.origin, self._rank) for each in group.samples],
+                group.marks,
+                len(group) < (group.of or 0),
+            )
+            for group in groups
+        ]
+        rows = [[[(each.group, each.number) for each in micro] for micro in batches] for batches in layout]
+        step = PlannedStep(self._next, planned, rows, self._shape)
+        parts = []
+        for batches in layout:
+            samples = [[groups[each.group].samples[each.number] for each in micro] for micro in batches]
+            tickets = [[each.note for each in micro] for micro in samples]
+            parts.append(PlannedPart(tickets, [[each.version for each in micro] for micro in samples]))
+        if not self._records.plan(step, parts):
+            self._stop()  # another rank plans
+            return
+        self._next += 1
+        self.counts.planned += len(groups)
+        self._steps[step.number] = step
+        self._reserved.update(dict.fromkeys(step.deliveries(), step.number))

@@ -1,0 +1,335 @@
+"""StepRecords: what the ranks of a mesh know of its steps, in their store.
+
+    step/K       the plan of step K: groups, and who trains on which samples; or that the data has ended
+    part/K/R     the tickets of replica R in it
+    vote/K/N     rank N has "read" its part, and then has "learned"
+    state/K      what all ranks follow:
+                     planned ──all have read──► go ──all have learned──► consumed
+                        └──a rank cannot read its part──► void
+    next         the number of the next plan
+    planner      who plans; its lease is the planner's life
+
+A step's state is final where nothing leads on, and each change is a compare-and-set: whoever sees the last vote makes
+it. A plan is written together with ``next`` and the planner's record, so that a planner that was followed by another
+one writes none.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from transport.errors import RankError
+from transport.runtime.decoders import ready
+from transport.store.base import ABSENT, Change, Store, check_key
+from transport.store.decision import Next, advance, decide
+from transport.store.stored import decode, encode
+from transport.training.holding import Delivery
+from transport.training.layout import Sample
+
+Identity = tuple[str, int, int, int]  # ring, slot, generation, rank of its readers
+State = Literal["planned", "go", "consumed", "void"]
+
+_GO, _CONSUMED, _VOID = b"go", b"consumed", b"void "
+READ: Final = "read"
+LEARNED: Final = "learned"
+
+
+class PlannedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A group of a plan.
+
+    Attributes:
+        identities: what a record has of its samples, who keep it when they are restored into another ring.
+        marks: payloads without fields that say its end.
+        short: it has fewer samples than it should.
+    """
+
+    name: str
+    tokens: list[int]
+    deliveries: list[Delivery]
+    identities: list[Identity]
+    marks: list[Delivery] = []
+    short: bool = False
+
+
+class PlannedStep(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The plan of a step; without replicas: the data has ended.
+
+    Attributes:
+        layout: of each replica its micro-batches, each of them samples as (group, number).
+        shape: of the mesh: replicas, and ranks of each.
+        said: of an end, another text each time that it is said.
+    """
+
+    number: int
+    groups: list[PlannedGroup] = []
+    layout: list[list[list[tuple[int, int]]]] = []
+    shape: tuple[int, int] = (0, 0)
+    said: str = ""
+
+    @property
+    def ends(self) -> bool:
+        """Whether there is no such step, since the data has ended."""
+        return not self.layout
+
+    def deliveries(self) -> list[Delivery]:
+        """Return what the step has of the rings."""
+        return [each for group in self.groups for each in (*group.deliveries, *group.marks)]
+
+    def identities(self) -> list[Identity]:
+        """Return what a record has of its samples."""
+        return [each for group in self.groups for each in group.identities]
+
+    def samples(self, replica: int) -> list[list[Sample]]:
+        """Return the micro-batches of a replica."""
+        return [[Sample(*each) for each in micro] for micro in self.layout[replica]]
+
+
+class PlannedPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a replica reads: of each micro-batch the tickets, encoded, and the versions of their policies."""
+
+    tickets: list[list[bytes]] = []
+    versions: list[list[int | None]] = []
+
+
+class _Void(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Why a step is void, and what could not be read of it."""
+
+    why: str
+    unread: list[Delivery] = []
+
+
+class _Planner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Who plans."""
+
+    token: str
+    rank: int
+
+
+class Standing(NamedTuple):
+    """A step that is not forgotten, and its state."""
+
+    step: PlannedStep
+    state: State
+
+
+ready(PlannedStep, PlannedPart, _Planner, _Void)
+
+
+class StepRecords:
+    """The records of one mesh, as one rank sees them. All methods block, and raise StoreError; any thread.
+
+    Args:
+        lease_s: after how much silence another rank plans on.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, ranks: int, lease_s: float) -> None:
+        self._store = store
+        self._prefix = check_key(f"mesh/{name}/")
+        self._rank = rank
+        self._ranks = ranks
+        self._lease_s = lease_s
+        self._token = secrets.token_hex(8)
+        self._lead: int | None = None  # version of the planner's record, while it is this rank's
+        self._term = 0
+        self.id = decide(store, self._key("id"), secrets.token_hex(8).encode()).decode()
+        self._seat = store.put(self._key("rank", rank), self._token.encode())  # another process of the rank is out
+        self.end_before = next((step.said for step, _ in self.standing() if step.ends), "")
+
+    def __repr__(self) -> str:
+        return f"<StepRecords {self._prefix} rank {self._rank} of {self._ranks}{', planner' if self._lead else ''}>"
+
+    def _key(self, *parts: object) -> str:
+        return self._prefix + "/".join(map(str, parts))
+
+    # --- planning -----------------------------------------------------------------------------------
+    def lead(self) -> int:
+        """Become the planner where there is none, or go on as the planner: the number of its term. 0: another rank is.
+
+        After a silence that was longer than the lease it is another term, although nobody was faster.
+        """
+        key = self._key("planner")
+        if self._lead is not None:
+            if key in self._store.renew({key: self._lead}, self._lease_s):
+                return self._term
+            self._lead = None
+        self._lead = self._store.compare_and_set(key, self._mine(), ABSENT, lease_s=self._lease_s)
+        self._term += self._lead is not None
+        return self._term if self._lead is not None else 0
+
+    def _mine(self) -> bytes:
+        return encode(_Planner(self._token, self._rank))
+
+    def _as_planner(self, changes: Sequence[Change]) -> bool:
+        """Make changes where this rank is the planner still, and each record is as expected."""
+        if self._lead is None:
+            return False
+        written = self._store.put_many(
+            [Change(self._key("planner"), self._mine(), self._lead, self._lease_s), *changes]
+        )
+        if written is None:
+            return False
+        self._lead = written[0]
+        return True
+
+    def leave(self) -> None:
+        """Let another rank plan."""
+        if self._lead is not None:
+            lead, self._lead = self._lead, None
+            self._store.compare_and_set(self._key("planner"), None, lead)
+
+    def planner(self) -> int | None:
+        """Return the rank that plans; None: there is none at the moment."""
+        entry = self._store.get(self._key("planner"))
+        return None if entry is None else decode(_Planner, self._key("planner"), entry.value).rank
+
+    def next_number(self) -> int:
+        """Return the number of the next plan."""
+        entry = self._store.get(self._key("next"))
+        return 0 if entry is None else int(entry.value)
+
+    def plan(self, step: PlannedStep, parts: Sequence[PlannedPart]) -> bool:
+        """Write the next plan. False: this rank is not the planner any more, or another one has written it."""
+        found = self._store.get(self._key("next"))
+        if (0 if found is None else int(found.value)) != step.number:
+            return False
+        return self._as_planner(
+            [
+                Change(self._key("next"), str(step.number + 1).encode(), ABSENT if found is None else found.version),
+                Change(self._key("step", step.number), encode(step)),
+                *(Change(self._key("part", step.number, at), encode(each)) for at, each in enumerate(parts)),
+            ]
+        )
+
+    def end(self, number: int) -> None:
+        """Say that there is no step of this number, since the data has ended. Ranks that come later need it again."""
+        found = self._store.get(self._key("next"))
+        if (0 if found is None else int(found.value)) == number:
+            version = ABSENT if found is None else found.version
+            same = [] if found is None else [Change(self._key("next"), found.value, version)]
+            end = PlannedStep(number, said=secrets.token_hex(8))
+            self._as_planner([*same, Change(self._key("step", number), encode(end))])
+
+    def everybody_has_seen(self, number: int) -> bool:
+        """Tell whether every rank has voted that it has seen the end."""
+        return self._all_voted(number, READ)
+
+    def standing(self) -> list[Standing]:
+        """Return the steps that are not forgotten, in their order."""
+        prefix = self._key("step") + "/"
+        found = self._store.scan(prefix)
+        steps = [decode(PlannedStep, key, entry.value) for key, entry in found.items()]
+        states = self.states([step.number for step in steps])
+        return sorted(map(Standing, steps, states), key=lambda each: each.step.number)
+
+    def forget(self, number: int) -> None:
+        """Remove what is known of a step that has ended, as the planner."""
+        parts = self._store.scan(self._key("part", number) + "/")
+        votes = self._store.scan(self._key("vote", number) + "/")
+        keys = [self._key("step", number), self._key("state", number), *parts, *votes]
+        self._as_planner([Change(key, None) for key in keys])
+
+    def void(self, number: int) -> tuple[str, set[Delivery]]:
+        """Return why a step is void, and what could not be read of it."""
+        entry = self._store.get(self._key("state", number))
+        if entry is None or not entry.value.startswith(_VOID):
+            return "", set()
+        found = decode(_Void, self._key("state", number), entry.value.removeprefix(_VOID))
+        return found.why, set(found.unread)
+
+    # --- following ----------------------------------------------------------------------------------
+    def wait(self, number: int, timeout_s: float) -> PlannedStep | None:
+        """Return the plan of this number as soon as there is one; None: not in this time."""
+        key = self._key("step", number)
+        entry = self._store.watch(key, ABSENT, timeout_s)
+        return None if entry is None else decode(PlannedStep, key, entry.value)
+
+    def part(self, number: int, replica: int) -> PlannedPart:
+        """Return what a replica reads; nothing where the step is forgotten."""
+        key = self._key("part", number, replica)
+        entry = self._store.get(key)
+        return PlannedPart() if entry is None else decode(PlannedPart, key, entry.value)
+
+    def states(self, numbers: Sequence[int]) -> list[State]:
+        """Return the states of steps."""
+        entries = self._store.get_many([self._key("state", number) for number in numbers])
+        return [_state(None if entry is None else entry.value) for entry in entries]
+
+    def wait_state(self, number: int, after: State, timeout_s: float) -> State:
+        """Return the state of a step as soon as it is another one than ``after``, or that when the time is over."""
+        key = self._key("state", number)
+        entry = self._store.get(key)
+        if _state(None if entry is None else entry.value) == after:
+            entry = self._store.watch(key, ABSENT if entry is None else entry.version, timeout_s)
+        return _state(None if entry is None else entry.value)
+
+    def has_read(self, number: int) -> None:
+        """Vote that this rank has what it trains on."""
+        self._vote(number, READ)
+        if self._all_voted(number, READ):
+            self._advance(number, "planned", _GO)
+
+    def has_seen_the_end(self, number: int) -> None:
+        """Vote that this rank knows that there is no step of this number."""
+        self._vote(number, READ)
+
+    def cannot_read(self, number: int, why: str, unread: Sequence[Delivery]) -> None:
+        """Say that this rank cannot have what it is to train on: no rank trains on the step, unless all have read."""
+        self._advance(number, "planned", _VOID + encode(_Void(why, list(unread))))
+
+    def has_learned(self, number: int) -> State:
+        """Vote that this rank has trained on the step; returns the step's state then."""
+        self._vote(number, LEARNED)
+        if self._all_voted(number, LEARNED):
+            self._advance(number, "go", _CONSUMED)
+        return self.states([number])[0]
+
+    def make_void(self, number: int, why: str) -> None:
+        """Say that no rank trains on a step of a mesh that has another shape by now."""
+        value = _VOID + encode(_Void(why))
+        advance(
+            self._store,
+            self._key("state", number),
+            lambda found: None if _state(found) in ("consumed", "void") else Next(value),
+        )
+
+    def take_back_vote(self, number: int) -> None:
+        """Take back what an earlier start of this rank has voted on a step, without what it had learned.
+
+        Where no rank has learned the step it is to be read by all again: what this rank needs may be gone by now.
+        """
+        self._store.delete(self._key("vote", number, self._rank))
+        if len(self.silent(number, LEARNED)) == self._ranks:
+            key = self._key("state", number)
+            entry = self._store.get(key)
+            if entry is not None and _state(entry.value) == "go":
+                self._store.compare_and_set(key, None, entry.version)
+
+    def silent(self, number: int, vote: str) -> list[int]:
+        """Return the ranks that have not voted so."""
+        entries = self._store.get_many([self._key("vote", number, rank) for rank in range(self._ranks)])
+        enough = (LEARNED.encode(), vote.encode())
+        return [rank for rank, entry in enumerate(entries) if entry is None or entry.value not in enough]
+
+    def _vote(self, number: int, vote: str) -> None:
+        seat = Change(self._key("rank", self._rank), self._token.encode(), self._seat)
+        written = self._store.put_many([seat, Change(self._key("vote", number, self._rank), vote.encode())])
+        if written is None:
+            raise RankError(f"another process has begun to train as rank {self._rank} of {self._prefix}: end this one")
+        self._seat = written[0]
+
+    def _all_voted(self, number: int, vote: str) -> bool:
+        return not self.silent(number, vote)
+
+    def _advance(self, number: int, state: State, value: bytes) -> None:
+        key = self._key("state", number)
+        advance(self._store, key, lambda found: Next(value) if _state(found) == state else None)
+
+
+def _state(value: bytes | None) -> State:
+    if value is None:
+        return "planned"
+    return "go" if value == _GO else "consumed" if value == _CONSUMED else "void"
