@@ -14,7 +14,7 @@ import pytest
 from found_rings import LONG_S, ring_of
 
 from transport import Schema, SharedRingBuffer, UpTo
-from transport.errors import ConfigurationError, UsageError
+from transport.errors import ConfigurationError, RankError, UsageError
 from transport.group import GROUP_END, in_group
 from transport.packer.consumed_record import ConsumedRecord
 from transport.training.mesh import Mesh
@@ -204,6 +204,59 @@ def test_steps_that_are_asked_for_again_go_on_behind_what_was_accepted(ring: Sha
     assert ring.native.unread == 0
 
 
+def test_what_is_consumed_right_before_the_close_does_not_come_again(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    for value in range(3):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    with trainer_of(prefix, wire) as trainer:
+        step = next(iter(trainer.steps(1)))
+        seen = values(step)
+        step.consume()
+    assert ring.native.unread == 8
+    with trainer_of(prefix, wire) as trainer:
+        assert sorted([seen, *learned(trainer, 1)]) == [[0] * 4, [1] * 4, [2] * 4]
+
+
+def test_the_end_of_a_group_lasts_as_long_as_its_samples(ring: SharedRingBuffer, prefix: str, wire: str) -> None:
+    write(ring, "p", 1, count=2)
+    ring.mark({GROUP_END: "p"})
+    for _ in range(2):
+        with trainer_of(prefix, wire) as trainer:
+            assert values(next(iter(trainer.steps(1)))) == [1, 1]
+    with trainer_of(prefix, wire) as trainer:
+        next(iter(trainer.steps(1))).consume()
+    assert ring.native.unread == 0
+
+
+def test_steps_are_learned_in_their_order(ring: SharedRingBuffer, prefix: str) -> None:
+    for value in range(2):
+        write(ring, f"p{value}", value)
+    with trainer_of(prefix) as trainer:
+        steps = iter(trainer.steps(1))
+        first, second = next(steps), next(steps)
+        for call in (second.accept, second.consume):
+            with pytest.raises(UsageError):
+                call()
+        first.consume()
+        second.consume()
+
+
+def test_what_steps_cannot_do_is_refused(ring: SharedRingBuffer, prefix: str) -> None:
+    with trainer_of(prefix) as trainer:
+        trainer.steps(1)
+        with pytest.raises(UsageError):
+            trainer.take(1)
+    with trainer_of(prefix, joined=True) as trainer, pytest.raises(UsageError):
+        trainer.steps(1)
+    with trainer_of(prefix, rank="reference") as trainer, pytest.raises(UsageError):
+        trainer.steps(1)
+    out = {"tokens": np.zeros((4, 64), np.int32)}
+    with trainer_of(prefix, layout="padded", out=out) as trainer, pytest.raises(UsageError):
+        trainer.steps(1)
+
+
 # --- a mesh ---------------------------------------------------------------------------------------------
 def ranks_run(
     prefix: str, store: str, dp: int, tp: int, run: Callable[[Trainer], Any], wire: str = "mapped"
@@ -271,6 +324,41 @@ def test_a_step_is_not_consumed_before_every_rank_has_learned(
         return True
 
     assert ranks_run(prefix, f"sqlite:///{tmp_path}/steps.db", 2, 1, run) == [True, True]
+
+
+def test_a_mesh_of_another_shape_has_the_same_groups_whole(ring: SharedRingBuffer, prefix: str, tmp_path: Path) -> None:
+    for value in range(4):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+    store = f"sqlite:///{tmp_path}/steps.db"
+    ranks_run(prefix, store, 2, 1, lambda trainer: next(iter(trainer.steps(2))).number)
+    [found] = ranks_run(prefix, store, 1, 1, lambda trainer: learned(trainer, 2))
+    assert sorted(value for each in found for value in each) == sorted([0, 1, 2, 3] * 4)
+    assert ring.native.unread == 0
+
+
+def test_a_step_whose_rings_are_gone_is_given_up_when_all_ranks_begin_again(prefix: str, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/steps.db"
+    with ring_of(f"{prefix}a", schema=SCHEMA, slot_bytes=None) as ring:
+        write(ring, "old", 1)
+        ranks_run(prefix, store, 1, 1, lambda trainer: next(iter(trainer.steps(1))).number)
+    with ring_of(f"{prefix}b", schema=SCHEMA, slot_bytes=None) as ring:
+        write(ring, "new", 2)
+        ring.end_data()
+        assert ranks_run(prefix, store, 1, 1, lambda trainer: learned(trainer, 1)) == [[[2] * 4]]
+
+
+def test_a_process_whose_rank_another_one_has_by_now_votes_no_more(
+    ring: SharedRingBuffer, prefix: str, tmp_path: Path
+) -> None:
+    write(ring, "p", 1)
+    mesh = Mesh(store=f"sqlite:///{tmp_path}/steps.db")
+    with trainer_of(prefix, mesh=mesh) as before:
+        step = next(iter(before.steps(1)))
+        with trainer_of(prefix, mesh=mesh) as after:
+            after.steps(1)
+            with pytest.raises(RankError):
+                step.consume()
 
 
 def test_a_mesh_of_several_ranks_needs_a_store(prefix: str) -> None:

@@ -31,6 +31,7 @@ from transport.errors import (
     StoreError,
     TransportError,
     UsageError,
+    WireNotAllowedError,
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.ring.batch import Gathered
@@ -322,13 +323,13 @@ class Steps:
         unread: list[Delivery] = []
         try:
             micro_batches = await self._micro_batches(part, unread)
-        except OWN_FAULTS:
-            raise
         except TransportError as error:
             why = f"rank {self._mesh.rank} cannot read its part: {error_text(error)}"
-            await self._do(self._records.cannot_read, number, why, unread)
-            if await self._decided(number) != "void":
-                raise  # other ranks train on it, and this one cannot
+            own = isinstance(error, OWN_FAULTS)  # the payloads are not at fault
+            await self._do(self._records.cannot_read, number, why, [] if own else unread)
+            gone = isinstance(error, WireNotAllowedError)  # perhaps: no ring of this host, after all rings began anew
+            if (own and not gone) or await self._decided(number) != "void":
+                raise  # or other ranks train on it, and this one cannot
             return None
         await self._do(self._records.has_read, number)
         state = await self._decided(number)
