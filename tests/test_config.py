@@ -98,7 +98,9 @@ def test_settings_that_contradict_each_other_are_named_without_the_others(tmp_pa
     assert where == "TRANSPORT_BACKOFF_FIRST_S, TRANSPORT_BACKOFF_MOST_S"
 
 
-@pytest.mark.parametrize("address", ["10.0.0.300", "10.0.0", "host:7450", "::1", "two words", "-x", "rings://host"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.300", "10.0.0", "host:7450", "10.0.0.1:7450", "[::1]", ":1", "two words", "-x", "rings://host"]
+)
 def test_what_can_be_no_address_is_refused(tmp_path: Path, address: str) -> None:
     with pytest.raises(ConfigurationError, match="TRANSPORT_ADDRESSES"):
         load(tmp_path, TRANSPORT_ADDRESSES=f"10.0.0.7,{address}")

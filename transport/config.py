@@ -43,12 +43,13 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{0,80}$", description="up to 80 letters, digits, . _ -")]
 _BYTE: Final = r"(25[0-5]|2[0-4]\d|1?\d?\d)"
 _LABEL: Final = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_IPV6: Final = rf"(?=[^:]*:[^:]*:)[0-9A-Fa-f:]+(:({_BYTE}\.){{3}}{_BYTE})?"
 # What ends in a number is an address: 10.0.0.300 is no name.
 Address = Annotated[
     str,
     msgspec.Meta(
-        pattern=rf"^(({_BYTE}\.){{3}}{_BYTE}|({_LABEL}\.)*(?!\d+\.?$){_LABEL}\.?)$",
-        description="IPv4 addresses or names of hosts, without ports",
+        pattern=rf"^(({_BYTE}\.){{3}}{_BYTE}|{_IPV6}|({_LABEL}\.)*(?!\d+\.?$){_LABEL}\.?)$",
+        description="IP addresses or names of hosts, without ports",
     ),
 ]
 
@@ -136,8 +137,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "inline_limit": "bytes up to which a payload is joined to its answer",
     "records_per_message": "records in a CONTROL message",
     "wires": "what may carry payloads, of mapped, shm, tcp, rdma, cuda; empty: whatever is best",
-    "bind": "local IPv4 address that listeners listen on; empty: all",
-    "addresses": "what tickets advertise, IPv4 addresses or names, best first; empty: chosen, see `transport doctor`",
+    "bind": "local address that listeners listen on; empty: all of one family, :: all of IPv6",
+    "addresses": "what tickets advertise, IP addresses or names, best first; empty: chosen, see `transport doctor`",
     "secret_file": "file with the shared secret that clients and listeners prove to have; empty: none",
     "metrics_port": "port of the Prometheus metrics, 0: any free one; not set: no metrics",
     "metrics_bind": "local address of that port",

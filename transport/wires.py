@@ -51,6 +51,9 @@ _TCP = {"RNDV_THRESH": "9m", "ZCOPY_THRESH": "1"}
 # registration cache, and crashes when a transfer with a rendezvous is given up (seen in 1.21, ucp_memh_invalidate).
 # By default UCX writes its warnings to standard output, which belongs to the program.
 _TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0", "LOG_FILE": "stderr"}
+# UCX has one address of each interface, by default that of IPv4, and writes the address of a peer that came by IPv6
+# behind the memory that is for it (seen in 1.21: the process aborts). So an interface without IPv6 is left out.
+_IPV6 = {"TCP_AF_PRIO": "inet6"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "shm": ("sm", "tcp"),  # tcp makes the connection, shared memory carries the bytes
     "tcp": ("tcp", "self"),
@@ -108,7 +111,11 @@ def admits_rdma(settings: Mapping[str, str]) -> bool:
 
 
 def settings_for(
-    wires: frozenset[Wire] | None = None, *, shared_memory: bool = True, refused: str | None = None
+    wires: frozenset[Wire] | None = None,
+    *,
+    shared_memory: bool = True,
+    refused: str | None = None,
+    ipv6: bool = False,
 ) -> dict[str, str]:
     """Return UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
 
@@ -118,6 +125,7 @@ def settings_for(
     Args:
         shared_memory: False for peers whose memory cannot be mapped: shared memory is excluded in any case.
         refused: why no RDMA device can be used; "": one can; None: what `rdma.refusal` says.
+        ipv6: for connections by IPv6 addresses.
 
     Raises:
         WireNotAllowedError: no wire is left.
@@ -126,7 +134,7 @@ def settings_for(
         refused = rdma.refusal()
     if wires is not None:
         wires = _usable(wires, shared_memory, refused)
-    chosen = dict(_CHOSEN)
+    chosen = {**_CHOSEN, **_IPV6} if ipv6 else dict(_CHOSEN)
     if wires is not None:
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in WIRES if wire in wires for name in _TRANSPORTS[wire]))
     if not refused and (wires is None or "rdma" in wires):

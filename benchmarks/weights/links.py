@@ -77,16 +77,16 @@ class Links:
                 receiver.kill()
 
 
-def address_of(number: int) -> str:
+def address_of(number: int, *, ipv6: bool = False) -> str:
     """Of a host of `namespaces`."""
-    return f"10.77.{number // 250}.{number % 250 + 1}"
+    return f"fd77::{number + 1:x}" if ipv6 else f"10.77.{number // 250}.{number % 250 + 1}"
 
 
 @contextlib.contextmanager
-def namespaces(count: int, rate: float = 0.0) -> Iterator[list[str]]:
+def namespaces(count: int, rate: float = 0.0, *, ipv6: bool = False) -> Iterator[list[str]]:
     """The names of so many network namespaces on one bridge; with a ``rate`` their links are shaped.
 
-    Each has one way out, INTERFACE. They are gone afterwards.
+    Each has one way out, INTERFACE, with one address, of IPv4 or IPv6. They are gone afterwards.
     """
     prefix = f"t{os.getpid()}x{next(_numbers)}"
     bridge = f"{prefix}b"
@@ -100,11 +100,12 @@ def namespaces(count: int, rate: float = 0.0) -> Iterator[list[str]]:
         for number, name in enumerate(names):
             port = f"p{number}"
             _ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", bridge)
-            _ip("-n", name, "address", "add", f"{address_of(number)}/16", "dev", INTERFACE)
+            own = [f"{address_of(number, ipv6=True)}/64", "nodad"] if ipv6 else [f"{address_of(number)}/16"]
+            _ip("-n", name, "address", "add", *own, "dev", INTERFACE)
             for where, device in ((name, INTERFACE), (name, "lo"), (bridge, port)):
                 _ip("-n", where, "link", "set", device, "up")
             _ip("-n", bridge, "link", "set", port, "master", "br0")
-            _ip("-n", name, "route", "add", "default", "dev", INTERFACE)
+            _ip("-n", name, *(["-6"] if ipv6 else []), "route", "add", "default", "dev", INTERFACE)
             for where, device in ((name, INTERFACE), (bridge, port)):
                 _shape(where, device, rate)
         yield names

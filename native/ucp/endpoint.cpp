@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "ucp/addresses.hpp"
 
 namespace transport::ucp {
 
@@ -23,14 +22,14 @@ ucs_status_ptr_t force_close(ucp_ep_h handle) {
 }  // namespace
 
 std::shared_ptr<Endpoint> Endpoint::connect(Engine& engine, const std::string& address, std::uint16_t port) {
-  const sockaddr_in to = address_of(address, port);
+  const SocketAddress to = address_of(address, port);
   engine.require_open();
-  std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, address + ":" + std::to_string(port)));
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, text_of(to)));
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR;
   params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
-  params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&to);
-  params.sockaddr.addrlen = sizeof to;
+  params.sockaddr.addr = to.data();
+  params.sockaddr.addrlen = to.size();
   endpoint->create(params);
   return endpoint;
 }
@@ -38,8 +37,9 @@ std::shared_ptr<Endpoint> Endpoint::connect(Engine& engine, const std::string& a
 std::shared_ptr<Endpoint> Endpoint::accept(Engine& engine, ucp_conn_request_h request) {
   ucp_conn_request_attr_t attributes{};
   attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
-  const bool known = ucp_conn_request_query(request, &attributes) == UCS_OK;
-  std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, known ? text_of(attributes.client_address) : "client"));
+  std::string peer;
+  if (ucp_conn_request_query(request, &attributes) == UCS_OK) peer = text_of({attributes.client_address});
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, peer.empty() ? "client" : peer));
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
   params.conn_request = request;

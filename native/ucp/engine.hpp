@@ -11,7 +11,6 @@
 // `done` and deferred work run inside of them or of the call that starts a request, and never re-enter progress.
 #pragma once
 
-#include <netinet/in.h>
 #include <ucp/api/ucp.h>
 
 #include <cstddef>
@@ -26,6 +25,7 @@
 #include <vector>
 
 #include "common/clock.hpp"
+#include "ucp/addresses.hpp"
 #include "ucp/sockets.hpp"
 
 namespace transport::ucp {
@@ -89,6 +89,12 @@ class Deferred {
   friend class Engine;
   bool queued_ = false;
 };
+
+// Throws for a text that is no IP address.
+inline SocketAddress address_of(const std::string& address, std::uint16_t port) {
+  if (const auto found = parsed(address, port)) return *found;
+  throw UcxFault(UCS_ERR_INVALID_ADDR, address + " is no IP address");
+}
 
 // Something for Python, made without its lock. `token` is an owned reference to the future that waits for it; of a
 // listener's events it is borrowed, and they go when the listener is closed.
@@ -176,7 +182,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
 class Listener {
  public:
-  // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`, and so does the
+  // `address` "" is all of IPv4, "::" all of IPv6; `port` 0 is assigned. Each new endpoint becomes an event with `token`, and so does the
   // failure to make one. While the engine has `most` endpoints, further clients are refused.
   Listener(Engine& engine, const std::string& address, std::uint16_t port, std::size_t most, void* token);
   ~Listener();

@@ -3,19 +3,18 @@
 
 #include <algorithm>
 
-#include "ucp/addresses.hpp"
 
 namespace transport::ucp {
 
 Listener::Listener(Engine& engine, const std::string& address, std::uint16_t port, std::size_t most, void* token)
     : engine_(engine), most_(most), token_(token) {
-  const sockaddr_in at = address_of(address, port);
+  const SocketAddress at = address_of(address, port);
   engine.require_open();
   auto door = std::make_unique<Door>(Door{engine, this});
   ucp_listener_params_t params{};
   params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
-  params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&at);
-  params.sockaddr.addrlen = sizeof at;
+  params.sockaddr.addr = at.data();
+  params.sockaddr.addrlen = at.size();
   params.conn_handler = {&Listener::arrived, door.get()};
   check(ucp_listener_create(engine.worker_, &params, &door->handle), "listening");
   door_ = engine.doors_.emplace_back(std::move(door)).get();
@@ -27,9 +26,9 @@ Listener::Listener(Engine& engine, const std::string& address, std::uint16_t por
     close();
     throw UcxFault(status, "querying the listening port");
   }
-  const auto& found = reinterpret_cast<const sockaddr_in&>(attributes.sockaddr);
+  const SocketAddress found{attributes.sockaddr};
   door_->gate = std::make_unique<Gate>(found);
-  port_ = ntohs(found.sin_port);
+  port_ = found.port();
 }
 
 Listener::~Listener() { close(); }
@@ -40,7 +39,7 @@ void Listener::arrived(ucp_conn_request_h request, void* self) {
   attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
   bool served = true;
   if (door.gate != nullptr && ucp_conn_request_query(request, &attributes) == UCS_OK)
-    served = door.gate->admitted(attributes.client_address);
+    served = door.gate->admitted({attributes.client_address});
   Engine& engine = door.engine;
   if (served && door.owner != nullptr &&
       engine.endpoints_.size() + engine.postponed_.size() + door.owner->waiting_.size() < door.owner->most_) {

@@ -38,8 +38,14 @@ ino_t socket_inode(int descriptor) {  // 0: no socket
   return fstat(descriptor, &found) == 0 && S_ISSOCK(found.st_mode) ? found.st_ino : 0;
 }
 
-std::uint64_t key_of(const sockaddr_in& address) {
-  return (std::uint64_t{address.sin_addr.s_addr} << 16) | address.sin_port;
+using Ask = int (*)(int, sockaddr*, socklen_t*);
+
+// The answer of getsockname or getpeername; of no family where there is none.
+SocketAddress asked(Ask ask, int descriptor) {
+  SocketAddress found;
+  socklen_t size = sizeof found.storage;
+  if (ask(descriptor, reinterpret_cast<sockaddr*>(&found.storage), &size) != 0) found.storage.ss_family = AF_UNSPEC;
+  return found;
 }
 
 bool says_too_much(int descriptor) {
@@ -52,7 +58,7 @@ bool says_too_much(int descriptor) {
 
 }  // namespace
 
-Gate::Gate(const sockaddr_in& at) : at_(at), directory_(opendir("/proc/self/fd"), &closedir) {
+Gate::Gate(const SocketAddress& at) : at_(at), directory_(opendir("/proc/self/fd"), &closedir) {
   if (directory_ == nullptr) return;
   spare_ = fcntl(dirfd(directory_.get()), F_DUPFD_CLOEXEC, 0);
 }
@@ -61,23 +67,21 @@ Gate::~Gate() {
   if (spare_ >= 0) close(spare_);
 }
 
-bool Gate::admitted(const sockaddr_storage& client) {
-  if (client.ss_family == AF_INET) admitted_.insert(key_of(reinterpret_cast<const sockaddr_in&>(client)));
+bool Gate::admitted(const SocketAddress& client) {
+  if (const std::string name = text_of(client); !name.empty()) admitted_.insert(name);
   const std::size_t limit = descriptor_limit();
   if (used_ + ++requests_ * kMostPerConnection + reserve_of(limit) > limit) keep_reserve();
   return !shut_;
 }
 
 bool Gate::is_at(int descriptor) const {
-  if (at_.sin_port == 0) return false;
+  if (at_.port() == 0) return false;
   int kind = 0;  // ports of UDP are others
   socklen_t kind_size = sizeof kind;
   if (getsockopt(descriptor, SOL_SOCKET, SO_TYPE, &kind, &kind_size) != 0 || kind != SOCK_STREAM) return false;
-  sockaddr_in address{};
-  socklen_t size = sizeof address;
-  return getsockname(descriptor, reinterpret_cast<sockaddr*>(&address), &size) == 0 && address.sin_family == AF_INET &&
-         address.sin_port == at_.sin_port &&
-         (at_.sin_addr.s_addr == INADDR_ANY || address.sin_addr.s_addr == at_.sin_addr.s_addr);
+  const SocketAddress address = asked(getsockname, descriptor);
+  return address.storage.ss_family == at_.storage.ss_family && address.port() == at_.port() &&
+         (at_.is_any() || address.host() == at_.host());
 }
 
 Gate::Kind Gate::classify(int descriptor) const {
@@ -89,10 +93,7 @@ Gate::Kind Gate::classify(int descriptor) const {
 }
 
 bool Gate::has_admitted(int descriptor) const {
-  sockaddr_in client{};
-  socklen_t size = sizeof client;
-  return !admitted_.empty() && getpeername(descriptor, reinterpret_cast<sockaddr*>(&client), &size) == 0 &&
-         admitted_.contains(key_of(client));
+  return !admitted_.empty() && admitted_.contains(text_of(asked(getpeername, descriptor)));
 }
 
 // Sockets are asked by number: who closes one meanwhile, so that the number is another's, has us learn nothing worse than

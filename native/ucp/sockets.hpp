@@ -10,13 +10,15 @@
 #pragma once
 
 #include <dirent.h>
-#include <netinet/in.h>
 #include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
+
+#include "ucp/addresses.hpp"
 
 namespace transport::ucp {
 
@@ -24,13 +26,13 @@ namespace transport::ucp {
 // is never duplicated, since closing it would give up the locks that this process has on the file.
 class Gate {
  public:
-  explicit Gate(const sockaddr_in& at);
+  explicit Gate(const SocketAddress& at);
   ~Gate();
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
 
   // A valid request of this client has come. False: there are too few descriptors to serve it.
-  bool admitted(const sockaddr_storage& client);
+  bool admitted(const SocketAddress& client);
 
   // Look after the reserve of descriptors, and end a peer that is not admitted, and was seen `patience_ns` ago or has said more than a request can have. True
   // while there are some to look at again. Nothing tells when a client connects: UCX's thread accepts at once, and a
@@ -66,7 +68,7 @@ class Gate {
   void reset(int descriptor, ino_t inode);
   bool keep_reserve();
 
-  const sockaddr_in at_;
+  const SocketAddress at_;
   std::unique_ptr<DIR, int (*)(DIR*)> directory_;  // kept open: descriptors may run out
   int spare_ = -1;  // a number of ours for what is held
   std::size_t used_ = 0;  // descriptors of this process, at the last round
@@ -74,7 +76,7 @@ class Gate {
   bool shut_ = false;  // the reserve is in use: no newcomers
   std::uint64_t round_ = 0;
   std::unordered_map<int, Seen> seen_;
-  std::unordered_set<std::uint64_t> admitted_;  // since the last round
+  std::unordered_set<std::string> admitted_;  // since the last round
 };
 
 }  // namespace transport::ucp

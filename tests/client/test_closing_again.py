@@ -24,7 +24,8 @@ def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(st
         for _ in range(steps):
             await asyncio.sleep(0)
         closing.cancel()
-        return client._links._worker
+        [worker] = client._links._workers.values()
+        return worker
 
     with serving() as (ring, _):
         ticket = ring.write_raw(noise(100))

@@ -50,12 +50,15 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path, *, one_machine: bool = False) -> Iterator[tuple[Host, Host]]:
-    """Make them, and remove them again; on one machine: containers that share its memory (`docker run --ipc=host`)."""
-    with namespaces(2) as names:
+def two_hosts(folder: Path, *, one_machine: bool = False, ipv6: bool = False) -> Iterator[tuple[Host, Host]]:
+    """Make them, and remove them again; on one machine: containers that share its memory (`docker run --ipc=host`).
+
+    ``ipv6``: beside loopback they have IPv6 alone.
+    """
+    with namespaces(2, ipv6=ipv6) as names:
         hosts = []
         for number, name in enumerate(names):
             identity = folder / f"{name}.boot_id"
             identity.write_text(f"{uuid.uuid4()}\n")
-            hosts.append(Host(name, address_of(number), None if one_machine else identity))
+            hosts.append(Host(name, address_of(number, ipv6=ipv6), None if one_machine else identity))
         yield hosts[0], hosts[1]

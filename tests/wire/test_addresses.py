@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from transport.client.connections.pool import port_of
+from transport.errors import UsageError
 from transport.wire import addresses
-from transport.wire.addresses import advertised, default_route_interface, interface_address, rdma_interfaces
+from transport.wire.addresses import (
+    advertised,
+    default_route_interface,
+    host_port,
+    interface_address,
+    is_ipv6,
+    listened_on,
+    rdma_interfaces,
+)
 
 HEADER = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
@@ -70,11 +80,26 @@ def test_interface_of_the_default_route_is_found_among_others(tmp_path: Path) ->
 def test_without_a_default_route_there_is_no_interface(tmp_path: Path, text: str) -> None:
     table = tmp_path / "route"
     table.write_text(text)
-    assert default_route_interface(table) is None
+    assert default_route_interface(table, tmp_path / "missing") is None
 
 
 def test_without_a_route_table_there_is_no_interface(tmp_path: Path) -> None:
-    assert default_route_interface(tmp_path / "missing") is None
+    assert default_route_interface(tmp_path / "missing", tmp_path / "missing") is None
+
+
+IPV6_ROUTES = """\
+fd770000000000000000000000000000 40 {0} 00 {0} 00000100 00000001 00000000 00000001   cable0
+{0} 00 {0} 00 {0} ffffffff 00000001 00000000 00200200       lo
+{0} 00 {0} 00 {0} 00000400 00000001 00000000 00000001   cable0
+""".format("0" * 32)
+
+
+def test_without_a_route_of_ipv4_that_of_ipv6_counts(tmp_path: Path) -> None:
+    table = tmp_path / "ipv6_route"
+    table.write_text(IPV6_ROUTES)
+    assert default_route_interface(tmp_path / "missing", table) == "cable0"
+    ipv4 = routes(tmp_path / "route", ("ens5", "00000000", 100))
+    assert default_route_interface(ipv4, table) == "ens5"
 
 
 # --- addresses of interfaces ---------------------------------------------------------------------------
@@ -94,7 +119,7 @@ def host(
     """A host with these interfaces; ``known`` are the ones that have an address."""
     monkeypatch.setattr(addresses, "rdma_interfaces", lambda: list(rdma))
     monkeypatch.setattr(addresses, "default_route_interface", lambda: route)
-    monkeypatch.setattr(addresses, "interface_address", known.get)
+    monkeypatch.setattr(addresses, "addresses_of", lambda name: [known[name]] if name in known else [])
 
 
 def test_rdma_comes_before_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +135,41 @@ def test_loopback_only_where_there_is_nothing_else(
     assert advertised() == ("127.0.0.1",)
 
 
-def test_this_host_advertises_at_least_one_ipv4_address() -> None:
+def test_a_host_with_ipv6_alone_advertises_that_and_one_with_both_the_family_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host(monkeypatch, rdma=("ib0",), route="ens5", ens5="fd00::7", ib0="fd01::7")
+    assert advertised() == ("fd01::7", "fd00::7")
+    assert advertised(ipv6=False) == ("127.0.0.1",)
+    host(monkeypatch, rdma=("ib0",), route="ens5", ens5="192.168.0.7", ib0="fd01::7")
+    assert advertised() == ("192.168.0.7",)
+    assert advertised(ipv6=True) == ("fd01::7",)
+
+
+def test_this_host_advertises_addresses_of_one_family() -> None:
     found = advertised()
     assert found
-    assert all(len(address.split(".")) == 4 for address in found)
+    assert len({is_ipv6(address) for address in found}) == 1
+
+
+def test_a_ring_listens_on_the_family_of_its_addresses() -> None:
+    assert listened_on("", ("10.0.0.1", "node7")) == ""
+    assert listened_on("", ("node7", "fd00::1")) == "::"
+    assert listened_on("fd00::1", ("fd00::1",)) == "fd00::1"
+    for bind, named in (("", ("10.0.0.1", "fd00::1")), ("::", ("10.0.0.1",)), ("10.0.0.1", ("fd00::1",))):
+        with pytest.raises(UsageError, match="IPv4 and of IPv6"):
+            listened_on(bind, named)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "node7"])
+def test_host_and_port_are_one_text_that_is_read_again(host: str) -> None:
+    assert port_of(host_port(host, 7000)) == (host, 7000)
+
+
+@pytest.mark.parametrize("text", ["fd00::1:7000", "[fd00::1]", "[10.0.0.1]:7000", "[]:7000", ":7000", "node7:0"])
+def test_another_text_is_no_host_and_port(text: str) -> None:
+    with pytest.raises(UsageError, match="host:port"):
+        port_of(text)
 
 
 def test_a_virtual_device_a_bond_and_a_vlan_are_found_by_the_ports_addresses(tmp_path: Path) -> None:

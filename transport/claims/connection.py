@@ -68,6 +68,7 @@ from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import NO_SCHEMA
 from transport.wire import frames
+from transport.wire.addresses import host_port
 from transport.wire.frames import Ended, Kind, Record
 from transport.wire.joining import address_of, of_this_host
 from transport.wire.library import engine
@@ -337,9 +338,9 @@ class ClaimConnection:
         if count:
             self._client.checksum_failures += count
             log.warning(
-                "%d payloads from %s:%d arrived with other bytes than were written; they go back and come again",
+                "%d payloads from %s arrived with other bytes than were written; they go back and come again",
                 count,
-                *self.link.port,
+                host_port(*self.link.port),
             )
 
     # --- the ends of claims -------------------------------------------------------------------------
@@ -453,7 +454,7 @@ class ClaimConnection:
 
     def _late(self, limit_s: float, what: str) -> ReadTimeoutError:
         host, port = self.link.port
-        return ReadTimeoutError(f"{host}:{port} did not answer {what} within {limit_s:.1f} s")
+        return ReadTimeoutError(f"{host_port(host, port)} did not answer {what} within {limit_s:.1f} s")
 
     def _task(self, work: Coroutine[Any, Any, T], answered: asyncio.Future[T]) -> None:
         """Have ``answered`` get what ``work`` returns or raises."""
@@ -520,7 +521,7 @@ class ClaimConnections:
         if self.known and schema not in (*self.known, NO_SCHEMA, ""):
             self.leave(connection)
             theirs = schema_of(connection.link.fields)
-            raise SchemaError(foreign(f"{connection.ring[:8]} at {port[0]}:{port[1]}", schema, theirs, self.schemas))
+            raise SchemaError(foreign(f"{connection.ring[:8]} at {host_port(*port)}", schema, theirs, self.schemas))
         return connection
 
     async def _connected(self, port: PortKey, segment: str | None = "") -> ClaimConnection:

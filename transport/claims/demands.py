@@ -30,7 +30,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.runtime.logs import LogLimit
-from transport.wire.addresses import is_loopback
+from transport.wire.addresses import host_port, is_loopback
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Demands:
             # At an address whatever is served there will do, but at a port that a ring has named only that ring.
             if link.ring != ring and (place.ring or port not in place.ports):
                 self._all.leave(link)
-                raise WrongRingError(f"{address}:{port} serves ring {link.ring[:8]}, not {ring[:8]}")
+                raise WrongRingError(f"{host_port(address, port)} serves ring {link.ring[:8]}, not {ring[:8]}")
         except TransportError as error:
             if self.ended.get(known.ring):  # another ring may be served there later
                 self._takers.lost(name, time.monotonic())

@@ -25,6 +25,7 @@ from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, Trans
 from transport.ring.buffer import attached_reader
 from transport.settings import Settings
 from transport.wire import frames
+from transport.wire.addresses import host_port
 from transport.wire.frames import Kind
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class Outcomes:
                     gone = True
                     break
             except TransportError as error:
-                log.debug("%s:%d did not tell what became of %d claims: %s", *port, len(left), error)
+                log.debug("%s did not tell what became of %d claims: %s", host_port(*port), len(left), error)
             except TimeoutError:
                 break
             else:

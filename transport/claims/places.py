@@ -27,7 +27,7 @@ from transport.runtime import threads
 from transport.runtime.descriptors import OF_A_RING, promised
 from transport.store.directory import LEASE_S, Directory, Ended, Serving
 from transport.ticket import host_identity
-from transport.wire.addresses import LOOPBACK
+from transport.wire.addresses import loopback_of
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,9 @@ class OnThisHost(Discovery):
                 ports = ring.native.ports()
                 if ports and ring.ring_id not in mapped:
                     addresses = [each for each in ring.native.addresses.split(",") if each]
-                    found[ring.ring_id] = RingAddress((*addresses, LOOPBACK), ports, ring.ring_id, ring.name)
+                    found[ring.ring_id] = RingAddress(
+                        (*addresses, loopback_of(addresses)), ports, ring.ring_id, ring.name
+                    )
         return found
 
     def unseen(self) -> Mapping[str, str]:

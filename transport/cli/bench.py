@@ -152,11 +152,10 @@ def fetch(
     from transport.bench.result import Report, Row, table
     from transport.bench.units import parse_sizes
     from transport.cli.bench_plot import check, draw_reads
+    from transport.client.connections.pool import port_of
     from transport.doctor import infiniband
 
-    host, _, port = server.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"{server}: give HOST:PORT, as in node7:7100")
+    host, port = port_of(server)
     if wire not in _NETWORK:
         raise UsageError(f"--wire {wire}: choose tcp or rdma; within one host use transport bench loopback")
     _wires(wire, _NETWORK)

@@ -35,6 +35,7 @@ from transport.ring.parts import PayloadPart, Range
 from transport.runtime.timeouts import Timeouts, fail
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.wire.addresses import host_port
 from transport.wire.frames import Record
 from transport.wires import Wire
 
@@ -143,7 +144,7 @@ class RemoteReads:
                 log.info(
                     "payload %s: attempt %d at %s:%d failed: %s",
                     *(ticket.name, number, *port, error),
-                    extra={"ticket": key_of(ticket), "port": f"{port[0]}:{port[1]}", "attempt": number},
+                    extra={"ticket": key_of(ticket), "port": host_port(*port), "attempt": number},
                 )
                 another = number < len(ports) and links.routes.healthy(links.next_port(ring, ports))
                 try:
@@ -219,7 +220,7 @@ class RemoteReads:
                         "transfer",
                         key_of(want.ticket),
                         begun,
-                        port=f"{link.port[0]}:{link.port[1]}",
+                        port=host_port(*link.port),
                         wire=link.wire,
                         bytes=want.ticket.size,
                         together=len(wants),
@@ -257,7 +258,7 @@ class RemoteReads:
             self._links.break_off(link)
             if link.given_up and isinstance(error, LinkError | ClosedError):
                 raise GivenUpError(
-                    f"{link.port[0]}:{link.port[1]}: connection closed because another peer failed; retrying"
+                    f"{host_port(*link.port)}: connection closed because another peer failed; retrying"
                 ) from error
             raise
         self._watch.remove(answer)
@@ -298,9 +299,9 @@ class RemoteReads:
         except TimeoutError as error:
             if isinstance(error, TransportError):
                 raise
-            raise DeadlineExceededError(f"{port[0]}:{port[1]}: no connection before the deadline") from error
+            raise DeadlineExceededError(f"{host_port(*port)}: no connection before the deadline") from error
         if self._trace is not None:
-            self._trace.span("connect", key_of(ticket), begun, port=f"{port[0]}:{port[1]}")
+            self._trace.span("connect", key_of(ticket), begun, port=host_port(*port))
         return link
 
     def close(self) -> None:
@@ -312,5 +313,5 @@ def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
     """The error for an attempt that exceeded ``limit_s``, or ``left_s``, the time until the caller's deadline."""
     host, port = link.port
     if left_s < limit_s:  # a short deadline says nothing about the port
-        return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
-    return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
+        return DeadlineExceededError(f"{host_port(host, port)} did not answer before the deadline")
+    return ReadTimeoutError(f"{host_port(host, port)} did not answer within {limit_s:.1f} s")

@@ -35,6 +35,7 @@ from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory, Finder
 from transport.ticket import Ticket
+from transport.wire.addresses import host_port
 from transport.wire.frames import Kind, Record, SlotFate, fate_of
 from transport.wires import Wire, named_wires
 
@@ -319,7 +320,7 @@ class UCXXClient:
             acks_unconfirmed=ledger.sent_count,
             acks_dropped=ledger.dropped_count,
             quarantined_ports=tuple(
-                f"{host}:{port}" for host, port in self._links.quarantine.quarantined(time.monotonic())
+                host_port(host, port) for host, port in self._links.quarantine.quarantined(time.monotonic())
             ),
         )
 

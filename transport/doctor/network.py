@@ -12,7 +12,13 @@ from transport.config import Configuration
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import ConfigurationError
 from transport.folders import expanded
-from transport.wire.addresses import LOOPBACK, default_route_interface, interface_address, rdma_interfaces
+from transport.wire.addresses import (
+    LOOPBACK,
+    default_route_interface,
+    family_of,
+    interface_address,
+    rdma_interfaces,
+)
 
 _FEWEST_BYTES: Final = 16  # of a secret that is not guessed
 
@@ -45,7 +51,7 @@ def address(
         return warn(
             "address",
             f"{', '.join(configured)}: the setting addresses; {', '.join(foreign)}",
-            "TRANSPORT_ADDRESSES=… with one that ip -4 address lists; as it is where the readers reach this host by it "
+            "TRANSPORT_ADDRESSES=… with one that ip address lists; as it is where the readers reach this host by it "
             "(NAT, a Kubernetes service)",
         )
     if configured:
@@ -60,7 +66,7 @@ def address(
     if no_ip:
         return warn(
             "address",
-            f"{out or LOOPBACK}: InfiniBand interfaces without an IPv4 address: {', '.join(no_ip)}",
+            f"{out or LOOPBACK}: InfiniBand interfaces without an IP address: {', '.join(no_ip)}",
             f"ip address add 10.0.0.1/24 dev {no_ip[0]}; or TRANSPORT_ADDRESSES=…",
         )
     if out:
@@ -68,17 +74,17 @@ def address(
     return warn(
         "address",
         f"{LOOPBACK}: no default route and no RDMA interface; this host is unreachable for other hosts",
-        "TRANSPORT_ADDRESSES=… with an address that the readers can reach (ip -4 address lists them)",
+        "TRANSPORT_ADDRESSES=… with an address that the readers can reach (ip address lists them)",
     )
 
 
 def _not_of_this_host(address: str) -> str:
     """What is said against a setting; "": it is an address of this host."""
     try:
-        found = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+        family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0]
     except (OSError, ValueError):  # ValueError: a name that cannot be encoded
         return f"{address} does not resolve here"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((found[0], 0))
         except OSError:
@@ -109,7 +115,7 @@ def secret(path: str, length: int, mode: int) -> Check:
 
 
 def _port(port: int, bind: str, name: str = "port") -> Check:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(bind) or socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as UCX is configured to do
         try:
             probe.bind((bind, port))

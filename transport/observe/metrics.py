@@ -27,6 +27,7 @@ from transport.observe.statistics import PackerStatistics
 from transport.queue.base import QueueDepth, TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.installing import install
+from transport.wire.addresses import host_port
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -242,13 +243,13 @@ class _Port:
             self._server, self._thread = prometheus.start_http_server(port, bind, registry)
         except (OSError, OverflowError) as error:
             raise BusyPortError(
-                f"metrics on {bind}:{port}: {error}; give each process a metrics_port of its own (0: any free one), "
-                "and a metrics_bind of this host"
+                f"metrics on {host_port(bind, port)}: {error}; give each process a metrics_port of its own (0: any "
+                "free one), and a metrics_bind of this host"
             ) from error
         self.process = os.getpid()
         self.users = 0
         self.number: int = self._server.server_port
-        log.info("metrics on http://%s:%d/metrics", bind, self.number)
+        log.info("metrics on http://%s/metrics", host_port(bind, self.number))
 
     def add(self, of: object, name: str, samples: Callable[[str], Iterator[Sample]]) -> None:
         """Collect from it at each scrape, until it is removed as often as it was added."""

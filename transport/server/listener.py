@@ -39,6 +39,7 @@ from transport.ring.attachment import Attachment
 from transport.runtime.logs import LogLimit
 from transport.settings import DEFAULTS, Settings
 from transport.wire import authentication, frames
+from transport.wire.addresses import is_ipv6
 from transport.wire.interfaces import Network, active_ports
 from transport.wire.library import engine, settings_here
 from transport.wire.ucx import Endpoint, Listening, Worker
@@ -298,7 +299,7 @@ class Listener:
         ring: attached with role "listener", or the writer's own object (in-process mode).
         secret: shared secret that clients must prove to have; None: none is asked.
         wires: the wires UCX may use; None: whatever is best.
-        bind: local IPv4 address to listen on; "": all of them.
+        bind: local address to listen on; "": all of IPv4, "::": all of IPv6.
         restart: called with the reason when the listener can only be repaired by a new process; only for a listener
             that has a process of its own. Reasons: its memory exceeds ``listener_memory_bytes``, because UCX keeps
             what peers send in more ways than can be counted here; it is stalled (`StallDetector`); or its UCX lacks a
@@ -381,7 +382,7 @@ class Listener:
         """Make worker and service, and register the ring for RDMA devices; without them where that is refused."""
         pages = -(-self.ring.slot_capacity // _PAGE_BYTES)
         ring_bytes = self.ring.slot_count * pages * _PAGE_BYTES
-        settings = settings_here(self._wires, locked_bytes=ring_bytes, refused=refused)
+        settings = settings_here(self._wires, locked_bytes=ring_bytes, refused=refused, ipv6=is_ipv6(self._bind))
         worker = Worker(settings)
         try:
             service: _ucp.Service = engine().Service(

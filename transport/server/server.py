@@ -29,7 +29,7 @@ from transport.runtime.arguments import seconds, several
 from transport.server.process import ListenerConfig
 from transport.server.running import OneThread, Processes
 from transport.settings import DEFAULTS, Settings
-from transport.wire.addresses import LOOPBACK, advertised
+from transport.wire.addresses import advertised, is_ipv6, is_loopback, listened_on
 from transport.wire.authentication import checked_secret
 from transport.wire.library import library
 from transport.wires import Wire, named_wires
@@ -49,8 +49,8 @@ class UCXXServer:
         ports: one listener each; 0 is assigned by the system. `ports` reports the actual ones after `start`.
         addresses: what tickets advertise, best first; default: that of an RDMA interface if there is
             one, else that of the default route.
-        bind: local IPv4 address the listeners listen on, and which tickets then advertise unless ``addresses`` says
-            otherwise; "": all addresses of this host.
+        bind: local address the listeners listen on, and which tickets then advertise unless ``addresses`` says
+            otherwise; "": all addresses of this host, of the family of what tickets advertise ("::": all of IPv6).
         secret: shared secret that clients must prove to have.
         wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: UCX chooses.
         mode: "process" or "thread", see above.
@@ -92,13 +92,15 @@ class UCXXServer:
         self._ring = ring
         self._wanted = tuple(ports)
         if addresses is None:
-            addresses = (bind,) if bind else advertised()
-            if addresses == (LOOPBACK,):
+            every = bind in ("", "0.0.0.0", "::")
+            addresses = advertised(is_ipv6(bind) if bind else None) if every else (bind,)
+            if every and all(map(is_loopback, addresses)):
                 log.warning(
                     "this host has no default route: tickets name %s, which trainers on other hosts do not reach; set "
                     "TRANSPORT_ADDRESSES to an address that they do",
-                    LOOPBACK,
+                    addresses[0],
                 )
+        bind = listened_on(bind, addresses)
         self._addresses = tuple(addresses)
         self._mode = mode
         self._config = ListenerConfig(

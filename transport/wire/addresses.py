@@ -1,26 +1,49 @@
-"""Which addresses of this host tickets name: of an RDMA interface first, then of the default route, then loopback."""
+"""Which addresses of this host tickets name: of an RDMA interface first, then of the default route, then loopback.
+
+A ring is served by addresses of one family, since a UCX listener has one: IPv4 where the host has it.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import socket
-import struct
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
+
+from transport.errors import UsageError
+from transport.wire.interfaces import addresses_of
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
+LOOPBACK_IPV6 = "::1"
+_RTF_REJECT: Final = 0x200
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def interface_address(interface: str) -> str | None:
-    """IPv4 address of a network interface, or None."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Return an address of a network interface, of IPv4 if it has one; None: it has none that others reach."""
+    return next(iter(addresses_of(interface)), None)
+
+
+def family_of(address: str) -> socket.AddressFamily | None:
+    """Return the family of an IP address; None: it is none, but perhaps a name."""
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+            socket.inet_pton(family, address)
+        except (OSError, ValueError, TypeError):  # ValueError: a zero in the text; TypeError: no text
+            continue
+        return family
+    return None
+
+
+def is_ipv6(address: str) -> bool:
+    """Return whether this is an IPv6 address."""
+    return family_of(address) is socket.AF_INET6
+
+
+def host_port(host: str, port: int) -> str:
+    """Return host and port as one text: ``10.0.0.1:7000``, ``[fd00::1]:7000``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(address: str) -> bool:
@@ -28,15 +51,36 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "::1")
 
 
+def listened_on(bind: str, addresses: Sequence[str]) -> str:
+    """Return the address to listen on: ``bind``, or all of the family that the addresses of tickets have.
+
+    UsageError for addresses of both.
+    """
+    literal = [each for each in (bind, *addresses) if family_of(each) is not None]
+    if len({is_ipv6(each) for each in literal}) > 1:
+        raise UsageError(
+            f"{', '.join(literal)} are of IPv4 and of IPv6; a ring is served by one of them: leave some out"
+        )
+    return bind or ("::" if any(map(is_ipv6, literal)) else "")
+
+
+def loopback_of(addresses: Iterable[str]) -> str:
+    """Return the address of loopback of the family by which a ring with these addresses is served."""
+    return LOOPBACK_IPV6 if any(map(is_ipv6, addresses)) else LOOPBACK
+
+
 def address_towards(host: str, port: int) -> str | None:
-    """The IPv4 address from which this host reaches another one. None: it is this host, or there is no way to it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))  # nothing is sent
-        except OSError:
-            return None
-        own, other = probe.getsockname()[0], probe.getpeername()[0]
-    return None if own == other or is_loopback(other) else str(own)
+    """The address from which this host reaches another one. None: it is this host, or there is no way to it."""
+    try:
+        ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, _, _, place in sorted(ways, key=lambda way: way[0] != socket.AF_INET):
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent
+            own, other = probe.getsockname()[0], probe.getpeername()[0]
+            return None if own == other or is_loopback(other) else str(own)
+    return None
 
 
 def active_ports(root: Path = RDMA_DEVICES) -> list[Path]:
@@ -67,21 +111,37 @@ def _read(path: Path) -> str:
         return ""
 
 
-def default_route_interface(table: Path = Path("/proc/net/route")) -> str | None:
-    """Interface of the IPv4 default route, or None."""
-    try:
-        rows = table.read_text().splitlines()[1:]
-    except OSError:
-        return None
-    return next(
-        (fields[0] for fields in map(str.split, rows) if len(fields) > 7 and fields[1] == fields[7] == "00000000"), None
+def default_route_interface(
+    table: Path = Path("/proc/net/route"), table_ipv6: Path = Path("/proc/net/ipv6_route")
+) -> str | None:
+    """Return the interface of the default route, of IPv4 if there is one; None: there is none."""
+    ipv4 = (fields[0] for fields in _rows(table) if len(fields) > 7 and fields[1] == fields[7] == "00000000")
+    ipv6 = (
+        fields[9]
+        for fields in _rows(table_ipv6)
+        if len(fields) > 9 and fields[0] == "0" * 32 and fields[1] == "00" and not int(fields[8], 16) & _RTF_REJECT
     )
+    return next((name for name in (*ipv4, *ipv6) if name != "lo"), None)
 
 
-def advertised() -> tuple[str, ...]:
-    """Addresses to advertise, best first; loopback only where there is nothing else."""
+def _rows(table: Path) -> Iterator[list[str]]:
+    try:
+        return map(str.split, table.read_text().splitlines())
+    except OSError:  # a kernel without it
+        return iter(())
+
+
+def advertised(ipv6: bool | None = None) -> tuple[str, ...]:
+    """Return the addresses to advertise, best first; loopback only where there is nothing else.
+
+    Args:
+        ipv6: whether they are to be of this family; None: of IPv4, or of IPv6 where the host has no address of IPv4.
+    """
     interfaces = rdma_interfaces()
     if route := default_route_interface():
         interfaces.append(route)
-    found = [address for interface in interfaces if (address := interface_address(interface))]
-    return tuple(dict.fromkeys(found)) or (LOOPBACK,)
+    found = [address for interface in interfaces for address in addresses_of(interface)]
+    if ipv6 is None:
+        ipv6 = bool(found) and all(map(is_ipv6, found))
+    kept = tuple(dict.fromkeys(address for address in found if is_ipv6(address) is ipv6))
+    return kept or (LOOPBACK_IPV6 if ipv6 else LOOPBACK,)

@@ -46,12 +46,18 @@ def active_ports() -> frozenset[str]:
 
 
 def addresses() -> Iterator[tuple[str, str]]:
-    """Yield (interface, address) as UCX may use them: of interfaces that run, and no link's own; IPv4 first."""
+    """Yield (interface, address) as UCX may use them, of interfaces that run."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        running = {name for _, name in socket.if_nameindex() if _runs(probe, name)}
-        found = [(name, address) for name in sorted(running) if (address := _ipv4_address(probe, name))]
-    found += [(name, address) for name, address in _ipv6_addresses() if name in running]
-    return ((name, address) for name, address in found if not ipaddress.ip_address(address).is_link_local)
+        running = [name for _, name in socket.if_nameindex() if _runs(probe, name)]
+    return ((name, address) for name in running for address in addresses_of(name))
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface that are not its link's alone: of IPv4 the first one, then those of IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        ipv4 = _ipv4_address(probe, interface)
+    found = [*([] if ipv4 is None else [ipv4]), *(address for name, address in _ipv6_addresses() if name == interface)]
+    return [address for address in found if not ipaddress.ip_address(address).is_link_local]
 
 
 def _runs(probe: socket.socket, interface: str) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from transport.errors import UnreachableError
+from transport.wire.addresses import family_of
 
 if TYPE_CHECKING:
     from transport import _ucp
@@ -37,10 +38,11 @@ def maps_memory(settings: Mapping[str, str]) -> bool:
 
 
 def of_this_host(address: str) -> bool:
-    """Whether an IPv4 address is one of this host's. A name is not looked up, which would block: see `address_of`."""
-    if not _is_address(address):
+    """Whether an IP address is one of this host's. A name is not looked up, which would block: see `address_of`."""
+    family = family_of(address)
+    if family is None:
         return False
-    with socket.socket() as probe:
+    with socket.socket(family) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
@@ -48,28 +50,20 @@ def of_this_host(address: str) -> bool:
     return True
 
 
-def _is_address(text: str) -> bool:
-    try:
-        socket.inet_pton(socket.AF_INET, text)
-    except (OSError, ValueError):  # ValueError: a zero in the text
-        return False
-    return True
-
-
 async def address_of(host: str) -> str:
-    """The IPv4 address of a host; a name is looked up in a thread.
+    """The IP address of a host; a name is looked up in a thread. Of a name with both kinds, its IPv4 address.
 
     Raises:
         UnreachableError: the name does not resolve.
     """
-    if _is_address(host):
+    if family_of(host) is not None:
         return host
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:  # ValueError: a text that is no name
-        raise UnreachableError(f"{host} does not resolve to an IPv4 address: {error}") from error
-    return str(found[0][4][0])
+        raise UnreachableError(f"{host} does not resolve to an IP address: {error}") from error
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 class ConnectionSetup:

@@ -13,6 +13,7 @@ import contextlib
 import time
 
 from transport.errors import UnreachableError
+from transport.wire.addresses import host_port
 from transport.wire.library import connects_by_tcp
 
 _SILENT_S = 0.5  # a listener that hangs neither answers nor closes; neither does one behind some proxies
@@ -31,14 +32,14 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
             transport, _ = await asyncio.get_running_loop().create_connection(lambda: knocking, address, port)
         own, other = (transport.get_extra_info(name) for name in ("sockname", "peername"))
         if own == other:
-            raise UnreachableError(f"nothing listens at {address}:{port}: the connection led to itself")
+            raise UnreachableError(f"nothing listens at {host_port(address, port)}: the connection led to itself")
         transport.write(b"\0")
         transport.write_eof()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(_SILENT_S, began + timeout_s - time.monotonic())):
                 await knocking.over
         if knocking.answered:
-            raise UnreachableError(f"what listens at {address}:{port} is no listener of this package")
+            raise UnreachableError(f"what listens at {host_port(address, port)} is no listener of this package")
     except OSError as error:
         if connects_by_tcp():  # UCX may listen by rdmacm alone, and then the kernel has no socket
             why: object = error
@@ -46,7 +47,7 @@ async def probe(address: str, port: int, timeout_s: float) -> None:
                 why = "nothing accepts connections there"
             elif isinstance(error, TimeoutError):
                 why = f"no answer within {timeout_s:.1f} s"
-            raise UnreachableError(f"connecting to {address}:{port}: {why}") from None
+            raise UnreachableError(f"connecting to {host_port(address, port)}: {why}") from None
     finally:
         if transport is not None:
             transport.abort()

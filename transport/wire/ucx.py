@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from transport.errors import ClosedError, ConnectionLostError, ForkedError, TransportError, UsageError
 from transport.runtime.descriptors import OF_A_WORKER, promised
 from transport.runtime.forks import unforked
+from transport.wire.addresses import host_port, is_ipv6
 from transport.wire.interfaces import Network
 from transport.wire.joining import MAPPED, ConnectionSetup, address_of, maps_memory, of_this_host
 from transport.wire.library import engine, failure, library, translated
@@ -60,7 +61,7 @@ def _inheritable_sockets() -> Iterator[tuple[int, int]]:
                 continue
             if not os.get_blocking(descriptor):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:  # an interrupt here would close what it holds
-                    if (copy.family, copy.type) == (socket.AF_INET, socket.SOCK_STREAM):
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                         yield descriptor, found.st_ino
 
 
@@ -143,6 +144,8 @@ class Worker:
         # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.
         self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
         self.maps_memory = maps_memory(settings)
+        families = settings.get("TCP_AF_PRIO", os.environ.get("UCX_TCP_AF_PRIO", ""))
+        self._prefers_ipv6 = families.startswith("inet6")
         self._joining: list[ConnectionSetup] = []
         self._endpoint_type = native.Endpoint
         self._descriptor: int = self.engine.descriptor
@@ -244,10 +247,11 @@ class Worker:
         address = await address_of(host)
         if self._closed:
             raise ClosedError("the worker was closed while connecting")
-        with translated(f"connecting to {host}:{port}"):
+        self._check_family(address)
+        with translated(f"connecting to {host_port(host, port)}"):
             native = self._endpoint_type.connect(self.engine, address, port)
         self.kick()
-        return Endpoint(self, native, f"{host}:{port}", self.maps_memory and of_this_host(address))
+        return Endpoint(self, native, host_port(host, port), self.maps_memory and of_this_host(address))
 
     def listen(
         self,
@@ -257,10 +261,10 @@ class Worker:
         most: int = sys.maxsize,
         failed: Callable[[TransportError], None] | None = None,
     ) -> Listening:
-        """Listen on ``port`` (0: assigned) of the local IPv4 ``address`` ("": all); ``accept`` gets each new endpoint.
+        """Listen on ``port`` (0: assigned) of a local ``address``; ``accept`` gets each new endpoint.
 
-        While the worker has ``most`` endpoints, UCX rejects further clients. ``failed`` gets what kept UCX from making
-        the endpoint of a client.
+        ``address``: "" is all of IPv4, "::" all of IPv6. While the worker has ``most`` endpoints, UCX rejects further
+        clients. ``failed`` gets what kept UCX from making the endpoint of a client.
 
         Raises:
             BusyPortError: another program has the port.
@@ -268,7 +272,16 @@ class Worker:
         """
         if self._closed:
             raise ClosedError("the worker was closed")
+        self._check_family(address)
         return Listening(self, address, port, accept, most, failed)
+
+    def _check_family(self, address: str) -> None:
+        """Refuse IPv6 where UCX prefers IPv4, and would write behind its memory: see wires.py."""
+        if is_ipv6(address) and not self._prefers_ipv6:
+            raise UsageError(
+                f"{address} is an IPv6 address, and UCX_TCP_AF_PRIO={os.environ.get('UCX_TCP_AF_PRIO', 'inet,inet6')}: "
+                "UCX needs inet6 first for it"
+            )
 
     def close(self) -> None:
         """Abort every endpoint, stop progress, release the worker; in this order, because UCX may access the memory."""
@@ -299,8 +312,8 @@ class Listening:
         self._accept: Callable[[Endpoint], None] | None = accept
         self._failed = failed
         if address and not of_this_host(address):  # UCX would only report an input/output error
-            raise UsageError(f"listening on {address}:{port}: not an IPv4 address of this host")
-        with translated(f"listening on {address or '*'}:{port}"):
+            raise UsageError(f"listening on {host_port(address, port)}: not an IP address of this host")
+        with translated(f"listening on {host_port(address or '*', port)}"):
             self._native = engine().Listener(worker.engine, address, port, most, self._arrived)
         self.port: int = self._native.port
         keep_sockets()

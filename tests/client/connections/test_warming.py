@@ -52,8 +52,7 @@ async def test_a_ring_that_is_mapped_needs_no_connection_and_no_ucx(wire: Any) -
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         async with UCXXClient(wire=wire) as client:
             assert await client.warm(ring.write_raw(noise(1000)), f"127.0.0.1:{server.ports[0]}") == 0
-            assert client._links._worker is None
-            assert client._links._worker_apart is None
+            assert not client._links._workers
 
 
 # --- what fails -----------------------------------------------------------------------------------------

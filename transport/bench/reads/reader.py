@@ -23,6 +23,8 @@ from transport.devices.arrays import require_cupy
 from transport.errors import ChecksumError, WireNotAllowedError
 from transport.ticket import Ticket
 from transport.wire import ucx
+from transport.wire.addresses import is_ipv6
+from transport.wire.joining import address_of
 from transport.wires import Wire, settings_for
 
 ON_DEVICE = "read_device"  # written from device memory, read into it
@@ -207,7 +209,7 @@ async def _transports(wire: Wire, host: str, port: int) -> list[str]:
 
     Of a connection with the settings of a client of ``wire``.
     """
-    worker = ucx.Worker(settings_for(frozenset({wire})))
+    worker = ucx.Worker(settings_for(frozenset({wire}), ipv6=is_ipv6(await address_of(host))))
     try:
         endpoint = await worker.connect(host, port)
         seen: list[list[tuple[str, str]]] = []

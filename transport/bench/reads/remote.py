@@ -28,6 +28,7 @@ from transport.bench.reads.writer import Writing
 from transport.bench.result import Case, Sample
 from transport.errors import BusyPortError, LinkError, ProtocolError, TransportError, UnreachableError
 from transport.runtime.interruption import segment_prefix
+from transport.wire.addresses import family_of, host_port
 
 MOST_BYTES: Final = 4 << 30
 _MOST_LINE: Final = 1 << 24  # tickets of a batch
@@ -69,12 +70,13 @@ class BenchServer(socketserver.ThreadingTCPServer):
         self.addresses = tuple(addresses) or ((bind,) if bind else ())
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self.address_family = family_of(bind) or socket.AF_INET
         try:
             super().__init__((bind, port), _Handler)
         except OSError as error:
             other = "a --bind of this host" if error.errno == errno.EADDRNOTAVAIL else "another --port"
             raise BusyPortError(
-                f"cannot listen on {bind or '0.0.0.0'}:{port}: {error.strerror}; give {other}"
+                f"cannot listen on {host_port(bind or '0.0.0.0', port)}: {error.strerror}; give {other}"
             ) from error
         self.port: int = self.server_address[1]
 
@@ -147,12 +149,12 @@ class RemoteWriter:
             self._socket = socket.create_connection((host, port), _CONNECT_S)
         except OSError as error:
             raise UnreachableError(
-                f"benchmark server unreachable at {host}:{port} ({error}); "
+                f"benchmark server unreachable at {host_port(host, port)} ({error}); "
                 f"start it there: transport bench serve --port {port}"
             ) from error
         self._socket.settimeout(_ANSWER_S)
         self._lines = self._socket.makefile("rb")
-        self._where = f"{host}:{port}"
+        self._where = host_port(host, port)
         try:
             self._send(msgspec.json.encode(wanted))
             greeting = msgspec.convert(self._answer(), Greeting)

@@ -31,6 +31,7 @@ from transport.errors import (
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import authentication, frames
+from transport.wire.addresses import host_port
 from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
 from transport.wire.ucx import Endpoint, Worker
@@ -144,7 +145,9 @@ class Link:
             if endpoint is not None:
                 endpoint.abort()
             if isinstance(error, TimeoutError):
-                raise errors.ReadTimeoutError(f"{host}:{port} did not answer the handshake in time") from error
+                raise errors.ReadTimeoutError(
+                    f"{host_port(host, port)} did not answer the handshake in time"
+                ) from error
             raise
 
     @property

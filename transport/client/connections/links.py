@@ -32,6 +32,7 @@ from transport.runtime.descriptors import OF_A_CONNECTION, promised
 from transport.runtime.turns import Turns
 from transport.settings import Settings
 from transport.wire import frames
+from transport.wire.addresses import host_port, is_ipv6
 from transport.wire.authentication import checked_secret
 from transport.wire.frames import Kind, Record
 from transport.wire.interfaces import Network
@@ -72,10 +73,9 @@ class Links:
         self._wires = wires
         self._secret = checked_secret(secret)
         self._for_device_memory = device_memory
-        self._worker: Worker | None = None
+        self._workers: dict[tuple[bool, bool], Worker] = {}  # by whether shared memory may be used, and IPv6
         self._refused = ""  # why rdma is used no more
         self._retired: set[Worker] = set()  # each until its last connection has ended
-        self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._turns: dict[PortKey, Turns] = {}  # of those that wait for a link of a port
         self._tag_bases: dict[Link, int] = {}
@@ -125,7 +125,7 @@ class Links:
             return True
         if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
             if self.quarantine.failed(port, time.monotonic()):  # else it was used as a last resort, and said so before
-                log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
+                log.info("port %s is quarantined: %s", host_port(*port), error, extra={"port": host_port(*port)})
             self._break_off_all(self._pool.drain_port(port))
         elif isinstance(error, RefusedError):
             self.quarantine.succeeded(port)
@@ -180,34 +180,35 @@ class Links:
         return self._wires
 
     def _worker_for(self, ring: str, address: str) -> Worker:
-        """The worker that may use shared memory, or the one that may not.
+        """The worker of the address's family that may use shared memory, or the one that may not.
 
         Which has to be known before connecting. UCX crashes where the memory cannot be attached. And where only the
         network namespace is another one it maps the memory, but who waits is not woken: that goes through a socket.
         """
+        ipv6 = is_ipv6(address)
         if self._wires is not None and "shm" not in self._wires:
-            return self.worker()
+            return self.worker(ipv6=ipv6)
         route = self.routes.find(ring)
         known = route is not None and (route.segment is None or shares_memory(route.segment))
         if known and of_this_host(address):
-            return self.worker()
-        if self._worker_apart is None:
-            try:
-                self._worker_apart = Worker(settings_here(self._allowed(), shared_memory=False, refused=self._refused))
-            except WireNotAllowedError:
-                if route is not None and route.segment is not None:
-                    found_here(route.segment)  # a ring that has gone says nothing about the wires
-                raise
-            self._worker_apart.engine.drop_unexpected()
-        return self._worker_apart
+            return self.worker(ipv6=ipv6)
+        try:
+            return self.worker(shared_memory=False, ipv6=ipv6)
+        except WireNotAllowedError:
+            if route is not None and route.segment is not None:
+                found_here(route.segment)  # a ring that has gone says nothing about the wires
+            raise
 
-    def worker(self) -> Worker:
-        """The worker that may use shared memory. The first time UCX is loaded, which takes a tenth of a second."""
-        if self._worker is None:
-            self._worker = Worker(settings_here(self._allowed(), refused=self._refused))
+    def worker(self, *, shared_memory: bool = True, ipv6: bool = False) -> Worker:
+        """The worker for such connections. The first time UCX is loaded, which takes a tenth of a second."""
+        if (worker := self._workers.get((shared_memory, ipv6))) is None:
+            worker = Worker(
+                settings_here(self._allowed(), shared_memory=shared_memory, refused=self._refused, ipv6=ipv6)
+            )
+            self._workers[shared_memory, ipv6] = worker
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
-            self._worker.engine.drop_unexpected()
-        return self._worker
+            worker.engine.drop_unexpected()
+        return worker
 
     async def warm(self, port: PortKey, ring: str, most: int) -> int:
         """Open connections to a port before they are needed, up to ``most``; how many it has then.
@@ -281,7 +282,7 @@ class Links:
                 f"; UCX_TLS={os.environ.get('UCX_TLS')} takes precedence: unset it" if "TLS" in user_settings() else ""
             )
             raise WireNotAllowedError(
-                f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires)}{asked}"
+                f"UCX chose {link.wire} ({chosen}) to {host_port(*port)}, allowed are {sorted(self._wires)}{asked}"
             )
 
     async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
@@ -290,8 +291,9 @@ class Links:
         while True:
             self._look_at_network()
             address = await address_of(port[0])
-            worker = self.worker() if near else self._worker_for(ring, address)  # raises where no wire leads there
-            with promised(OF_A_CONNECTION, f"a connection to {port[0]}:{port[1]}"):
+            # raises where no wire leads there
+            worker = self.worker(ipv6=is_ipv6(address)) if near else self._worker_for(ring, address)
+            with promised(OF_A_CONNECTION, f"a connection to {host_port(*port)}"):
                 began = time.monotonic()
                 await probe(address, port[1], settings.connect_timeout_s)
                 left_s = settings.connect_timeout_s + settings.handshake_timeout_s - (time.monotonic() - began)
@@ -300,7 +302,7 @@ class Links:
                         worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=settings, limit_s=left_s
                     )
                 except (LinkError, ClosedError):
-                    if worker in self._workers() or self._closed:
+                    if worker in self._workers.values() or self._closed:
                         raise
 
     def checkin(self, link: Link) -> None:
@@ -319,9 +321,9 @@ class Links:
         """
         refused = "received memory could not be registered" if link.memory_refused else ""
         no_rdma = refused or link.port_is_down
-        blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
+        blocked = link.wire == "shm" and (silent or link.peer_died) and not link.worker.retired
         link.abort()
-        current = self._workers()
+        current = list(self._workers.values())
         if link.worker in current and link.worker.engine.abandoned:
             blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
         self._pool.drop(link)
@@ -333,7 +335,7 @@ class Links:
         if no_rdma and link.worker in current:
             for worker in current:
                 self._replace_worker(worker, no_rdma)
-        elif blocked:
+        elif blocked and link.worker in current:
             self._replace_worker(link.worker, "a shared-memory peer died or stopped answering")
 
     def _replace_worker(self, worker: Worker, why: str) -> None:
@@ -351,9 +353,9 @@ class Links:
 
     def _look_at_network(self) -> None:
         """Retire workers which lack what the host's network has gained; their connections stay until they are idle."""
-        if workers := self._workers():
+        if self._workers:
             network = Network.now()
-            for worker in workers:
+            for worker in list(self._workers.values()):
                 if gained := network.appeared_since(worker.network):
                     log.info("%s came up; new connections are made by another worker", gained)
                     self._forget(worker)
@@ -363,14 +365,8 @@ class Links:
             self._retired.discard(worker)
             worker.close()
 
-    def _workers(self) -> list[Worker]:
-        return [worker for worker in (self._worker, self._worker_apart) if worker is not None]
-
     def _forget(self, worker: Worker) -> None:
-        if worker is self._worker:
-            self._worker = None
-        else:
-            self._worker_apart = None
+        self._workers = {key: each for key, each in self._workers.items() if each is not worker}
 
     def _break_off_all(self, links: Iterable[Link]) -> None:
         for link in links:
@@ -558,5 +554,5 @@ class Links:
         for task in [*self._flushes.values(), *self._partings]:
             task.cancel()
         self._break_off_all(self._pool.drain())
-        for worker in [*self._workers(), *self._retired]:
+        for worker in [*self._workers.values(), *self._retired]:
             worker.close()

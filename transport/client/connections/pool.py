@@ -26,10 +26,13 @@ C = TypeVar("C", bound=Hashable)
 
 
 def port_of(address: str) -> PortKey:
-    """(host, port) of "host:port". Raises UsageError."""
+    """(host, port) of "host:port", with an IPv6 address in brackets. Raises UsageError."""
     host, colon, number = address.rpartition(":")
-    if not colon or not host or not number.isdecimal() or not 0 < int(number) < 1 << 16:
-        raise UsageError(f"{address!r} is not host:port")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not colon or not host or bracketed != (":" in host) or not number.isdecimal() or not 0 < int(number) < 1 << 16:
+        raise UsageError(f"{address!r} is not host:port, nor [IPv6 address]:port")
     return host, int(number)
 
 

@@ -19,7 +19,7 @@ from transport.client.connections.pool import PortKey
 from transport.errors import UnreachableError
 from transport.settings import DEFAULTS, Settings
 from transport.ticket import Ticket, host_identity
-from transport.wire.addresses import LOOPBACK
+from transport.wire.addresses import host_port, loopback_of
 
 _MOST_ROUTES = 4096
 
@@ -62,7 +62,7 @@ class PortQuarantine:
         self._entries: dict[PortKey, _Entry] = {}
 
     def __repr__(self) -> str:
-        ports = ", ".join(f"{address}:{port}" for address, port in self._entries)
+        ports = ", ".join(host_port(address, port) for address, port in self._entries)
         return f"<PortQuarantine {ports or 'empty'}>"
 
     def __bool__(self) -> bool:
@@ -184,7 +184,7 @@ class Routes:
             route.used = True
             return route.pairs
         here = ticket.host == host_identity()
-        hosts = tuple(dict.fromkeys((LOOPBACK, *ticket.addresses) if here else ticket.addresses))
+        hosts = tuple(dict.fromkeys((loopback_of(ticket.addresses), *ticket.addresses) if here else ticket.addresses))
         if not hosts or not (ticket.ports or self.ports_said(ring)):
             raise UnreachableError(f"ticket {ticket.name} names no address and port; start a UCXXServer for its ring")
         if route is None:

@@ -14,6 +14,7 @@ from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, TicketError, TransportError, UsageError
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.wire.addresses import host_port
 from transport.wire.joining import of_this_host
 from transport.wires import Wire
 
@@ -80,7 +81,7 @@ class Warming:
                 try:
                     return await self._links.warm(port, ring, each)
                 except TransportError as error:
-                    self._failed(f"connecting to {port[0]}:{port[1]}", error)
+                    self._failed(f"connecting to {host_port(*port)}", error)
                     return self._links.counts(port).total
 
         tasks = [asyncio.ensure_future(open_some(port, ring)) for port, ring in ports.items()]

@@ -31,6 +31,7 @@ from transport.weights.transfer.messages import (
     length_of,
 )
 from transport.weights.transfer.threads import ended, settled
+from transport.wire.addresses import host_port
 
 _HEAD = 4
 _HELLO_S = 10.0  # timeout for the first message of a connection
@@ -275,7 +276,7 @@ class Upstream:
         try:
             reader, writer = await asyncio.open_connection(address, port)
         except OSError as error:
-            raise ParentLostError(f"{parent} is unreachable at {address}:{port}: {error}") from error
+            raise ParentLostError(f"{parent} is unreachable at {host_port(address, port)}: {error}") from error
         upstream = cls(parent, reader, writer, stall_s)
         try:
             writer.write(encode(FeedHello(token, name)))
