@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transport.settings import Settings
     from transport.ticket import Ticket
     from transport.training.batch import Batch
+    from transport.training.mesh import Mesh
     from transport.training.payloads import Payload
     from transport.training.trainer import Trainer
 
@@ -38,6 +39,7 @@ _HOMES = {
     "Batch": "training.batch",
     "BlockingClient": "client.blocking",
     "ClientOptions": "packer.options",
+    "Mesh": "training.mesh",
     "Optional": "schema",
     "Payload": "training.payloads",
     "ReadOutcome": "client.payload",
@@ -78,6 +80,7 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "Trainer",
     "Batch",
     "Payload",
+    "Mesh",
     "UCXXRolloutMixin",
     "UCXXDataPackerMixin",
     "RingOptions",

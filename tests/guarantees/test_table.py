@@ -90,6 +90,28 @@ TESTS: dict[str, dict[str, list[str]]] = {
         "guarantees/test_groups.py": ["test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group"],
         "claims/test_found_groups.py": ["test_slots_of_a_group_whose_follower_died_are_freed_for_the_writer"],
     },
+    "a rank of a mesh (`Trainer.steps`) is killed": {
+        "guarantees/test_meshes.py": ["test_ranks_that_are_killed_at_any_moment_learn_every_group_once"],
+        "training/test_steps.py": [
+            "test_what_was_not_consumed_comes_again_whole",
+            "test_a_step_is_not_consumed_before_every_rank_has_learned",
+        ],
+    },
+    "the rank of a mesh that plans is killed": {
+        "guarantees/test_meshes.py": ["test_another_rank_plans_on_when_the_one_that_plans_is_killed"],
+    },
+    "all ranks of a mesh are killed": {
+        "guarantees/test_meshes.py": ["test_ranks_that_are_killed_at_any_moment_learn_every_group_once"],
+        "training/test_steps.py": ["test_a_record_leaves_out_what_a_checkpoint_has"],
+    },
+    "a rollout is killed before a group is complete": {
+        "guarantees/test_meshes.py": ["test_the_group_of_a_killed_rollout_is_given_up_by_name_or_completed"],
+        "training/test_steps.py": ["test_a_group_that_will_not_complete_is_dropped_or_short"],
+    },
+    "the data of a mesh ends": {
+        "guarantees/test_meshes.py": ["test_ranks_that_are_killed_at_any_moment_learn_every_group_once"],
+        "training/test_steps.py": ["test_replicas_divide_the_groups_and_ranks_of_a_replica_get_the_same"],
+    },
     "a trainer is killed while it takes or ends a claim": {
         "guarantees/test_listeners.py": [
             "test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way",

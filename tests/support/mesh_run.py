@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,10 +77,19 @@ class MeshRun:
         with (self._folder / f"{rank}.log").open("ab") as out:
             self._running[rank] = subprocess.Popen(self._command[rank], stdout=out, stderr=out)
 
-    def run(self, chances: random.Random, kills: int, within_s: float, *, all_at_once: int = 0) -> None:
+    def run(
+        self,
+        chances: random.Random,
+        kills: int,
+        within_s: float,
+        *,
+        all_at_once: int = 0,
+        victim: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """Have the ranks learn until the data has ended; meanwhile one after the other is killed and started again.
 
         all_at_once: how many of the kills are of all ranks.
+        victim: says which rank is killed; None: any.
         """
         for rank in range(self._ranks):
             self.start(rank)
@@ -91,7 +100,9 @@ class MeshRun:
             if self.kills < kills:
                 time.sleep(chances.uniform(0.05, 1.0))  # the moment of a kill is any
                 left = list(self._running)
-                for rank in left if self.kills in every else [chances.choice(left)]:
+                chosen = victim()
+                one = [chosen if chosen in self._running else chances.choice(left)]
+                for rank in left if self.kills in every else one:
                     self._running[rank].kill()
                     self._running[rank].wait()
                     self.start(rank)

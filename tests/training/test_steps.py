@@ -110,6 +110,19 @@ def test_what_was_not_consumed_comes_again_whole(ring: SharedRingBuffer, prefix:
     assert sorted(value for each in found for value in each) == sorted([0, 1, 2, 3] * 4)
 
 
+def test_what_was_consumed_does_not_come_again_when_the_loop_is_left_in_the_middle(
+    ring: SharedRingBuffer, prefix: str, wire: str
+) -> None:
+    for value in range(4):
+        write(ring, f"p{value}", value)
+    with trainer_of(prefix, wire) as trainer:
+        step = next(iter(trainer.steps(1)))
+        step.consume()
+    assert ring.native.unread == 12
+    with trainer_of(prefix, wire) as trainer:
+        assert values(next(iter(trainer.steps(1)))) == [1] * 4
+
+
 @pytest.mark.parametrize("incomplete", ["drop", "short"])
 def test_a_group_that_will_not_complete_is_dropped_or_short(
     ring: SharedRingBuffer, prefix: str, wire: str, incomplete: str
@@ -299,6 +312,26 @@ def test_replicas_divide_the_groups_and_ranks_of_a_replica_get_the_same(
         both = Counter(value for micro in one[2] + other[2] for value in micro)
         assert set(both.values()) == {4} and len(both) == 4
     assert ring.native.unread == 0
+
+
+def test_a_micro_batch_says_the_group_of_each_payload(ring: SharedRingBuffer, prefix: str, tmp_path: Path) -> None:
+    for value in range(5):
+        write(ring, f"p{value}", value)
+    ring.end_data()
+
+    def run(trainer: Trainer) -> list[Any]:
+        found = []
+        for step in trainer.steps(3, max_tokens=40):
+            assert step.samples == 4 * len(step.groups)
+            for micro in step:
+                groups = [step.groups[at] for at in micro.groups]
+                assert groups == [f"p{payload['tokens'][0]}" for payload in micro]
+                found += groups
+            step.consume()
+        return found
+
+    ranks = ranks_run(prefix, f"sqlite:///{tmp_path}/steps.db", 2, 1, run)
+    assert Counter(ranks[0] + ranks[1]) == Counter({f"p{value}": 4 for value in range(5)})
 
 
 def test_a_step_is_not_consumed_before_every_rank_has_learned(

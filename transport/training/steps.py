@@ -20,6 +20,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
+import numpy as np
+
 from transport.client.client import UCXXClient
 from transport.client.payload import ReceivedPayload
 from transport.client.retry import backoff
@@ -45,7 +47,7 @@ from transport.ticket import Ticket
 from transport.training.holding import Delivery
 from transport.training.layout import Sample
 from transport.training.mesh import Mesh
-from transport.training.payloads import Payloads
+from transport.training.micro_batch import MicroBatch
 from transport.training.planner import Planner
 from transport.training.read_part import read_parts
 from transport.training.step_records import READ, Identity, PlannedPart, PlannedStep, State, StepRecords
@@ -59,18 +61,19 @@ _FOLLOW_S: Final = 0.2  # until a rank that does not plan asks again whether it 
 _AGAIN_S: Final = 1.0  # until a store that failed is asked again
 
 
-class Step(Sequence[Payloads]):
+class Step(Sequence[MicroBatch]):
     """A training step: this rank's micro-batches. Belongs to one thread at a time.
 
     Attributes:
         number: of the step, the same on every rank.
         groups: names of all its groups, those of other ranks included.
         short: names of groups that are trained with fewer samples than they should have.
+        samples: of all ranks, by which a loss is divided that ranks sum up.
         tokens: of each micro-batch of this rank.
         most_tokens: of the heaviest replica over the mean of all.
     """
 
-    def __init__(self, steps: Steps, planned: PlannedStep, replica: int, micro_batches: Sequence[Payloads]) -> None:
+    def __init__(self, steps: Steps, planned: PlannedStep, replica: int, micro_batches: Sequence[MicroBatch]) -> None:
         self._steps = steps
         self._planned = planned
         self._micro_batches = micro_batches
@@ -78,6 +81,7 @@ class Step(Sequence[Payloads]):
         self.number = planned.number
         self.groups = [group.name for group in planned.groups]
         self.short = [group.name for group in planned.groups if group.short]
+        self.samples = sum(len(group.tokens) for group in planned.groups)
         loads = [[_tokens(planned, micro) for micro in planned.samples(each)] for each in range(len(planned.layout))]
         self.tokens = loads[replica]
         total = sum(map(sum, loads))
@@ -322,7 +326,7 @@ class Steps:
         part = await self._wait(partial(self._records.part, number, self._mesh.replica))
         unread: list[Delivery] = []
         try:
-            micro_batches = await self._micro_batches(part, unread)
+            micro_batches = await self._micro_batches(part, planned.samples(self._mesh.replica), unread)
         except TransportError as error:
             why = f"rank {self._mesh.rank} cannot read its part: {error_text(error)}"
             own = isinstance(error, OWN_FAULTS)  # the payloads are not at fault
@@ -386,15 +390,18 @@ class Steps:
                     log.warning("the records of the steps cannot be read, and are again: %s", error_text(error))
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _micro_batches(self, part: PlannedPart, unread: list[Delivery]) -> list[Payloads]:
+    async def _micro_batches(
+        self, part: PlannedPart, samples: Sequence[Sequence[Sample]], unread: list[Delivery]
+    ) -> list[MicroBatch]:
         """Read and lay out what this rank trains on; ``unread`` grows by what cannot be."""
         notes = [note for micro in part.tickets for note in micro]
         payloads = iter(await self._payloads(notes, unread))
         version = self._version()
         made = []
-        for tickets, versions in zip(part.tickets, part.versions, strict=True):
+        for tickets, versions, planned in zip(part.tickets, part.versions, samples, strict=False):  # forgotten: none
             mine = [next(payloads) for _ in tickets]
             made.append(await asyncio.to_thread(self._laid_out, mine, tickets, versions, version))
+            made[-1].groups = np.array([each.group for each in planned], np.int64)
         return made
 
     def _laid_out(
@@ -403,12 +410,12 @@ class Steps:
         notes: Sequence[bytes],
         versions: Sequence[int | None],
         version: int | None,
-    ) -> Payloads:
+    ) -> MicroBatch:
         parts = read_parts(payloads, notes, versions)
         gathered = None if self._schema is None else Gathered.gathered(parts, self._schema, self._shape)
         if gathered is not None and gathered.dropped:
             raise SchemaError(f"{gathered.dropped} payloads do not fit the schema of this trainer")
-        return Payloads(parts, gathered, self._shape, self._schemas, version)
+        return MicroBatch(parts, gathered, self._shape, self._schemas, version)
 
     async def _payloads(self, notes: Sequence[bytes], unread: list[Delivery]) -> list[ReceivedPayload]:
         """Read them all; those that fail are read again, until the time for a batch is over."""

@@ -97,7 +97,7 @@ class Trainer:
             whose rollouts were given no name either.
         rank: this trainer's rank among the readers of each payload; or the name of a consumer ("reference", "train:2").
         max_age: how many versions a payload may be older than `version`; older ones are discarded and counted.
-        record: `Trainer.record` from a checkpoint: payloads that it has are consumed and left out.
+        record: `Trainer.record` from a checkpoint, or its bytes: payloads that it has are consumed and left out.
         mesh: the ranks that train one model together, for `steps`; None: this process alone.
         joined: a payload that names its parents (docs/PAYLOADS.md) has the fields of all parts, and is consumed with
             them; ``parents`` are their schemas, of what is read and not taken.
@@ -124,7 +124,7 @@ class Trainer:
         *,
         rank: int | str = 0,
         max_age: int | None = None,
-        record: ConsumedRecord | None = None,
+        record: ConsumedRecord | bytes | None = None,
         mesh: Mesh | None = None,
         joined: bool = False,
         parents: Sequence[Schema] = (),
@@ -152,7 +152,6 @@ class Trainer:
         self._max_age = None if max_age is None else at_least(0, max_age, "max_age")
         self._expected = None if expected_rollouts is None else at_least(1, expected_rollouts, "expected_rollouts")
         self._schemas = {each.fingerprint: each for each in schemas}
-        self._book = Record(record)
         self._discards = LogLimit()
         self._calls = _thread.allocate_lock()
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
@@ -161,6 +160,7 @@ class Trainer:
         if client.secret is None:
             client = msgspec.structs.replace(client, secret=operator.secret())
         self._settings = settings = operator.settings if settings is None else settings
+        self._book = Record(ConsumedRecord.from_bytes(record, settings) if isinstance(record, bytes) else record)
         wire = operator.wire_policy if wire is None else wire
         self._mesh = mesh
         self._step_records: StepRecords | None = None
